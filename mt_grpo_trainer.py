@@ -1,0 +1,2279 @@
+"""MT-GRPO: train a language model to use tools over several turns, and give every turn its own credit.
+
+GRPO samples G answers to a prompt and gives every token of an answer the same advantage. A conversation with tools
+has several turns, and a good search followed by a bad answer is not one thing. MT-GRPO (arXiv 2505.11821) adds:
+
+1. Rollouts are conversations: the model writes a turn, a tool answers, the model writes again.
+2. The tool's tokens are attended to and never trained on.
+3. A turn that called a tool gets the outcome's advantage plus `turn_advantage_coef` times its own.
+
+                     turn 0: tool call        tool result         turn 1: answer
+    tokens           <tool>{...}</tool>       <result>..</result>  <answer>1889</answer>
+    attended         1 1 1 1 1 1 1            1 1 1 1              1 1 1 1
+    trained          1 1 1 1 1 1 1            0 0 0 0              1 1 1 1
+    advantage        outcome + coef * turn    -                    outcome
+
+TRL's `GRPOTrainer` optimises and vLLM (or the model itself) generates; this file is what lies between: the
+conversation, its tokens, its credit. Left out on purpose: images, several tool calls in one turn, and any
+re-rendering of the history, which would train on tokens that the policy never sampled.
+
+    python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml                              # CPU, 1 minute
+    accelerate launch mt_grpo_trainer.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml          # GPUs
+
+Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P` prompt tokens, `C` completion tokens
+(everything after the prompt, tool results included), `K` model turns. `completion_mask` = real token (attention),
+`loss_mask` = sampled by the policy (loss), `turn_ids` = which turn owns a token (credit, -1 for the environment's).
+"""
+
+import asyncio
+import bisect
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import queue
+import random
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import types
+import typing
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import requests
+import torch
+import yaml
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from datasets import Dataset, load_dataset
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl.generation.vllm_generation import VLLMGeneration
+
+logger = logging.getLogger(__name__)
+
+# =====================================================================================================================
+# Configuration
+# =====================================================================================================================
+
+DEFAULT_SYSTEM_PROMPT = """\
+Answer the question. You may use tools, one call per message, and you see each result before you go on.
+
+To call a tool, think first and then write the call as JSON:
+<reasoning>why this call helps</reasoning>
+<tool>{{"name": "tool name", "args": {{"argument": "value"}}}}</tool>
+
+The result comes back in <result>...</result>. When you know the answer, write:
+<reasoning>how the answer follows</reasoning>
+<answer>the answer, as short as possible</answer>
+
+Tools:
+{tool_descriptions}"""
+
+
+@dataclass
+class MTGRPOScriptArguments(ScriptArguments):
+    """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
+
+    tools_script: str | None = field(default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...]"})
+    reward_fn: str | None = field(
+        default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
+    )
+    system_prompt: str | None = field(
+        default=None,
+        metadata={"help": "Text of the system message; {tool_descriptions} is filled in. None: the built-in one"},
+    )
+    dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
+    eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
+
+
+@dataclass
+class MTGRPOConfig(GRPOConfig):
+    """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
+
+    credit_assignment: str = field(
+        default="mt_grpo", metadata={"help": "outcome (GRPO-OR), merged (GRPO-MR) or mt_grpo; section Credit"}
+    )
+    turn_advantage_coef: float = field(
+        default=1.0, metadata={"help": "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome"}
+    )
+    turn_reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight per turn reward function. None: 1 each"}
+    )
+    outcome_reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight per outcome reward function. None: 1 each"}
+    )
+    max_env_steps: int = field(
+        default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}
+    )
+    max_turn_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of one model turn. None: what remains of max_completion_length"}
+    )
+    max_tool_response_tokens: int = field(
+        default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
+    )
+    tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
+    max_concurrent_tools: int = field(default=64, metadata={"help": "Tool calls at the same time, per rank"})
+    weight_sync: str = field(
+        default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
+    )
+    weight_sync_dir: str | None = field(
+        default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
+    )
+    weight_check_every: int = field(
+        default=10,
+        metadata={"help": "Compare logprobs with the server at the first sync and every n-th; 0: first only"},
+    )
+    log_rollouts: int = field(
+        default=16, metadata={"help": "Rollouts per rank and batch that go to output_dir/rollouts.*.jsonl; 0: none"}
+    )
+
+    def __post_init__(self):
+        check_batch_arithmetic(self)
+        super().__post_init__()
+        check_config(self)
+
+
+CHOICES = {
+    "credit_assignment": ("outcome", "merged", "mt_grpo"),
+    "weight_sync": ("auto", "nccl", "disk"),
+    "scale_rewards": ("group", "batch", "none"),
+    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+# TRL settings that have no effect, or another meaning, in a multi-turn rollout: refused, so that no recipe holds a
+# line that nothing reads. Key -> (why, what to do).
+REFUSED_KEYS = {
+    "reward_weights": "turn and outcome rewards are weighted apart: use turn_ and outcome_reward_weights",
+    "max_tool_calling_iterations": "this trainer runs its own conversations: use max_env_steps",
+    "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
+    "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
+    "log_multimodal": "rollouts are text only: remove this key",
+    "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
+    "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
+    "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+    "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+}
+# Settings of one backend that another does not read; refused there for the same reason.
+COLOCATE_KEYS = (
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
+    "vllm_model_impl",
+)  # fmt: skip
+SERVER_KEYS = ("weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url")
+TRANSFORMERS_KEYS = (
+    "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+)  # fmt: skip
+
+
+def backend_of(args: GRPOConfig) -> str:
+    """`server`, `colocate` or `transformers`: who samples the tokens."""
+    return args.vllm_mode if args.use_vllm else "transformers"
+
+
+def default_of(key: str) -> Any:
+    """A recipe key's default, whichever dataclass declares it."""
+    for cls in (MTGRPOConfig, MTGRPOScriptArguments, ModelConfig):
+        for f in dataclasses.fields(cls):
+            if f.name == key:
+                return f.default_factory() if f.default is dataclasses.MISSING else f.default
+    raise KeyError(key)
+
+
+def check_batch_arithmetic(args: GRPOConfig) -> None:
+    """Raise `ValueError` with the nearest valid values where `num_generations` does not divide the batch."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    per_step = args.per_device_train_batch_size * world_size
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    batch = args.generation_batch_size or per_step * steps
+    if batch % args.num_generations:
+        divisors = [g for g in range(2, batch + 1) if batch % g == 0]
+        nearest = sorted(divisors, key=lambda g: abs(g - args.num_generations))[:2]
+        sizes = [s for s in range(1, 10_000) if s * world_size * steps % args.num_generations == 0]
+        size = min(sizes, key=lambda s: abs(s - args.per_device_train_batch_size), default=None)
+        raise ValueError(
+            f"num_generations={args.num_generations} does not divide the {batch} rollouts of a batch "
+            f"({args.per_device_train_batch_size} per device x {world_size} processes x {steps} steps). "
+            f"Expected whole groups. Set num_generations to {' or '.join(map(str, nearest)) or 'a divisor'}"
+            + (f", or per_device_train_batch_size to {size}." if size and not args.generation_batch_size else ".")
+        )
+
+
+def check_config(args: MTGRPOConfig) -> None:
+    """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
+    for key, allowed in CHOICES.items():
+        if getattr(args, key) not in allowed:
+            raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
+    for key, reason in REFUSED_KEYS.items():
+        if hasattr(args, key) and getattr(args, key) != default_of(key):
+            raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
+    backend = backend_of(args)
+    inert = {
+        "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
+        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
+        "transformers": SERVER_KEYS + COLOCATE_KEYS,
+    }[backend]
+    for key in inert:
+        if getattr(args, key) != default_of(key):
+            raise ValueError(
+                f"{key}={getattr(args, key)!r} has no effect with the {backend} backend (use_vllm={args.use_vllm}, "
+                f"vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads it."
+            )
+    positive = ("max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "tool_timeout",
+                "max_concurrent_tools", "temperature")  # fmt: skip
+    for key in positive:
+        value = getattr(args, key)
+        if value is not None and value <= 0:
+            raise ValueError(f"{key}={value} must be above 0.")
+    for key in ("max_env_steps", "weight_check_every", "log_rollouts"):
+        if getattr(args, key) < 0:
+            raise ValueError(f"{key}={getattr(args, key)} must be 0 or more.")
+    if args.max_completion_length is None:
+        raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
+    if args.credit_assignment not in ("outcome", "merged"):
+        # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
+        if args.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold masks whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Remove it, or use outcome or merged."
+            )
+        if args.loss_type == "vespo":
+            raise ValueError(
+                f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
+            )
+
+
+def fits_type(value: Any, expected: Any) -> bool:
+    """Whether a YAML value is of an annotated type. Numbers written as `1e-6`, a string to YAML, count as floats.
+
+    >>> fits_type(7.5, int), fits_type(7, float), fits_type("1e-6", float), fits_type(None, int | None)
+    (False, True, True, True)
+    """
+    origin = typing.get_origin(expected)
+    if expected is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits_type(value, option) for option in typing.get_args(expected))
+    if origin is list:
+        return isinstance(value, list) and all(fits_type(v, (typing.get_args(expected) or (Any,))[0]) for v in value)
+    if origin is dict or expected is dict:
+        return isinstance(value, dict)
+    if origin is typing.Literal:
+        return value in typing.get_args(expected)
+    if expected is float and isinstance(value, str):
+        return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) is not None
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(expected, type) and expected in (str, bool, type(None)):
+        return isinstance(value, expected)
+    return True  # enumerations and the like: the dataclass itself converts and refuses them
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """The YAML mapping of a recipe file, every key known and every value of its type. Raises `ValueError`."""
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"The recipe {path!r} cannot be read: {error.strerror}. See hf_recipes/ for examples."
+        ) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {path!r} is not valid YAML: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
+    known = known_keys()
+    for key, value in recipe.items():
+        if key == "env":
+            continue
+        if key not in known:
+            raise ValueError(unknown_key(key, f"in {path}", known))
+        if not fits_type(value, known[key]):
+            name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
+            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(CHOICES[key])}.")
+        if key in REFUSED_KEYS and value != default_of(key):
+            raise ValueError(f"{key}: {value!r} in {path} is not supported: {REFUSED_KEYS[key]}.")
+    return recipe
+
+
+@functools.cache
+def known_keys() -> dict[str, Any]:
+    """Every recipe key with its annotated type."""
+    classes = (ModelConfig, MTGRPOScriptArguments, MTGRPOConfig)
+    return {k: v for cls in classes for k, v in typing.get_type_hints(cls).items() if k in cls.__dataclass_fields__}
+
+
+def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"Unknown key {key!r} {where}." + (
+        f" Did you mean {near[0]!r}?" if near else " See the README's table of keys."
+    )
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelConfig]:
+    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
+
+    Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--config" in argv:
+        position = argv.index("--config") + 1
+        if position == len(argv):
+            raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
+        read_recipe(argv[position])
+    for flag in (a for a in argv if a.startswith("--")):
+        key = flag[2:].split("=")[0].replace("-", "_")
+        if key not in ("config", "help") and key.removeprefix("no_") not in known_keys():
+            raise ValueError(unknown_key(key, "on the command line", known_keys()))
+    parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
+    script_args, args, model_args = parser.parse_args_and_config(argv)
+    for key in ("dataset_streaming", "ignore_bias_buffers", "load_in_8bit", "load_in_4bit"):
+        if getattr(script_args, key, False) or getattr(model_args, key, False):
+            raise ValueError(f"{key} is not supported: {REFUSED_KEYS[key]}.")
+    for key, value in (
+        ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
+        ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
+    ):  # fmt: skip
+        if not value:
+            raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
+    return script_args, args, model_args
+
+
+# =====================================================================================================================
+# Data types
+# =====================================================================================================================
+
+
+class StopReason(StrEnum):
+    """Why a conversation ended; logged as `stop/<reason>`."""
+
+    ANSWERED = "answered"  # the model closed an <answer>
+    NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
+    MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
+    MAX_TOKENS = "max_tokens"  # max_completion_length, or max_turn_tokens outside a call, is spent
+    CONTEXT_LENGTH = "context_length"  # the model's context is full
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the model asked for. `error` says why it cannot be run: the policy's mistake, which it gets to read."""
+
+    name: str | None
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled continuation: ids as sampled, their logprobs under the sampling distribution (None: not known)."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
+
+
+@dataclass
+class Turn:
+    """One model turn and what the environment answered."""
+
+    token_ids: list[int]  # as sampled, cut after the token that completes the turn
+    logprobs: list[float] | None
+    text: str
+    finish_reason: str
+    tool_call: ToolCall | None = None
+    observation: str | None = None  # what the model gets to read, without the tags
+    observation_ids: list[int] = field(default_factory=list)  # end of turn, message, generation prompt
+    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    seconds: float = 0.0  # of generation
+    tool_seconds: float = 0.0
+
+
+@dataclass
+class Rollout:
+    """One conversation. All ids and masks are derived from the turns, so they cannot disagree.
+
+    >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], [-.1, -.2], "", "stop", observation_ids=[20]),
+    ...                                   Turn([30], [-.3], "", "stop")])
+    >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
+    ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
+    """
+
+    prompt_messages: list[dict[str, str]]
+    prompt_ids: list[int]
+    index: int = 0  # position in the whole batch: rank * B + i
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: StopReason | None = None  # None: still open
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return [t for turn in self.turns for t in turn.token_ids + turn.observation_ids]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        return [m for t in self.turns for m in [1] * len(t.token_ids) + [0] * len(t.observation_ids)]
+
+    @property
+    def turn_ids(self) -> list[int]:
+        return [i for k, t in enumerate(self.turns) for i in [k] * len(t.token_ids) + [-1] * len(t.observation_ids)]
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        if any(turn.logprobs is None for turn in self.turns):
+            return None
+        return [p for t in self.turns for p in t.logprobs + [0.0] * len(t.observation_ids)]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The completion as messages: assistant turns, and observations as the user messages that the model saw."""
+        messages = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            if turn.observation is not None:
+                messages.append({"role": "user", "content": result_message(turn.observation)})
+        return messages
+
+
+# =====================================================================================================================
+# Credit assignment
+#
+# Pure functions on the whole batch, groups of G consecutive rollouts. NaN means "has no value" and is left out of
+# every statistic. With R^O the weighted outcome rewards, r_k those of turn k, R^T their sum over turns, c the coef:
+#
+#   outcome   norm(R^O)                                   GRPO, outcome rewards only (GRPO-OR in the paper)
+#   merged    norm(R^O + R^T)                             one advantage from the sum of everything (GRPO-MR)
+#   mt_grpo   norm(R^O) + c * norm(r_k)                   turns that got an observation (eq. 5 of arXiv 2505.11821)
+#             norm(R^O)                                   the other turns of such a rollout
+#             norm(R^O + c * R^T)                         rollouts without any observation
+#
+# INVARIANT: rewards are gathered over all ranks before any of this, because a group may straddle ranks.
+# FORK: change credit here; add a function to CREDIT_ASSIGNMENTS and its name to CHOICES.
+# =====================================================================================================================
+
+NAN = float("nan")
+
+
+def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """Unbiased standard deviation over `dim` (kept), without NaN entries; NaN where fewer than two values are left."""
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    deviation = x - x.nanmean(dim, keepdim=True)
+    return (deviation.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=0)).sqrt()
+
+
+def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torch.Tensor:
+    """The group-relative value `(x - mean_G x) / (std_G x + 1e-4)` of GRPO (arXiv 2402.03300, TRL's constant).
+
+    Args:
+        x: (N,) or (N, K), NaN where a rollout has no value; with K columns each is a set of its own.
+        group_size: G; rows [iG, (i+1)G) are one prompt's.
+        scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
+            (`none`).
+
+    Returns:
+        Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
+
+    >>> norm(torch.tensor([1., 0., 1., 0.]), 4, "none")
+    tensor([ 0.5000, -0.5000,  0.5000, -0.5000])
+    >>> norm(torch.tensor([1., 0., NAN, 5., 5., NAN]), 3)  # the second group has no spread
+    tensor([ 0.7070, -0.7070,  0.0000,  0.0000,  0.0000,  0.0000])
+    """
+    groups = x.view(-1, group_size, *x.shape[1:])  # (N/G, G, ...)
+    centred = groups - groups.nanmean(1, keepdim=True)
+    low = groups.nan_to_num(float("inf")).amin(1, keepdim=True)
+    high = groups.nan_to_num(float("-inf")).amax(1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (nanstd(groups, 1) + 1e-4)
+    elif scale_rewards == "batch":
+        centred = centred / (nanstd(centred, tuple(range(centred.dim()))) + 1e-4)
+    # Equal values must give exactly 0, not a rounding error divided by 1e-4.
+    return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
+
+
+def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over `dim` without NaN entries; NaN where there is nothing but NaN.
+
+    >>> nansum(torch.tensor([[1., NAN], [NAN, NAN]]), 1)
+    tensor([1., nan])
+    """
+    return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))
+
+
+@dataclass
+class RewardTable:
+    """The weighted rewards of a whole batch, NaN for None."""
+
+    outcome: torch.Tensor  # (N,) R^O
+    rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
+    turn: torch.Tensor  # (N, K) turn rewards given per turn
+    observed: torch.Tensor  # (N, K) bool: the turn got an observation
+
+    @property
+    def turn_total(self) -> torch.Tensor:
+        """R^T, (N,): 0 where a rollout has no turn reward."""
+        return self.rollout_turn.nan_to_num(0.0) + self.turn.nansum(1)
+
+
+def outcome_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
+    """GRPO-OR: every turn gets `norm(R^O)`. Returns (N, K)."""
+    return norm(rewards.outcome, group_size, scale_rewards)[:, None].expand(rewards.turn.shape)
+
+
+def merged_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`. Returns (N, K)."""
+    total = rewards.outcome + rewards.turn_total
+    return norm(total, group_size, scale_rewards)[:, None].expand(rewards.turn.shape)
+
+
+def mt_grpo_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
+    """MT-GRPO: the outcome's advantage everywhere, plus `coef` times a turn's own where it got an observation.
+
+    A per-turn reward is compared with the same turn of the other rollouts of the group that got an observation there.
+    A per-rollout turn reward (the paper's form) is compared over the whole group and goes to the turns up to and
+    including the first that got an observation. A rollout that never called a tool gets `norm(R^O + c R^T)`, as in
+    the paper's code at c = 1. Returns (N, K).
+
+    The paper's two turns, with outcome rewards 1, 0 and turn rewards 0.2, 0.6; both called the tool:
+
+    >>> table = RewardTable(torch.tensor([1., 0.]), torch.tensor([.2, .6]), torch.full((2, 2), NAN),
+    ...                     torch.tensor([[True, False], [True, False]]))
+    >>> mt_grpo_advantages(table, 2, 1.0, "none")
+    tensor([[ 0.3000,  0.5000],
+            [-0.3000, -0.5000]])
+    """
+    outcome = norm(rewards.outcome, group_size, scale_rewards)[:, None]  # (N, 1)
+    per_turn = norm(rewards.turn.where(rewards.observed, NAN), group_size, scale_rewards)  # (N, K)
+    up_to_first = rewards.observed.int().cumsum(1) - rewards.observed.int() == 0  # (N, K): no observation before it
+    per_rollout = norm(rewards.rollout_turn, group_size, scale_rewards)[:, None] * up_to_first
+    silent = norm(rewards.outcome + coef * rewards.turn_total, group_size, scale_rewards)[:, None]
+    called = rewards.observed.any(1, keepdim=True)
+    return torch.where(called, outcome + coef * (per_turn + per_rollout), silent)
+
+
+CREDIT_ASSIGNMENTS = {"outcome": outcome_advantages, "merged": merged_advantages, "mt_grpo": mt_grpo_advantages}
+
+
+def turn_advantages(
+    rewards: RewardTable, credit_assignment: str, group_size: int, coef: float, scale_rewards: str
+) -> torch.Tensor:
+    """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn."""
+    advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, group_size, coef, scale_rewards)
+    return torch.where(rewards.outcome.isnan()[:, None], 0.0, advantages)
+
+
+def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
+    """Spread turn advantages (B, K) over tokens: (B, C), 0 where `turn_ids` (B, C) is -1 (environment, padding).
+
+    >>> token_advantages(torch.tensor([[5., 7.]]), torch.tensor([[0, 0, -1, 1, -1]]))
+    tensor([[5., 5., 0., 7., 0.]])
+    """
+    return torch.where(turn_ids >= 0, advantages.gather(1, turn_ids.clamp(min=0)), 0.0)
+
+
+# =====================================================================================================================
+# Tool calls: what the model wrote, and what it gets to read
+# =====================================================================================================================
+
+CLOSING_TAGS = ("</tool>", "</answer>")
+CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> int:
+    """How many of the sampled ids make the turn: up to the token that completes the first `</tool>` or `</answer>`.
+
+    Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids. A
+    prefix of a sample is still on-policy.
+    """
+
+    def closed(length: int) -> bool:
+        text = tokenizer.decode(token_ids[:length])
+        return any(tag in text for tag in CLOSING_TAGS)
+
+    if not closed(len(token_ids)):
+        return len(token_ids)
+    return 1 + bisect.bisect_left(range(1, len(token_ids) + 1), True, key=closed)
+
+
+def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
+    """(tool call or None, answered) of one turn's text. The tag that closes first counts.
+
+    >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
+    (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
+    >>> parse_turn("<reasoning>easy</reasoning><answer>42</answer>")
+    (None, True)
+    >>> parse_turn('<tool>{"name": "calculator", <answer>42</answer>')[0].error  # an answer inside a call is no answer
+    'the call is not closed by </tool>'
+    """
+    opened = text.find("<tool>")
+    answer, closed_tool, closed_answer = (text.find(tag) for tag in ("<answer>", "</tool>", "</answer>"))
+    if closed_tool < 0 and closed_answer >= 0 and 0 <= answer < closed_answer and not 0 <= opened < answer:
+        return None, True
+    if closed_tool < 0 and opened < 0:
+        return None, False
+    if closed_tool < 0:
+        return ToolCall(None, {}, "the call is not closed by </tool>"), False
+    if not 0 <= opened < closed_tool:
+        return ToolCall(None, {}, "</tool> without <tool> before it"), False
+    return parse_call(text[opened + len("<tool>") : closed_tool]), False
+
+
+def parse_call(body: str) -> ToolCall:
+    """The JSON between the tool tags. The error texts are read by the policy: short, and they say how to mend it."""
+    try:
+        call = json.loads(body)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and body[error.pos :].lstrip().startswith("{"):
+            return ToolCall(None, {}, "several calls in one turn; write one call, read its result, then the next")
+        return ToolCall(None, {}, f"the call is not valid JSON ({error.msg} at character {error.pos})")
+    except RecursionError:
+        return ToolCall(None, {}, "the call is nested too deeply")
+    if isinstance(call, list):
+        return ToolCall(None, {}, "several calls in one turn; write one call, read its result, then the next")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(None, {}, 'the call must be a JSON object with "name" (a string) and "args" (an object)')
+    arguments = call.get("args", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, f'"args" must be a JSON object, got {type(arguments).__name__}')
+    if unknown := set(call) - {"name", "args"}:
+        return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "args"')
+    return ToolCall(call["name"], arguments)
+
+
+def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
+    """Why this call cannot be run (the policy's mistake), or None."""
+    if call.error:
+        return f"{call.error}. Expected: {CALL_FORMAT}"
+    if call.name not in tools:
+        return f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
+    signature = inspect.signature(tools[call.name])
+    try:
+        signature.bind(**call.arguments)
+    except TypeError as error:
+        return f"{error}. Usage: {call.name}{signature}"
+    hints = typing.get_type_hints(tools[call.name])
+    for name, value in call.arguments.items():
+        if name in hints and not fits_type(value, hints[name]):
+            expected = getattr(hints[name], "__name__", str(hints[name]))
+            return f"argument {name!r} must be {expected}, got {type(value).__name__}. Usage: {call.name}{signature}"
+    return None
+
+
+def describe_tools(tools: dict[str, Callable]) -> str:
+    """Signatures and docstrings, as the model reads them in the system prompt."""
+    return "\n\n".join(f"{name}{inspect.signature(tool)}\n{inspect.getdoc(tool)}" for name, tool in tools.items())
+
+
+def result_message(observation: str) -> str:
+    """The environment's message: role `user`, as in the paper."""
+    return f"<result>\n{observation}\n</result>"
+
+
+def neutralise(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A tool's text that can neither open or close a turn nor close its own result: a space breaks control tokens."""
+    for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "</result>"}:
+        if len(token) > 1 and token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+# =====================================================================================================================
+# Generation backends: `await generate(prompt_ids, max_tokens, sampling_params, index) -> Generation`
+# =====================================================================================================================
+
+
+@functools.cache
+def background_loop() -> asyncio.AbstractEventLoop:
+    """One event loop in a daemon thread, so that synchronous calls also work in a notebook's running loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mt-grpo-rollouts", daemon=True).start()
+    return loop
+
+
+def run_async(coroutine: Coroutine) -> Any:
+    """Run a coroutine on the background loop and wait for its result; cancels it when the wait is interrupted."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def gather_all(coroutines: list[Awaitable]) -> list:
+    """Like `asyncio.gather`, but the first error cancels the rest instead of leaving them running."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class ServerError(RuntimeError):
+    """The generation server failed: the message holds URL, status, and what to do."""
+
+
+def sampling_defaults() -> dict[str, Any]:
+    """Every sampling field: an unset one would take the model's own generation_config.json on the server."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class VLLMServerClient:
+    """Talks to `vllm serve` (dev mode): token ids in, token ids and logprobs as sampled out; weights; health.
+
+    Args:
+        host, port: Where the server listens. 0.0.0.0, TRL's default, is reached as 127.0.0.1.
+        tokenizer: Needed by `chat` and by `MultiTurnToolEnv`, not by `generate`.
+        base_url: In place of host and port, for example behind TLS.
+        api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
+        timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
+        request_timeout: Seconds that one request may take.
+        transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
+        sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
+        group_port: Port of the NCCL weight group.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 240.0,
+        request_timeout: float = 600.0,
+        transport: str = "auto",
+        sync_dir: str | None = None,
+        group_port: int = 51216,
+    ):
+        self.base_url = (base_url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}").rstrip("/")
+        self.tokenizer = tokenizer
+        self.timeout = timeout
+        self.request_timeout = request_timeout
+        self.transport = transport
+        self.sync_dir = sync_dir
+        self.group_port = group_port
+        self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
+        self._control = requests.Session()
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._control.headers.update(self._headers)
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._nccl = None  # TRL's client, which holds the NCCL group
+
+    # -- control calls (synchronous) --
+
+    def request(self, method: str, path: str, timeout: float = 60.0, **kwargs) -> Any:
+        """One control call; returns the JSON answer. Raises `ServerError` with URL, status and body."""
+        url = f"{self.base_url}{path}"
+        try:
+            response = self._control.request(method, url, timeout=(10.0, timeout), **kwargs)
+        except requests.RequestException as error:
+            raise ServerError(f"{method} {url}: {error}. Is the vLLM server running?") from error
+        if response.status_code == 404:
+            raise ServerError(f"{method} {url}: 404. Start the vLLM server with VLLM_SERVER_DEV_MODE=1.")
+        if not response.ok:
+            raise ServerError(f"{method} {url}: {response.status_code} {response.text[:2000]}")
+        try:
+            return response.json() if response.content else {}
+        except ValueError:
+            raise ServerError(f"{method} {url}: expected JSON, got {response.text[:200]!r}") from None
+
+    def healthy(self) -> bool:
+        """Whether the server answers its health check now."""
+        try:
+            self.request("GET", "/health", timeout=10.0)
+        except ServerError:
+            return False
+        return True
+
+    def wait_until_healthy(self) -> None:
+        """Wait up to `timeout` seconds. Raises `ServerError`."""
+        deadline = time.monotonic() + self.timeout
+        while not self.healthy():
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
+                    f"`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, vllm_server_timeout."
+                )
+            time.sleep(1.0)
+
+    @functools.cached_property
+    def model_card(self) -> dict[str, Any]:
+        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
+        return self.request("GET", "/v1/models")["data"][0]
+
+    def server_info(self) -> dict[str, Any]:
+        """vLLM's own configuration as a tree; needs the development endpoints."""
+        return self.request("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+
+    def weight_version(self) -> str:
+        """The version that the last push set. A restarted server no longer knows it."""
+        return self.request("GET", "/weight_info")["weight_version"]
+
+    # -- generation --
+
+    async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """POST with retries: connection errors, 429 and 5xx are tried again with backoff for `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
+            self._sessions[loop] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
+            )  # fmt: skip
+        url, deadline, wait = f"{self.base_url}{path}", time.monotonic() + self.timeout, 0.5
+        while True:
+            try:
+                async with self._sessions[loop].post(url, json=payload) as response:
+                    if response.status == 200:
+                        return await response.json()
+                    problem = f"{response.status} {(await response.text())[:2000]}"
+                    if response.status not in (429, 500, 502, 503, 504):
+                        raise ServerError(f"POST {url}: {problem}")
+            except TimeoutError:
+                raise ServerError(f"POST {url}: no answer within request_timeout={self.request_timeout:g} s") from None
+            except (aiohttp.ClientError, json.JSONDecodeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() + wait > deadline:
+                raise ServerError(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(2 * wait, 10.0)
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """Sample one continuation of `prompt_ids`. Logprobs are of the distribution that was sampled from.
+
+        Raises:
+            ServerError: no answer within the time limits, or one whose ids and logprobs do not match.
+        """
+        payload = {
+            **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True,
+            **(sampling_params or {}), "model": self.model_card["id"], "prompt": prompt_ids, "max_tokens": max_tokens,
+            "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+        }  # fmt: skip
+        answer = await self._post("/v1/completions", payload)
+        try:
+            choice = answer["choices"][0]
+            token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            seen = answer["usage"]["prompt_tokens"]
+        except (KeyError, IndexError, TypeError):
+            raise ServerError(f"{self.base_url} answered without token ids: {str(answer)[:500]}") from None
+        if len(token_ids) != len(logprobs) or not token_ids or any(p is None or p != p for p in logprobs):
+            raise ServerError(f"{self.base_url} gave {len(token_ids)} ids and logprobs {logprobs[:5]}...: no match")
+        if seen != len(prompt_ids):
+            raise ServerError(f"{self.base_url} saw {seen} prompt tokens of {len(prompt_ids)}: the prompt was changed")
+        return Generation(token_ids, logprobs, "length" if choice["finish_reason"] == "length" else "stop")
+
+    def chat(
+        self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer conversations over `/v1/chat/completions`, all at once, for people.
+
+        Returns:
+            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
+        """
+
+        async def one(messages):
+            payload = {
+                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
+                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+            }  # fmt: skip
+            answer = await self._post("/v1/chat/completions", payload)
+            choice = answer["choices"][0]
+            return {
+                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
+                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
+            }  # fmt: skip
+
+        async def all_of_them():
+            return await gather_all([one(messages) for messages in messages_list])
+
+        return run_async(all_of_them())
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The server's logprobs of `token_ids[1:]` given what precedes each, at temperature 1, full vocabulary."""
+        payload = {
+            **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
+            "prompt_logprobs": 0,
+        }  # fmt: skip
+        entries = self.request("POST", "/v1/completions", json=payload)["choices"][0]["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+    # -- weights --
+
+    def resolve_transport(self, device: torch.device) -> str:
+        """`auto` made concrete. Raises `ServerError` for NCCL with a server that was not started for it."""
+        config = (self.server_info().get("weight_transfer_config") or {}).get("backend")
+        if self.transport == "nccl" and config != "nccl":
+            raise ServerError(
+                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+            )
+        if self.transport == "auto":
+            return "nccl" if device.type == "cuda" and config == "nccl" else "disk"
+        return self.transport
+
+    def update_weights(
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> dict[str, float]:  # fmt: skip
+        """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
+
+        Args:
+            named_weights: (name, tensor) under the names of a checkpoint, tied copies included. Always exhausted or
+                closed, so that what the iterator changed in the model (a merged adapter) is undone.
+            version: Comes back from `weight_version()`; proves later that the server did not restart.
+            expected: The names that must be among them. Missing ones are an error before the server is touched.
+            device: This process's accelerator, for NCCL.
+
+        Returns:
+            Seconds by phase: `gather`, `load`.
+
+        Raises:
+            ServerError: with disk, a push that failed leaves the server's weights as they were.
+        """
+        if self.resolve_transport(torch.device(device)) == "nccl":
+            return self._push_nccl(named_weights, version, expected, torch.device(device))
+        return self._push_disk(named_weights, version, expected)
+
+    def _push_disk(self, named_weights, version, expected) -> dict[str, float]:
+        start = time.perf_counter()
+        root = self.sync_dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=f"mt-grpo-{self.instance}-", dir=root))
+        except OSError as error:
+            named_weights.close()
+            raise ServerError(f"The weights cannot be written below {root}: {error}. Set weight_sync_dir.") from error
+        try:
+            # Each tensor is copied before the next is asked for: the iterator may change it in place.
+            tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
+            self._check_names(tensors.keys(), expected)
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            folder.chmod(0o755)
+            (folder / "model.safetensors").chmod(0o644)
+            written = time.perf_counter()
+            load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self._while_paused(version, lambda: self.request("POST", "/collective_rpc", timeout=600.0, json=load))
+        except (OSError, ServerError) as error:
+            raise ServerError(f"Weight push to {self.base_url} through {folder} failed: {error}") from error
+        finally:
+            named_weights.close()
+            shutil.rmtree(folder, ignore_errors=True)
+        return {"gather": written - start, "load": time.perf_counter() - written}
+
+    def _push_nccl(self, named_weights, version, expected, device) -> dict[str, float]:
+        from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
+
+        start = time.perf_counter()
+        try:
+            if self._nccl is None:
+                self._nccl = VLLMClient(self.base_url, group_port=self.group_port, connection_timeout=self.timeout)
+                self._nccl.init_communicator(device=device)
+            tensors = {name: t.detach().clone() for name, t in named_weights}  # announced before the first is sent
+            self._check_names(tensors.keys(), expected)
+            metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+            gathered = time.perf_counter()
+            self._while_paused(version, lambda: self._nccl.update_named_params(metadata, iter(tensors.items())))
+        finally:
+            named_weights.close()
+        return {"gather": gathered - start, "load": time.perf_counter() - gathered}
+
+    @staticmethod
+    def _check_names(names: typing.Iterable[str], expected: set[str] | None) -> None:
+        if missing := sorted((expected or set()) - set(names)):
+            raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
+
+    def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
+        self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})
+        try:
+            load()
+            answer = self.request("POST", "/reset_prefix_cache")
+            if answer.get("success") is False:  # answered with status 200 all the same
+                raise ServerError(
+                    f"{self.base_url} could not reset its prefix cache: old weights' keys would be reused"
+                )
+            self.request("POST", "/update_weight_version", json={"new_version": version})
+        finally:
+            self.request("POST", "/resume")
+
+    async def _close_sessions(self) -> None:
+        await asyncio.gather(*(s.close() for loop, s in self._sessions.items() if loop is asyncio.get_running_loop()))
+
+    def close(self) -> None:
+        """Close the connections."""
+        run_async(self._close_sessions())
+        self._control.close()
+
+
+class InProcessBackend:
+    """TRL's own generation (transformers, continuous batching, colocated vLLM) behind the same protocol.
+
+    Requests that wait at the moment form one batch: as soon as every open conversation waits, the batch goes out in
+    rollout order, so that samples do not depend on how long a tool took. `serve` runs the batches in the calling
+    thread, where collectives are allowed.
+
+    Args:
+        generate_batch: `(prompt_ids, max_tokens) -> (token_ids, logprobs or None)`, lists per request.
+        is_end: Whether a token id ends a turn.
+        any_rank: Whether a flag is set on any rank. Given where generation is a collective call (ZeRO-3, FSDP, tensor
+            parallel): then every rank calls in every round, with a dummy prompt once it has none.
+    """
+
+    def __init__(
+        self,
+        generate_batch: Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]],
+        is_end: Callable[[int], bool],
+        any_rank: Callable[[bool], bool] | None = None,
+    ):
+        self._generate_batch = generate_batch
+        self._is_end = is_end
+        self._any_rank = any_rank
+        self._open = 0
+        self._waiting: list[tuple] = []
+        self._batches: queue.Queue = queue.Queue()
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """One request; `sampling_params` are the trainer's for all of them and already known to the backend."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((index, prompt_ids, max_tokens, future))
+        self._flush()
+        return await future
+
+    def _flush(self) -> None:
+        if self._waiting and len(self._waiting) == self._open:
+            self._batches.put(sorted(self._waiting, key=lambda request: request[0]))
+            self._waiting = []
+
+    async def _converse(self, conversation: Coroutine) -> Any:
+        try:
+            return await conversation
+        finally:
+            self._open -= 1
+            self._flush()
+
+    def serve(self, conversations: list[Coroutine]) -> list:
+        """Run the conversations to their ends; returns their results in order. Raises the first error."""
+        loop = background_loop()
+        self._open, self._waiting, self._batches = len(conversations), [], queue.Queue()
+        running = asyncio.run_coroutine_threadsafe(gather_all([self._converse(c) for c in conversations]), loop)
+        running.add_done_callback(lambda _: self._batches.put(None))
+        batch: list[tuple] | None = []
+        try:
+            while True:
+                batch = self._batches.get() if batch is not None else None
+                if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
+                    return running.result()
+                requests_ = batch or [(0, [0], 1, None)]  # a dummy: others of a collective call still generate
+                generations = self._run(requests_)
+                if batch:
+                    loop.call_soon_threadsafe(self._deliver, batch, generations)
+        finally:
+            running.cancel()
+
+    def _run(self, batch: list[tuple]) -> list[Generation]:
+        # TRL's backends take one length for a batch: the largest budget, and each sample is cut to its own.
+        token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
+        generations = []
+        for i, (_, _, max_tokens, _) in enumerate(batch):
+            ids = list(token_ids[i][:max_tokens])
+            finish_reason = "stop" if ids and self._is_end(ids[-1]) else "length"
+            generations.append(Generation(ids, logprobs and list(logprobs[i][:max_tokens]), finish_reason))
+        return generations
+
+    @staticmethod
+    def _deliver(batch: list[tuple], generations: list[Generation]) -> None:
+        for (_, _, _, future), generation in zip(batch, generations, strict=True):
+            if not future.done():
+                future.set_result(generation)
+
+
+# =====================================================================================================================
+# The environment: one coroutine per conversation
+# =====================================================================================================================
+
+
+async def call_in_thread(function: Callable, arguments: dict[str, Any], timeout: float) -> Any:
+    """Run a synchronous tool in a daemon thread of its own. A call that times out is abandoned with its thread.
+
+    Not asyncio's default pool: that has few threads on few cores, and joins them at exit, so that one hung tool would
+    hang the end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def deliver(result, error):
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def work():
+        result, error = None, None
+        try:
+            result = function(**arguments)
+        except BaseException as raised:  # a tool that calls sys.exit() must not end the thread unheard
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=work, name=f"tool-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return await asyncio.wait_for(future, timeout)
+
+
+class MultiTurnToolEnv:
+    """The conversation between a model and its tools.
+
+    Args:
+        tools: Typed functions with docstrings, synchronous or async.
+        system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
+        max_steps: Observations per conversation, error messages included; the model then gets one last turn.
+        tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
+        max_completion_length: Tokens of the whole completion, tool results included.
+        max_turn_tokens: Tokens of one model turn. None: what remains of the completion.
+        max_tool_response_tokens: Tokens of one tool result; a longer one is cut with a visible marker.
+        max_model_len: The model's context in tokens. None: not bounded here.
+        tool_timeout: Seconds that one call may take.
+        max_concurrent_tools: Calls at the same time.
+        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+
+    Raises:
+        ValueError: a tool without name, type hints or docstring.
+    """
+
+    MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
+
+    def __init__(
+        self,
+        tools: list[Callable],
+        system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+        max_steps: int = 2,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_completion_length: int = 1024,
+        max_turn_tokens: int | None = None,
+        max_tool_response_tokens: int = 512,
+        max_model_len: int | None = None,
+        tool_timeout: float = 30.0,
+        max_concurrent_tools: int = 64,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.tools: dict[str, Callable] = {}
+        for tool in tools:
+            check_tool(tool)
+            if tool.__name__ in self.tools:
+                raise ValueError(f"Two tools are called {tool.__name__!r}: the model could not tell them apart.")
+            self.tools[tool.__name__] = tool
+        self.system_prompt = system_prompt and self._fill_in(system_prompt)
+        self.max_steps = max_steps
+        self.tokenizer = tokenizer
+        self.max_completion_length = max_completion_length
+        self.max_turn_tokens = max_turn_tokens
+        self.max_tool_response_tokens = max_tool_response_tokens
+        self.max_model_len = max_model_len
+        self.tool_timeout = tool_timeout
+        self.max_concurrent_tools = max_concurrent_tools
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+    def _fill_in(self, system_prompt: str) -> str:
+        try:
+            return system_prompt.format(tool_descriptions=describe_tools(self.tools))
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
+                "Write literal braces twice: {{ and }}."
+            ) from None
+
+    # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
+
+    def generate(
+        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None
+    ) -> dict[str, list]:
+        """Run all conversations to their ends.
+
+        Args:
+            prompts: Messages, or strings (one user message).
+            llm: A backend with `async generate(prompt_ids, max_tokens, sampling_params, index)`.
+            sampling_params: temperature, top_p, ...; unset ones are neutral.
+
+        Returns:
+            Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
+            the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
+        """
+        states = self.start(prompts, llm)
+        run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
+        return {
+            "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
+            "mask": [s.loss_mask for s in states], "prompt_ids": [s.prompt_ids for s in states],
+            "logprobs": [s.logprobs for s in states], "turn_ids": [s.turn_ids for s in states],
+            "stop_reasons": [s.stop_reason for s in states], "rollouts": states,
+        }  # fmt: skip
+
+    def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
+        """Open conversations, for `step`."""
+        tokenizer = self._tokenizer(llm)
+        states = []
+        for index, prompt in enumerate(prompts):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages = self.with_system_prompt(messages)
+            states.append(Rollout(messages, self.prompt_ids(messages, tokenizer), index))
+        return states
+
+    def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
+        """One model turn, and its observation, of every open conversation; returns the same states."""
+        still_open = [state for state in states if state.stop_reason is None]
+        run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
+        return states
+
+    def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
+        tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
+        return tokenizer
+
+    # -- the conversation --
+
+    def with_system_prompt(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages with the system prompt in front, unless they bring their own."""
+        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def prompt_ids(self, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids of a prompt, generation prompt included. The only time that messages are rendered as a whole."""
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+        )
+
+    async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
+        """Turn after turn until the conversation has a stop reason."""
+        while rollout.stop_reason is None:
+            await self.take_turn(rollout, llm, sampling_params)
+        return rollout
+
+    async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
+        """Generate, parse, run the tool, append. Every id that was sampled is kept as it was sampled."""
+        tokenizer = self._tokenizer(llm)
+        history = rollout.prompt_ids + rollout.completion_ids
+        completion_left, context_left = self._room(rollout, len(history))
+        budget = min(completion_left, context_left, self.max_turn_tokens or completion_left)
+        if budget <= 0:
+            rollout.stop_reason = StopReason.MAX_TOKENS if completion_left <= 0 else StopReason.CONTEXT_LENGTH
+            return
+        started = time.perf_counter()
+        generation = await llm.generate(history, budget, sampling_params, rollout.index)
+        turn = self._as_turn(generation, tokenizer)
+        turn.seconds = time.perf_counter() - started
+        rollout.turns.append(turn)
+        turn.tool_call, answered = parse_turn(turn.text)
+        if answered:
+            rollout.stop_reason = StopReason.ANSWERED
+        elif turn.tool_call is None and turn.finish_reason == "length":
+            full = len(history) + len(turn.token_ids) >= (self.max_model_len or float("inf"))
+            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+        elif turn.tool_call is None:
+            rollout.stop_reason = StopReason.NO_TOOL_CALL
+        elif sum(t.observation is not None for t in rollout.turns) >= self.max_steps:
+            rollout.stop_reason = StopReason.MAX_TURNS
+        else:
+            text, turn.error, turn.tool_seconds = await self.call_tool(turn.tool_call)
+            self._observe(rollout, turn, text, tokenizer)
+
+    def _room(self, rollout: Rollout, used: int) -> tuple[float, float]:
+        """Tokens left of the completion and of the model's context."""
+        completion = self.max_completion_length - (used - len(rollout.prompt_ids))
+        return completion, (self.max_model_len or float("inf")) - used
+
+    def _as_turn(self, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> Turn:
+        length = end_of_turn(tokenizer, generation.token_ids)
+        ids = generation.token_ids[:length]
+        reason = "stop" if length < len(generation.token_ids) else generation.finish_reason
+        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids and tokenizer.decode(ids[-1:]) not in CLOSING_TAGS
+        text = tokenizer.decode(ids[:-1] if ended else ids)
+        return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
+
+    async def call_tool(self, call: ToolCall) -> tuple[str, str | None, float]:
+        """(observation, error kind or None, seconds). Mistakes and failures become text; nothing is raised."""
+        if mistake := check_call(call, self.tools):
+            return f"Error: {mistake}", "call", 0.0
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
+        async with slots:
+            started = time.perf_counter()  # a call's time limit starts when it runs, not when it queues
+            try:
+                tool = self.tools[call.name]
+                if inspect.iscoroutinefunction(tool):
+                    result = await asyncio.wait_for(tool(**call.arguments), self.tool_timeout)
+                else:
+                    result = await call_in_thread(tool, call.arguments, self.tool_timeout)
+                text, error = result if isinstance(result, str) else json.dumps(result, default=str), None
+            except TimeoutError:
+                text, error = f"Error: {call.name} took longer than {self.tool_timeout:g} s", "timeout"
+            except Exception as raised:  # any failure of a tool is an observation, never the end of a run
+                text, error = f"Error: {str(raised) or type(raised).__name__}", "tool"
+            return text, error, time.perf_counter() - started
+
+    def _observe(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Append the observation, cut so that an answer still fits; without room for any, the conversation ends."""
+        used = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        room = min(self._room(rollout, used)) - self.MIN_ANSWER_TOKENS
+        room -= len(self.message_ids("", tokenizer, turn.token_ids))
+        text = cut_to_tokens(neutralise(text, tokenizer), min(self.max_tool_response_tokens, room), tokenizer)
+        if text is None:
+            full = min(self._room(rollout, used)) == self._room(rollout, used)[1]
+            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+            return
+        turn.observation = text
+        turn.observation_ids = self.message_ids(text, tokenizer, turn.token_ids)
+
+    def message_ids(self, observation: str, tokenizer: PreTrainedTokenizerBase, sampled: list[int]) -> list[int]:
+        """Ids from the end of the model's turn to the next generation prompt.
+
+        A short conversation is rendered with a sentinel as the assistant's content, and what follows it is tokenised.
+        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
+        """
+        conversation = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": self._sentinel},
+            {"role": "user", "content": result_message(observation)},
+        ]
+        rendered = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+        )
+        suffix = rendered[rendered.rindex(self._sentinel) + len(self._sentinel) :]
+        ids = tokenizer(suffix, add_special_tokens=False)["input_ids"]
+        # The end of turn is there already if the model sampled it.
+        return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in tokenizer.all_special_ids else ids
+
+
+def cut_to_tokens(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
+    if limit <= 0:
+        return None
+    if len(text) > 64 * limit:  # keep the tokenizer away from megabytes that are cut off anyway
+        text = text[: int(64 * limit)]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) <= limit:
+        return text
+    marker = "... [cut]"
+    room = int(limit) - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
+    while room > 0:
+        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker
+        if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
+            return cut
+        room -= 1
+    return None
+
+
+def check_tool(tool: Callable) -> None:
+    """Raise `ValueError` unless the tool is a named, typed function with a docstring: the model reads all three."""
+    name = getattr(tool, "__name__", None)
+    if not callable(tool) or not name or name == "<lambda>":
+        raise ValueError(f"A tool must be a named function, got {tool!r}.")
+    if not inspect.getdoc(tool):
+        raise ValueError(f"Tool {name} has no docstring. Write one: it is what the model reads to use the tool.")
+    hints = typing.get_type_hints(tool)
+    for parameter in inspect.signature(tool).parameters:
+        if parameter not in hints:
+            raise ValueError(f"Tool {name} has no type hint for {parameter!r}. Write `{parameter}: str` or the like.")
+
+
+# =====================================================================================================================
+# Weights: the policy's parameters under the names of a checkpoint
+# =====================================================================================================================
+
+
+class PolicyWeights(VLLMGeneration):
+    """TRL's walk over the parameters (FSDP 1 and 2, ZeRO-3, PEFT) without its vLLM client, made exact and complete.
+
+    Exact: with an unsharded PEFT model each layer is merged, read and put back bit for bit. TRL merges and unmerges
+    the whole model, which in bf16 moves the frozen weights a little at every sync.
+    Complete: tied parameters are yielded under every name. `named_parameters()` has them once, and vLLM on CPU packs
+    `lm_head` when it loads and does not refresh it from the embedding, so that it would sample from stale weights.
+    """
+
+    def _init_vllm(self) -> None:
+        """No client: `VLLMServerClient` sends what `named_weights` yields."""
+        model = self.model
+        self.sharded = self._dist.is_fsdp or getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+        by_parameter: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not self._is_adapter(name):
+                by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
+        self.expected = {name for names in by_parameter.values() for name in names}
+        self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
+        norms = [
+            n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)
+        ]
+        self.final_norm = norms[-1] if norms else None
+
+    def _is_adapter(self, name: str) -> bool:
+        return is_peft_model(self.model) and (self.model.prefix in name or "original_module" in name)
+
+    def _server_name(self, name: str) -> str:
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
+
+    def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor), adapters merged. Each is valid only until the next is asked for.
+
+        Gathering shards is collective: every rank iterates to the end. Closing the generator early finishes the walk,
+        so that no rank waits for ever and no adapter stays merged. `norm_scale` multiplies the final norm.
+        """
+        exact = is_peft_model(self.model) and not self.sharded
+        source = self._merged_layer_by_layer() if exact else self._iter_named_params()
+        scaled = self.final_norm and self._server_name(self.final_norm + ".weight").rpartition(".")[0]
+        sent: set[str] = set()
+        try:
+            for name, tensor in source:
+                if norm_scale != 1.0 and name.rpartition(".")[0] == scaled:
+                    tensor = tensor * norm_scale
+                for alias in (name, *sorted(self._tied.get(name, ()))):
+                    if alias not in sent:
+                        sent.add(alias)
+                        yield alias, tensor
+        finally:
+            for _ in source:
+                pass
+            if is_peft_model(self.model):
+                for module in self._adapted_layers().values():
+                    if module.merged:
+                        module.unmerge()
+
+    def _adapted_layers(self) -> dict[str, Any]:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+    def _merged_layer_by_layer(self) -> Iterator[tuple[str, torch.Tensor]]:
+        layers = self._adapted_layers()
+        for name, parameter in self.model.named_parameters():
+            if self._is_adapter(name):
+                continue
+            layer = layers.get(name.partition(".base_layer")[0]) if ".base_layer" in name else None
+            with merged_layer(layer):
+                yield self._server_name(name), parameter.data
+
+
+@contextmanager
+def merged_layer(layer: Any) -> Iterator[None]:
+    """Merge one adapted layer, and afterwards restore its base weights bit for bit."""
+    if layer is None:
+        yield
+        return
+    base = layer.get_base_layer()
+    saved = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    try:
+        layer.merge()
+        yield
+    finally:
+        layer.unmerge()
+        for name, parameter in base.named_parameters():
+            parameter.data.copy_(saved[name])
+
+
+class WeightCounter(TrainerCallback):
+    """Counts weight changes. Not `global_step`: a checkpoint that is loaded changes the weights at the same step."""
+
+    def __init__(self):
+        self.version = 0
+        self.loads = 0
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.version += 1
+
+    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
+        self.version += 1
+        self.loads += 1
+
+    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
+        self.version += 1
+        self.loads += 1
+
+
+# =====================================================================================================================
+# The trainer
+# =====================================================================================================================
+
+
+class MTGRPOEnvTrainer(GRPOTrainer):
+    """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
+
+    Args:
+        model: Name, path, or model.
+        env: The conversations. Its token limits are set from `args`; `max_steps` stays its own.
+        turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
+            `completion_ids`, `rollout_turns` (list of `Turn` per rollout), the dataset's columns, `trainer_state`,
+            `log_extra` and `log_metric`. A turn function returns per rollout a number, None, or a list with a number
+            or None per turn; an outcome function a number or None. Both may be async.
+        turn_reward_weights, outcome_reward_weights: One per function. None: those of `args`, else 1 each.
+        turn_advantage_coef: Weight of a turn's own advantage. None: that of `args`.
+        vllm_server_host, vllm_server_port: In place of those of `args`.
+
+    The rest is as in `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
+    """
+
+    _tag_names = ["trl", "grpo", "mt-grpo"]
+
+    def __init__(
+        self,
+        model: Any,
+        env: MultiTurnToolEnv,
+        turn_reward_funcs: list[Callable] | None = None,
+        outcome_reward_funcs: list[Callable] | None = None,
+        turn_reward_weights: list[float] | None = None,
+        outcome_reward_weights: list[float] | None = None,
+        turn_advantage_coef: float | None = None,
+        vllm_server_host: str | None = None,
+        vllm_server_port: int | None = None,
+        args: MTGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        peft_config: Any = None,
+    ):
+        args = args or MTGRPOConfig("mt-grpo-output")
+        if not isinstance(args, MTGRPOConfig):
+            raise ValueError(
+                f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings."
+            )
+        name = model if isinstance(model, str) else model.config._name_or_path
+        tokenizer = processing_class or AutoTokenizer.from_pretrained(name)
+        turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
+        check_rewards(turn_funcs, outcome_funcs)
+        turn_weights = reward_weights(turn_reward_weights or args.turn_reward_weights, turn_funcs, "turn")
+        outcome_weights = reward_weights(
+            outcome_reward_weights or args.outcome_reward_weights, outcome_funcs, "outcome"
+        )
+        check_dataset(train_dataset, "train_dataset")
+        for split in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if split is not None:
+                check_dataset(split, "eval_dataset")
+        env.tokenizer = env.tokenizer or tokenizer
+        env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
+        env.max_completion_length = args.max_completion_length
+        model_config = AutoConfig.from_pretrained(name) if isinstance(model, str) else model.config
+        env.max_model_len = check_context(env, model_config, train_dataset, args.max_completion_length)
+
+        self.env = env
+        self.backend = backend_of(args)
+        self.num_turn_funcs = len(turn_funcs)
+        self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
+        self._rollouts: list[Rollout] = []  # of the batch being scored
+        self._reward_table: RewardTable | None = None  # of the same batch, all ranks
+        self._weight_counter = WeightCounter()
+        self._pushed: str | None = None  # the version that the server holds
+        self._num_syncs = 0
+        if self.backend == "server":
+            self.client = VLLMServerClient(
+                vllm_server_host or args.vllm_server_host, vllm_server_port or args.vllm_server_port, tokenizer,
+                base_url=None if vllm_server_host or vllm_server_port else args.vllm_server_base_url,
+                timeout=args.vllm_server_timeout, transport=args.weight_sync, sync_dir=args.weight_sync_dir,
+                group_port=args.vllm_group_port,
+            )  # fmt: skip
+            check_server(self.client, env, model_config, args, train_dataset)
+
+        # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
+        args.use_vllm = self.backend == "colocate"
+        super().__init__(
+            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
+            callbacks=[self._weight_counter, *(callbacks or [])],
+        )  # fmt: skip
+        args.use_vllm = self.use_vllm = self.backend != "transformers"
+        self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
+        # TRL judges truncation by the last id, and a turn that ends with </answer> has no end-of-turn token.
+        self.mask_truncated_completions = False
+        self._sampling_params = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
+            **(args.generation_kwargs or {}),
+        }  # fmt: skip
+        if self.backend == "server":
+            self.llm = self.client
+            self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
+        else:
+            self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, self._any_rank())
+
+    # -- 1. roll out --
+
+    def _generate(self, prompts: list) -> tuple:
+        """TRL's generation step: conversations in place of single completions. Lists per rollout of this rank."""
+        mode = "train" if self.model.training else "eval"
+        self._rollouts = rollouts = self._roll_out(prompts)
+        self._log_rollouts(rollouts, mode)
+        loss_masks = [rollout.loss_mask for rollout in rollouts]
+        if self.args.mask_truncated_completions:
+            truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
+            loss_masks = [[0] * len(m) if r.stop_reason in truncated else m for r, m in zip(rollouts, loss_masks)]
+        logprobs = [rollout.logprobs for rollout in rollouts]
+        return (
+            [rollout.prompt_ids for rollout in rollouts], [rollout.completion_ids for rollout in rollouts], loss_masks,
+            [rollout.messages for rollout in rollouts], None if None in logprobs else logprobs, {}, None, [],
+        )  # fmt: skip
+
+    def _roll_out(self, prompts: list) -> list[Rollout]:
+        """All conversations of this rank, from weights that the server is known to hold.
+
+        Ranks meet once, after their conversations: whatever failed on one raises the same message on all, and a
+        server that restarted meanwhile (it then holds its first weights) is synced again and asked again.
+        """
+        first = self.accelerator.process_index * len(prompts)
+        for _ in range(3):
+            self._sync_weights()
+            started, error, rollouts = time.perf_counter(), None, []
+            try:
+                rollouts = self.env.start(prompts)
+                for i, rollout in enumerate(rollouts):
+                    rollout.index = first + i
+                self._converse(rollouts)
+                restarted = self.backend == "server" and self.client.weight_version() != self._pushed
+            except Exception as raised:  # told to the other ranks, which would wait for this one for ever
+                error, restarted = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}", False
+                logger.debug("rollout failed", exc_info=True)
+            verdicts = gather_object([(error, restarted)])
+            if errors := [e for e, _ in verdicts if e]:
+                raise RuntimeError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
+            if not any(lost for _, lost in verdicts):
+                mode = "train" if self.model.training else "eval"
+                self._metrics[mode]["rollout/seconds"].append(time.perf_counter() - started)
+                return rollouts
+            logger.warning("The vLLM server restarted during rollouts: pushing the weights and rolling out again.")
+            self._pushed = None
+        raise RuntimeError("The vLLM server restarted three times during one batch of rollouts. See its log.")
+
+    def _converse(self, rollouts: list[Rollout]) -> None:
+        conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
+        if isinstance(self.llm, InProcessBackend):
+            self.llm.serve(conversations)
+        else:
+            run_async(gather_all(conversations))
+
+    def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
+        """One batch by TRL's own generation, for `InProcessBackend`."""
+        if self.backend == "colocate":
+            self.vllm_generation.max_completion_length = max_tokens
+            if self._last_loads != self._weight_counter.loads:  # a checkpoint was loaded at the same global_step
+                self._last_loads, self._last_loaded_step = self._weight_counter.loads, -1
+        else:
+            self.generation_config.max_new_tokens = self.generation_kwargs["max_new_tokens"] = max_tokens
+        return self._generate_single_turn(prompt_ids, None, {}, 1)
+
+    _last_loads = 0
+
+    def _any_rank(self) -> Callable[[bool], bool] | None:
+        """A reduce over ranks where TRL's generation is collective, else None."""
+        collective = (
+            self._dist.is_fsdp
+            or self.is_deepspeed_enabled
+            or (self.backend == "colocate" and self.vllm_tensor_parallel_size > 1)
+        )
+        if not collective:
+            return None
+        device = self.accelerator.device
+        return lambda flag: bool(self.accelerator.reduce(torch.tensor(int(flag), device=device)).item())
+
+    # -- 2. weights to the server --
+
+    def _sync_weights(self) -> None:
+        """Push the weights if they changed since the last push, and check now and again that they arrived.
+
+        All ranks enter together; rank 0's verdict is broadcast, which is also the barrier: no rank sends a request
+        before it, and every rank raises the same error.
+        """
+        version = (
+            f"{getattr(self.client, 'instance', '')}-{self._weight_counter.version}"
+            if self.backend == "server"
+            else None
+        )
+        if self.backend != "server" or self._pushed == version:
+            return
+        started = time.perf_counter()
+        if self._num_syncs == 0:
+            self._check_that_pushes_arrive(version)
+        seconds = self._push(version)
+        every = self.args.weight_check_every
+        gap = None
+        if self._num_syncs == 0 or (every and self._num_syncs % every == 0):
+            gap = self._check_logprobs()
+        self._num_syncs += 1
+        self._pushed = version
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["sync/seconds"].append(time.perf_counter() - started)
+        for phase, value in seconds.items():
+            self._metrics[mode][f"sync/{phase}_seconds"].append(value)
+        if gap is not None:
+            self._metrics[mode]["sync/logprob_difference"].append(gap)
+
+    def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
+        weights = self.vllm_generation.named_weights(norm_scale)
+
+        def push() -> dict[str, float]:
+            device = self.accelerator.device
+            return self.client.update_weights(weights, version, self.vllm_generation.expected, device)
+
+        if not self.accelerator.is_main_process and self.vllm_generation.sharded:
+            for _ in weights:  # gathering is collective
+                pass
+        return self._on_main(push)
+
+    def _on_main(self, function: Callable[[], Any]) -> Any:
+        """Run on rank 0; every rank returns its result or raises its error."""
+        verdict = [None, None]
+        if self.accelerator.is_main_process:
+            try:
+                verdict[0] = function()
+            except Exception as error:  # every rank raises it below
+                verdict[1] = f"{type(error).__name__}: {error}"
+        broadcast_object_list(verdict, from_process=0)
+        if verdict[1]:
+            raise ServerError(f"Step {self.state.global_step}: {verdict[1]}")
+        return verdict[0]
+
+    def _check_that_pushes_arrive(self, version: str) -> None:
+        """Push once with the final norm scaled, and see the server's logprobs move as the trainer's do.
+
+        In bf16 one comparison of unchanged weights proves nothing: a server that ignores every push would pass it.
+        """
+        scale = 1.5
+        norm_name = self.vllm_generation.final_norm
+        if norm_name is None or "Gemma" in type(self.model.get_submodule(norm_name)).__name__:
+            logger.warning("The first weight sync is checked without a changed weight: no final norm w * x was found.")
+            return
+        true, scaled = self._probe_logprobs(), self._probe_logprobs(scale)
+        self._push(f"{version}-probe", scale)
+        served = torch.tensor(self._on_main(lambda: self.client.score(self._probe_ids)))
+        expected = (scaled - true).abs().mean().item()
+        missed = (served - scaled).abs().mean().item()
+        if missed > max(0.2 * expected, self._logprob_tolerance()):
+            raise ServerError(
+                f"A changed weight did not arrive at {self.client.base_url}: the trainer's logprobs moved by "
+                f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
+            )
+
+    def _check_logprobs(self) -> float:
+        """Mean absolute difference between the trainer's and the server's logprobs of the same ids. Raises."""
+        ours = self._probe_logprobs()
+        theirs = torch.tensor(self._on_main(lambda: self.client.score(self._probe_ids)))
+        gap = (ours - theirs).abs().mean().item()
+        if not gap <= self._logprob_tolerance():
+            raise ServerError(
+                f"After the weight sync the trainer and the server at {self.client.base_url} disagree: mean logprob "
+                f"{ours.mean():.4f} here, {theirs.mean():.4f} there, mean difference {gap:.2e}, allowed "
+                f"{self._logprob_tolerance():g}. Is the server running another model, dtype or adapter?"
+            )
+        return gap
+
+    def _logprob_tolerance(self) -> float:
+        return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
+
+    @functools.cached_property
+    def _server_dtype(self) -> str:
+        dtype = self._on_main(lambda: str(self.client.server_info()["model_config"]["dtype"]))
+        return dtype.removeprefix("torch.")
+
+    @functools.cached_property
+    def _probe_ids(self) -> list[int]:
+        messages = self.env.with_system_prompt(self.train_dataset[0]["prompt"])
+        return self.env.prompt_ids(messages, self.env.tokenizer)[:256]
+
+    @torch.no_grad()
+    def _probe_logprobs(self, norm_scale: float = 1.0) -> torch.Tensor:
+        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded."""
+        training, handle = self.model.training, None
+        if norm_scale != 1.0:
+            norm_module = self.model.get_submodule(self.vllm_generation.final_norm)
+            handle = norm_module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
+        try:
+            self.model.eval()  # LoRA's dropout
+            ids = torch.tensor([self._probe_ids], device=self.accelerator.device)
+            with self.accelerator.autocast():
+                logits = self.model(input_ids=ids).logits[0, :-1]
+            logprobs = logits.float().log_softmax(-1)
+            return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()
+        finally:
+            self.model.train(training)
+            if handle is not None:
+                handle.remove()
+
+    # -- 3. rewards --
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
+        """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
+        device, num_turns = self.accelerator.device, max(len(r.turns) for r in self._rollouts)
+        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
+        columns |= {
+            "prompts": prompts, "completions": completions, "completion_ids": completion_ids_list,
+            "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
+            "log_extra": self._log_completion_extra, "log_metric": self._log_metric,
+        }  # fmt: skip
+        # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
+        num_turns = int(self.accelerator.gather(torch.tensor([num_turns], device=device)).max())
+        whole = torch.full((len(prompts), len(self.reward_funcs)), NAN)  # one number per rollout
+        per_turn = torch.full((len(prompts), num_turns, self.num_turn_funcs), NAN)
+        for f, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
+            values = run_async(func(**columns)) if inspect.iscoroutinefunction(func) else func(**columns)
+            check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
+            for i, value in enumerate(values):
+                if isinstance(value, (list, tuple)):
+                    row = [NAN if v is None else float(v) for v in value]
+                    per_turn[i, : len(row), f] = torch.tensor(row)
+                elif value is not None:
+                    whole[i, f] = float(value)
+        observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
+        for i, rollout in enumerate(self._rollouts):
+            for k, turn in enumerate(rollout.turns):
+                observed[i, k] = turn.observation is not None
+        whole, per_turn, observed = (
+            self.accelerator.gather(t.to(device).contiguous()) for t in (whole, per_turn, observed)
+        )
+        weights = self.reward_weights.to(device)
+        turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
+        self._reward_table = RewardTable(
+            outcome=nansum(whole[:, self.num_turn_funcs :] * outcome_weights, 1),
+            rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
+            turn=nansum(per_turn * turn_weights, 2),
+            observed=observed,
+        )
+        sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
+        logged = whole.clone()
+        logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
+        return logged
+
+    # -- 4. credit --
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's step (which calls the methods above), with its advantages replaced by one per token."""
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        advantages = turn_advantages(
+            self._reward_table, self.args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards
+        )  # (N, K)
+        first = self.accelerator.process_index * len(inputs)
+        local = advantages[first : first + len(inputs)]  # (B, K)
+        turn_ids = torch.full(output["completion_ids"].shape, -1, dtype=torch.long)  # (B, C), C as TRL padded it
+        for i, rollout in enumerate(self._rollouts):
+            turn_ids[i, : len(rollout.turn_ids)] = torch.tensor(rollout.turn_ids)
+        output["advantages"] = token_advantages(local, turn_ids.to(local.device))  # (B, C)
+        self._log_credit(output, advantages, group_size, mode)
+        self._write_rollouts(inputs, local, mode)
+        return output
+
+    # -- logging --
+
+    def _log_rollouts(self, rollouts: list[Rollout], mode: str) -> None:
+        """Everything about the batch's conversations: one gather, so that no metric's name can differ by rank."""
+        reasons = list(StopReason)
+        columns = torch.tensor(
+            [
+                [
+                    len(r.prompt_ids), sum(r.loss_mask), len(r.completion_ids), len(r.turns),
+                    reasons.index(r.stop_reason),
+                    sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
+                    sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
+                    sum(t.tool_seconds for t in r.turns),
+                ]
+                for r in rollouts
+            ],
+            device=self.accelerator.device, dtype=torch.float32,
+        )  # fmt: skip
+        columns = self.accelerator.gather(columns)  # (N, 10)
+        prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds = columns.T
+        metrics = self._metrics[mode]
+        if mode == "train":
+            self.state.num_input_tokens_seen += int(prompt.sum() + trained.sum())
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
+        ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
+        for suffix, values in (("", trained), ("terminated_", ended)):
+            metrics[f"completions/mean_{suffix}length"].append(values.mean().item())
+            metrics[f"completions/min_{suffix}length"].append(values.min().item())
+            metrics[f"completions/max_{suffix}length"].append(values.max().item())
+        metrics["completions/clipped_ratio"].append(truncated.float().mean().item())
+        metrics["completions/mean_total_length"].append(total.mean().item())
+        metrics["turns/mean"].append(num_turns.mean().item())
+        metrics["turns/max"].append(num_turns.max().item())
+        metrics["tools/call_frequency"].append(calls.mean().item())
+        attempted = calls.sum().clamp(min=1)
+        metrics["tools/failure_frequency"].append((failed.sum() / attempted).item())
+        metrics["tools/malformed_frequency"].append((malformed.sum() / attempted).item())
+        metrics["tools/timeout_frequency"].append((timeouts.sum() / attempted).item())
+        metrics["tools/mean_seconds"].append((seconds.sum() / attempted).item())
+        for i, reason in enumerate(reasons):
+            metrics[f"stop/{reason}"].append((stop == i).float().mean().item())
+
+    def _log_credit(self, output: dict[str, Any], advantages: torch.Tensor, group_size: int, mode: str) -> None:
+        metrics = self._metrics[mode]
+        silent = (advantages.view(-1, group_size * advantages.shape[1]).abs() < 1e-8).all(1)
+        metrics["credit/frac_groups_without_signal"].append(silent.float().mean().item())
+        loss_mask = output["completion_mask"] * output["tool_mask"]
+        sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
+        if "importance_sampling_ratio" in output:
+            ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
+            limit = self.vllm_importance_sampling_clip_max or float("inf")
+            sums.append((((ratio == 0) | (ratio >= limit)) * loss_mask).sum())
+        sums = self.accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
+        metrics["credit/mean_abs_advantage"].append(sums[0] / max(sums[1], 1))
+        if len(sums) > 2:
+            metrics["sampling/frac_tokens_ratio_zero_or_clipped"].append(sums[2] / max(sums[1], 1))
+
+    def _write_rollouts(self, inputs: list[dict[str, Any]], advantages: torch.Tensor, mode: str) -> None:
+        """Append whole conversations with their rewards and advantages to `rollouts.rank<r>.jsonl`."""
+        count = min(self.args.log_rollouts, len(self._rollouts))
+        if not count:
+            return
+        rank, names = self.accelerator.process_index, self.reward_func_names
+        first = rank * len(self._rollouts)
+        logged = {name: list(self._logs["rewards"][name])[-self._reward_table.outcome.shape[0] :] for name in names}
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        with open(Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl", "a", encoding="utf-8") as file:
+            for i, rollout in enumerate(self._rollouts[:count]):
+                row = {
+                    "step": self.state.global_step, "mode": mode, "index": rollout.index,
+                    "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
+                    "rewards": {name: logged[name][first + i] for name in names},
+                    "turn_advantages": advantages[i, : len(rollout.turns)].tolist(),
+                    "answer": inputs[i].get("answer"),
+                }  # fmt: skip
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+# =====================================================================================================================
+# Checks that need the tools, the data, the model's configuration or the server, but no weights
+# =====================================================================================================================
+
+
+def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
+    if not turn_funcs + outcome_funcs:
+        raise ValueError(
+            "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one."
+        )
+    for func in turn_funcs + outcome_funcs:
+        if not callable(func) or not hasattr(func, "__name__"):
+            raise ValueError(f"A reward must be a function, got {func!r}.")
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
+            raise ValueError(
+                f"Reward {func.__name__} takes no **kwargs. Add it: every dataset column is passed by name."
+            )
+
+
+def reward_weights(weights: list[float] | None, funcs: list[Callable], kind: str) -> list[float]:
+    if weights is not None and len(weights) != len(funcs):
+        names = ", ".join(f.__name__ for f in funcs)
+        raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
+    return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
+
+
+def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
+    """Raise `ValueError` unless a reward function gave one value per rollout, or a list of one per turn."""
+    if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
+    for value, rollout in zip(values, rollouts, strict=True):
+        if isinstance(value, (list, tuple)) and not per_turn:
+            raise ValueError(f"Reward {name} gives a list per rollout: move it from OUTCOME_ to TURN_REWARD_FUNCS.")
+        if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
+            raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if number is not None and not abs(float(number)) < float("inf"):
+                raise ValueError(
+                    f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
+                )
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or "prompt" not in columns:
+        raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty.")
+    prompt = dataset[0]["prompt"]
+    if not isinstance(prompt, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
+    ):
+        raise ValueError(f"{name}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
+
+
+def longest_prompt(env: MultiTurnToolEnv, dataset: Any) -> int:
+    """Tokens of the longest prompt, looked for among the 32 with the most characters."""
+    prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
+    return max(len(env.prompt_ids(env.with_system_prompt(messages), env.tokenizer)) for messages in prompts)
+
+
+def check_context(env: MultiTurnToolEnv, model_config: Any, dataset: Any, max_completion_length: int) -> int | None:
+    """The model's context in tokens. Raises `ValueError` where the longest prompt and its completion do not fit."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    prompt = longest_prompt(env, dataset)
+    if context is not None and prompt + max_completion_length > context:
+        raise ValueError(
+            f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
+            f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
+            f"set max_completion_length to at most {max(context - prompt, 0)}."
+        )
+    return context
+
+
+def check_server(
+    client: VLLMServerClient, env: MultiTurnToolEnv, model_config: Any, args: MTGRPOConfig, dataset: Any
+) -> None:
+    """Raise `ServerError` for a server that does not fit the recipe. Reads, changes nothing."""
+    client.wait_until_healthy()
+    card, info = client.model_card, client.server_info()
+    where = f"The vLLM server at {client.base_url}"
+    served = info["model_config"]
+    if args.vllm_importance_sampling_correction and served["logprobs_mode"] != "processed_logprobs":
+        raise ServerError(
+            f"{where} runs with --logprobs-mode {served['logprobs_mode']}: its logprobs are not those of the sampled "
+            "distribution, which biases the importance-sampling correction. Start it with --logprobs-mode "
+            "processed_logprobs, or set vllm_importance_sampling_correction: false."
+        )
+    theirs = AutoConfig.from_pretrained(served["model"], trust_remote_code=False).get_text_config()
+    ours = model_config.get_text_config()
+    for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(ours, key, None) != getattr(theirs, key, None):
+            raise ServerError(
+                f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
+                f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
+            )
+    text = '<tool>{"name": "x"}</tool> Ünï 123'
+    answer = client.request(
+        "POST", "/tokenize", json={"model": card["id"], "prompt": text, "add_special_tokens": False}
+    )
+    if answer["tokens"] != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
+    needed = longest_prompt(env, dataset) + args.max_completion_length
+    if card["max_model_len"] < needed:
+        raise ServerError(
+            f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
+            f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
+        )
+    env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
+    client.weight_version()  # 404 without the development endpoints
+
+
+# =====================================================================================================================
+# Tools and rewards from files, data
+# =====================================================================================================================
+
+
+def load_lists(path: str, key: str, names: list[str]) -> list[list]:
+    """Import a file by path and return the lists with these names (missing ones empty, all missing an error)."""
+    if not Path(path).is_file():
+        raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
+    spec = importlib.util.spec_from_file_location(f"mt_grpo_{key}_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error}") from error
+    if not any(isinstance(getattr(module, name, None), list) for name in names):
+        raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
+    return [getattr(module, name, []) for name in names]
+
+
+def load_tools(path: str) -> list[Callable]:
+    """The `TOOL_FUNCTIONS` of a file, each checked. Raises `ValueError`."""
+    (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
+    if not tools:
+        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
+    for tool in tools:
+        check_tool(tool)
+    return tools
+
+
+def load_rewards(path: str) -> tuple[list[Callable], list[Callable]]:
+    """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
+    turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
+    check_rewards(turn_funcs, outcome_funcs)
+    return turn_funcs, outcome_funcs
+
+
+def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:
+    """Sums, differences and products of two or three numbers from 2 to 99, without repeats.
+
+    An expression belongs to `test` if its CRC-32 is divisible by 10, so that no test problem is ever trained on.
+
+    >>> make_arithmetic(1, 0)
+    [{'question': 'What is 99 - 55 * 7?', 'answer': '-286'}]
+    """
+    rng = random.Random(seed)
+    rows: dict[str, dict[str, str]] = {}
+    while len(rows) < num_rows:
+        numbers = [rng.randint(2, 99) for _ in range(rng.choice((2, 3)))]
+        signs = [rng.choice("+-*") for _ in numbers[1:]]
+        expression = str(numbers[0]) + "".join(f" {s} {n}" for s, n in zip(signs, numbers[1:], strict=True))
+        if (zlib.crc32(expression.encode()) % 10 == 0) == (split == "test"):
+            total, term = 0, numbers[0]  # products first
+            for sign, number in zip(signs, numbers[1:], strict=True):
+                total, term = (
+                    (total, term * number) if sign == "*" else (total + term, {"+": 1, "-": -1}[sign] * number)
+                )
+            rows[expression] = {"question": f"What is {expression}?", "answer": str(total + term)}
+    return list(rows.values())
+
+
+def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """One training row from TriviaQA's schema, GSM8K's, a plain question and answer, or ready messages.
+
+    >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
+    '4'
+    >>> to_row({"question": "Who?", "answer": {"value": "Ada", "aliases": ["Ada", "Lovelace"]}}, "")["answer"]
+    ['Ada', 'Lovelace']
+    """
+    if "prompt" in row:
+        prompt = row["prompt"]
+        return {**row, "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+    if "question" not in row or "answer" not in row:
+        raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
+    answer = row["answer"]
+    if isinstance(answer, dict):  # TriviaQA
+        if "value" not in answer:
+            raise ValueError(f"{where}: answer has {sorted(answer)}, expected 'value' and 'aliases'.")
+        answer = list(dict.fromkeys([answer["value"], *(answer.get("aliases") or [])]))
+    elif isinstance(answer, str) and "####" in answer:  # GSM8K
+        answer = answer.rpartition("####")[2].strip().replace(",", "")
+    question = row["question"]
+    return {"prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
+
+
+HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
+    "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+}
+
+
+def load_rows(name: str, split: str, size: int | None = None, config: str | None = None) -> Dataset:
+    """Training or test rows with `prompt` (messages), `question` and `answer`.
+
+    Args:
+        name: `arithmetic` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a folder with
+            `<split>.jsonl`.
+        split: `train`, `test`, or what the dataset calls it.
+        size: The first so many rows. None: all (4,096 generated ones).
+        config: The Hub dataset's configuration; None: the one of the table above.
+
+    Raises:
+        ValueError: no such file, a line that is not JSON, missing columns.
+    """
+    if name == "arithmetic":
+        rows = make_arithmetic(size or 4096, seed=0 if split == "train" else 1, split=split)
+    elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
+        path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
+        rows = read_jsonl(path, size)
+    else:
+        hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
+        split = test_split if split == "test" else split
+        rows = load_dataset(hub_name, config or hub_config, split=split)
+        rows = rows.select_columns([c for c in ("question", "answer", "prompt") if c in rows.column_names])
+        rows = rows.select(range(min(size, len(rows)))) if size else rows
+    return Dataset.from_list([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)])
+
+
+def read_jsonl(path: Path, size: int | None) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"dataset_name: {str(path)!r} is not a file. Expected JSON lines with question and answer.")
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if size is not None and len(rows) >= size:
+                break
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+    return rows
+
+
+# =====================================================================================================================
+# main
+# =====================================================================================================================
+
+
+def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
+    """Everything a recipe says, put together. Raises before weights are loaded if something is wrong."""
+    tools = load_tools(script_args.tools_script)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    config = script_args.dataset_config
+    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
+    train_dataset = load_rows(script_args.dataset_name, train_split, script_args.dataset_size, config)
+    eval_dataset = None
+    if args.eval_strategy != "no":
+        eval_dataset = load_rows(script_args.dataset_name, test_split, script_args.eval_dataset_size, config)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
+    )
+    env = build_env(script_args, args, tools, tokenizer)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision, "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation, **(args.model_init_kwargs or {}),
+    }  # fmt: skip
+    return MTGRPOEnvTrainer(
+        model=model_args.model_name_or_path, env=env, turn_reward_funcs=turn_funcs, outcome_reward_funcs=outcome_funcs,
+        args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )  # fmt: skip
+
+
+def build_env(
+    script_args: MTGRPOScriptArguments, args: MTGRPOConfig, tools: list[Callable], tokenizer: PreTrainedTokenizerBase
+) -> MultiTurnToolEnv:
+    """The environment that a recipe describes."""
+    return MultiTurnToolEnv(
+        tools,
+        DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
+        args.max_env_steps,
+        tokenizer=tokenizer,
+        max_completion_length=args.max_completion_length,
+        max_turn_tokens=args.max_turn_tokens,
+        max_tool_response_tokens=args.max_tool_response_tokens,
+        tool_timeout=args.tool_timeout,
+        max_concurrent_tools=args.max_concurrent_tools,
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`."""
+    try:
+        script_args, args, model_args = parse_arguments(argv)
+        trainer = build_trainer(script_args, args, model_args)
+    except (ValueError, ServerError) as error:
+        sys.exit(f"error: {error}")
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,636 @@
+"""Tests of the reward files: hand-written rollouts with the value each function must give, and rows of real data."""
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import json
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+REWARDS = Path(__file__).resolve().parents[1] / "rewards"
+DATA = Path(__file__).resolve().parents[2] / "shared/data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no test data at {DATA}")
+
+
+def load(name: str) -> ModuleType:
+    """Load a reward file by path, as a recipe does."""
+    spec = importlib.util.spec_from_file_location(name, REWARDS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+triviaqa = load("triviaqa_reward")
+calculator = load("calculator_reward")
+gsm8k = load("gsm8k_reward")
+MODULES = [triviaqa, calculator, gsm8k]
+ALL_FUNCS = [
+    pytest.param(func, id=f"{module.__name__}.{func.__name__}")
+    for module in MODULES
+    for func in module.TURN_REWARD_FUNCS + module.OUTCOME_REWARD_FUNCS
+]
+
+CALL = '<reasoning>Look it up.</reasoning>\n<tool>{"name": "wiki_search", "args": {"query": "Rollo"}}</tool>'
+SUM = '<reasoning>Multiply.</reasoning>\n<tool>{"name": "calculator", "args": {"expression": "37*51"}}</tool>'
+BROKEN = '<reasoning>Multiply.</reasoning>\n<tool>{"name": "calculator", "args": </tool>'
+
+
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def gets(text: str) -> dict[str, str]:
+    return {"role": "user", "content": f"<result>\n{text}\n</result>"}
+
+
+def answers(text: str) -> dict[str, str]:
+    return says(f"<reasoning>So it is.</reasoning>\n<answer>{text}</answer>")
+
+
+def one(func, messages, gold="1887", turns=None):
+    """Call a reward function on one rollout, with all that the trainer passes."""
+    values = func(
+        prompts=[[{"role": "user", "content": "?"}]],
+        completions=[messages],
+        completion_ids=[[1, 2, 3]],
+        rollout_turns=None if turns is None else [turns],
+        answer=[gold],
+        question_id=["q"],
+        trainer_state=SimpleNamespace(global_step=0),
+        log_extra=lambda *_: None,
+        log_metric=lambda *_: None,
+    )
+    assert isinstance(values, list) and len(values) == 1
+    assert values[0] is None or type(values[0]) is float
+    return values[0]
+
+
+def turn(text, observation=None, called=True, malformed=None, error=None):
+    call = SimpleNamespace(name="calculator", arguments={}, error=malformed) if called else None
+    return SimpleNamespace(text=text, tool_call=call, observation=observation, error=error)
+
+
+# --- The files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_doctests(module):
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted >= 2 * len(module.TURN_REWARD_FUNCS + module.OUTCOME_REWARD_FUNCS)
+
+
+@pytest.mark.parametrize("func", ALL_FUNCS)
+def test_every_docstring_names_its_range_and_none_and_has_an_example(func):
+    assert "Range: 0.0" in func.__doc__
+    assert "None: the row" in func.__doc__ or "Never None." in func.__doc__
+    assert f">>> {func.__name__}(" in func.__doc__ or f"in {func.__name__}(" in func.__doc__
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_files_stand_alone(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= {"re", "decimal", "itertools", "typing"}
+    assert not {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"eval", "exec"}
+
+
+@pytest.mark.parametrize("name", ["_block", "_texts", "_answer", "_results"])
+def test_repeated_helpers_are_identical(name):
+    assert len({inspect.getsource(getattr(module, name)) for module in MODULES}) == 1
+    assert inspect.getsource(calculator._number) == inspect.getsource(gsm8k._number)
+
+
+def test_lists_of_functions():
+    def names(funcs):
+        return [func.__name__ for func in funcs]
+
+    assert names(triviaqa.TURN_REWARD_FUNCS) == ["tool_execution_reward_func", "exist_answer_in_search_results"]
+    assert names(triviaqa.OUTCOME_REWARD_FUNCS) == [
+        "exact_match_reward_func",
+        "exist_answer_reward_func",
+        "format_reward_func",
+        "xml_tag_reward_func",
+    ]
+    assert names(calculator.TURN_REWARD_FUNCS) == ["tool_execution_reward_func", "result_found_reward_func"]
+    assert names(calculator.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_given_reward_func"]
+    assert names(gsm8k.TURN_REWARD_FUNCS) == ["tool_execution_reward_func"]
+    assert names(gsm8k.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_format_reward_func"]
+
+
+# --- Every function on the same inputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("func", ALL_FUNCS)
+@pytest.mark.parametrize(
+    "messages", [[], [says("")], [says("   \n")], [{"role": "assistant", "content": None}], [gets("1887")]]
+)
+def test_nothing_written_earns_nothing(func, messages):
+    assert one(func, messages) == 0.0
+    assert one(func, messages, turns=[]) == 0.0
+
+
+@pytest.mark.parametrize("func", ALL_FUNCS)
+def test_no_rollouts(func):
+    assert func(prompts=[], completions=[], completion_ids=[], rollout_turns=[], answer=[]) == []
+    assert func(completions=[], answer=[]) == []
+
+
+@pytest.mark.parametrize("func", ALL_FUNCS)
+def test_values_keep_the_order_of_the_rollouts(func):
+    good = [says(SUM), gets("1887"), answers("1887")]
+    first, second = func(completions=[good, []], answer=["1887", "1887"])
+    assert first > 0.0 and second == 0.0
+    assert func(completions=[[], good], answer=["1887", "1887"]) == [second, first]
+
+
+@pytest.mark.parametrize("func", ALL_FUNCS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<answer>" * 100_000,
+        "</answer>" * 100_000,
+        "<tool>" * 100_000 + "</answer>" * 100_000,
+        "<reasoning>" + " " * 1_000_000 + "<answer>",
+        "</reasoning>" + " " * 1_000_000 + "x",
+        "<" * 1_000_000,
+        "<answer>" + "9" * 1_000_000 + "</answer>",
+        "<answer>" + "1," * 500_000 + "</answer>",
+        "<answer>" + "1,111" * 200_000 + "</answer>",
+        "<answer>1" + ",111" * 250_000 + "x</answer>",
+        "<answer>" + "9" * 500_000 + "." + "9" * 500_000 + "x</answer>",
+        "<answer>" + " " * 1_000_000 + "x</answer>",
+        "<answer>" + "-$%." * 250_000 + "</answer>",
+    ],
+    ids=lambda text: f"{text[:20].strip()}..{text[-12:].strip()}",
+)
+def test_huge_text_is_fast(func, text):
+    start = time.perf_counter()
+    one(func, [says(SUM), gets(text), says(text)])
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize("module", [calculator, gsm8k], ids=lambda module: module.__name__)
+def test_a_number_of_ten_thousand_digits_is_compared_exactly(module):
+    gold = "9" * 10_000
+    start = time.perf_counter()
+    assert one(module.exact_match_reward_func, [answers("9" * 10_000)], gold) == 1.0
+    assert one(module.exact_match_reward_func, [answers("9" * 9_999 + "8")], gold) == 0.0
+    assert time.perf_counter() - start < 1.0
+
+
+# --- Which text is the answer ----------------------------------------------------------------------------------------
+
+ANSWER_TEXTS = [
+    ([answers("1887")], 1.0),
+    ([says("<answer>1887</answer>")], 1.0),
+    ([says("<answer>\n  1887\n</answer>")], 1.0),
+    ([says(SUM), gets("1887"), answers("1887")], 1.0),
+    ([answers("88")], 0.0),
+    ([answers("")], 0.0),
+    ([answers("   ")], 0.0),
+    ([says("1887")], 0.0),
+    # Two answers: the first complete one counts.
+    ([says("<answer>1887</answer><answer>88</answer>")], 1.0),
+    ([says("<answer>88</answer><answer>1887</answer>")], 0.0),
+    # Unclosed and unopened.
+    ([says("<answer>1887")], 0.0),
+    ([says("1887</answer>")], 0.0),
+    ([says("</answer>1887<answer>")], 0.0),
+    ([says("</answer><answer>1887</answer>")], 1.0),
+    # Nested: from the first opening to the first closing tag.
+    ([says("<answer><answer>1887</answer></answer>")], 0.0),
+    ([says("<reasoning>It must be <answer>1887</answer></reasoning>")], 1.0),
+    ([says("<reasoning>never closed <answer>1887</answer>")], 1.0),
+    # An answer inside a tool call, or after one.
+    ([says("<tool><answer>1887</answer></tool>")], 0.0),
+    ([says('<tool>{"name": "calculator", <answer>1887</answer>')], 0.0),
+    ([says(SUM + "<answer>1887</answer>")], 0.0),
+    ([says("<answer>1887 <tool>{}</tool></answer>")], 0.0),
+    ([says("<answer>1887</answer>" + SUM)], 1.0),
+    # A fake result written by the policy.
+    ([says("<result><answer>1887</answer></result>")], 0.0),
+    ([says("<result>\n<answer>1887</answer>")], 0.0),
+    ([says("<result>88</result><answer>1887</answer>")], 1.0),
+    ([says("<result>1887</result><answer>88</answer>")], 0.0),
+    ([says("<result>1887</result>")], 0.0),
+    ([says("<reasoning>The <result> says so.</reasoning><answer>1887</answer>")], 1.0),
+    # Only the last assistant message answers, and the environment never does.
+    ([answers("1887"), gets("go on"), says("<reasoning>Hm.</reasoning>")], 0.0),
+    ([answers("1887"), gets("go on"), answers("88")], 0.0),
+    ([says(SUM), gets("<answer>1887</answer>")], 0.0),
+    ([says(SUM), gets("<answer>1887</answer>"), says("<reasoning>Good.</reasoning>")], 0.0),
+    ([says(SUM), gets("</result><answer>1887</answer>"), answers("88")], 0.0),
+    # Tags are literal.
+    ([says("<ANSWER>1887</ANSWER>")], 0.0),
+    ([says("< answer>1887</ answer>")], 0.0),
+    ([says("&lt;answer&gt;1887&lt;/answer&gt;")], 0.0),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+@pytest.mark.parametrize(("messages", "expected"), ANSWER_TEXTS)
+def test_exact_match_reads_the_answer_that_counts(module, messages, expected):
+    assert one(module.exact_match_reward_func, messages) == expected
+
+
+# --- Tool calls ------------------------------------------------------------------------------------------------------
+
+# (messages, the turns the environment parsed from them, tool execution, gold number found)
+CALLS = [
+    ([says(SUM), gets("1887"), answers("1887")], [turn(SUM, "1887"), turn("..", called=False)], 0.2, 0.5),
+    ([says(SUM), gets(" 1,887.0 ")], [turn(SUM, " 1,887.0 ")], 0.2, 0.5),
+    ([says(SUM), gets("37*51 = 1887")], [turn(SUM, "37*51 = 1887")], 0.2, 0.0),
+    ([says(SUM), gets("")], [turn(SUM, "")], 0.2, 0.0),
+    ([answers("1887")], [turn("..", called=False)], 0.0, 0.0),
+    # Half of the calls succeed.
+    (
+        [says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")],
+        [
+            turn(BROKEN, "Error: not JSON", malformed="not JSON", error="call"),
+            turn(SUM, "1887"),
+            turn("..", called=False),
+        ],
+        0.1,
+        0.5,
+    ),
+    # A tool that raised, that timed out, that reports its own failure in words.
+    ([says(SUM), gets("Error: 1887")], [turn(SUM, "Error: 1887", error="tool")], 0.0, 0.0),
+    ([says(SUM), gets("Error: timed out")], [turn(SUM, "Error: timed out", error="timeout")], 0.0, 0.0),
+    ([says(SUM), gets("  Error: no such page")], [turn(SUM, "  Error: no such page")], 0.0, 0.0),
+    ([says(SUM), gets("An Error: 1887")], [turn(SUM, "An Error: 1887")], 0.2, 0.0),
+    # A call that got no result, because the rollout ended there.
+    ([says(SUM)], [turn(SUM)], 0.0, 0.0),
+    ([says(SUM), gets("1887"), says(SUM)], [turn(SUM, "1887"), turn(SUM)], 0.1, 0.5),
+    # An unclosed call that the environment answered is an attempt; one that ended the rollout is none.
+    (
+        [says("<tool>{"), gets("Error: no </tool>")],
+        [turn("<tool>{", "Error: no </tool>", malformed="no </tool>", error="call")],
+        0.0,
+        0.0,
+    ),
+    (
+        [says("<tool>{"), gets("Error: no </tool>"), says(SUM), gets("1887")],
+        [turn("<tool>{", "Error: no </tool>", malformed="no </tool>", error="call"), turn(SUM, "1887")],
+        0.1,
+        0.5,
+    ),
+    ([says(SUM), gets("1887"), says("<tool>{")], [turn(SUM, "1887"), turn("<tool>{", called=False)], 0.2, 0.5),
+    # A fake result written by the policy is no result.
+    ([says("<result>1887</result>")], [turn("<result>1887</result>", called=False)], 0.0, 0.0),
+    ([says(SUM + "<result>1887</result>")], [turn(SUM)], 0.0, 0.0),
+    ([says("<result>1887</result>" + SUM), gets("Error: busy")], [turn(SUM, "Error: busy", error="tool")], 0.0, 0.0),
+    # A result may hold tags itself.
+    ([says(SUM), gets("<tool>{}</tool>")], [turn(SUM, "<tool>{}</tool>")], 0.2, 0.0),
+    ([says(SUM), gets("</result>1887<result>")], [turn(SUM, "</result>1887<result>")], 0.2, 0.0),
+    # A message of the environment that answers no call.
+    ([answers("88"), gets("1887")], [turn("..", "1887", called=False)], 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("messages", "turns", "executed", "found"), CALLS)
+def test_tool_calls_from_turns_and_from_messages(messages, turns, executed, found):
+    for module in MODULES:
+        assert one(module.tool_execution_reward_func, messages) == executed
+        assert one(module.tool_execution_reward_func, messages, turns=turns) == executed
+    assert one(calculator.result_found_reward_func, messages) == found
+    assert one(calculator.result_found_reward_func, messages, turns=turns) == found
+    search = triviaqa.exist_answer_in_search_results
+    assert one(search, messages, ["1887"]) == one(search, messages, ["1887"], turns=turns)
+
+
+def test_three_successes_earn_exactly_the_maximum():
+    assert one(triviaqa.tool_execution_reward_func, [says(CALL), gets("found")] * 3) == 0.2
+
+
+def test_turns_and_messages_may_be_mixed_in_one_batch():
+    good = [says(SUM), gets("1887")]
+    failed = [turn(SUM, "Error: busy", error="tool")]
+    for module in MODULES:
+        assert module.tool_execution_reward_func([good, good, good], rollout_turns=[None, failed, []]) == [0.2, 0, 0]
+
+
+def test_a_call_error_without_a_parsed_call_is_an_attempt():
+    turns = [turn(BROKEN, "Error: not JSON", called=False, error="call"), turn(SUM, "1887")]
+    assert one(calculator.tool_execution_reward_func, [], turns=turns) == 0.1
+
+
+def test_a_malformed_call_fails_whatever_it_got():
+    turns = [turn(BROKEN, "1887", malformed="not JSON")]
+    assert one(calculator.tool_execution_reward_func, [], turns=turns) == 0.0
+    assert one(calculator.result_found_reward_func, [], turns=turns) == 0.0
+
+
+def test_results_may_come_as_role_tool():
+    messages = [says(SUM), {"role": "tool", "content": "1887"}]
+    assert one(calculator.tool_execution_reward_func, messages) == 0.2
+    assert one(calculator.result_found_reward_func, messages) == 0.5
+
+
+# --- TriviaQA --------------------------------------------------------------------------------------------------------
+
+GOLDS = [
+    (["France"], 1.0),
+    (["Spain", "France"], 1.0),
+    (["Spain"], 0.0),
+    ("France", 1.0),
+    ({"value": "France", "aliases": []}, 1.0),
+    ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
+    ({"value": "France", "aliases": None}, 1.0),
+    ({"value": "Spain", "aliases": ["Hispania"]}, 0.0),
+    (["", "  ", "France"], 1.0),
+    (["", "Spain"], 0.0),
+    ([None, "France"], 1.0),
+    ([" france\n"], 1.0),
+    ([], None),
+    (["", "  "], None),
+    (None, None),
+    ("", None),
+    ({"value": "", "aliases": [""]}, None),
+]
+
+
+@pytest.mark.parametrize(("gold", "exact"), GOLDS)
+def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
+    messages = [says(CALL), gets("Normandy lies in France."), answers("France")]
+    half = None if exact is None else exact / 2
+    assert one(triviaqa.exact_match_reward_func, messages, gold) == exact
+    assert one(triviaqa.exist_answer_reward_func, messages, gold) == half
+    assert one(triviaqa.exist_answer_in_search_results, messages, gold) == half
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "exact", "exists"),
+    [
+        ("france", "France", 1.0, 0.5),
+        ("  FRANCE ", "France", 1.0, 0.5),
+        ("in France", "France", 0.0, 0.5),
+        ("France.", "France", 0.0, 0.5),
+        ("Franc", "France", 0.0, 0.0),
+        ("Frances", "France", 0.0, 0.5),  # a plain substring, as in the paper
+        ("Fra nce", "France", 0.0, 0.0),
+        ("STRASSE", "Straße", 1.0, 0.5),
+        ("ΟΔΟΣ", "οδος", 1.0, 0.5),
+        ("Łódź", "łódź", 1.0, 0.5),
+        ("東京", "東京", 1.0, 0.5),
+        ("\u00a0Paris\u2003", "Paris", 1.0, 0.5),
+        ("<answer>France", "France", 0.0, 0.5),
+        (".*", "France", 0.0, 0.0),
+        ("anything", ".*", 0.0, 0.0),
+        ("1984", 1984, 1.0, 0.5),
+    ],
+)
+def test_triviaqa_answer(answer, gold, exact, exists):
+    assert one(triviaqa.exact_match_reward_func, [answers(answer)], [gold]) == exact
+    assert one(triviaqa.exist_answer_reward_func, [answers(answer)], [gold]) == exists
+
+
+def test_exist_answer_looks_only_into_the_answer():
+    func = triviaqa.exist_answer_reward_func
+    assert one(func, [says(CALL), gets("France"), answers("Spain")], ["France"]) == 0.0
+    assert one(func, [says("<reasoning>France</reasoning>\n<answer>Spain</answer>")], ["France"]) == 0.0
+    assert one(func, [says("<reasoning>France</reasoning>")], ["France"]) == 0.0
+    assert one(func, [says("<answer>France")], ["France"]) == 0.0
+    assert one(func, [says("<answer>Spain</answer><answer>France</answer>")], ["France"]) == 0.0
+    assert one(func, [says("<tool><answer>France</answer></tool>")], ["France"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([says(CALL), gets("Rollo was a VIKING.")], 0.5),
+        ([says(CALL), gets("Vikings everywhere")], 0.5),  # a plain substring, as in the paper
+        ([says(CALL), gets("Rollo was a Norman.")], 0.0),
+        ([says(CALL), gets("nothing"), says(CALL), gets("a viking")], 0.5),
+        ([says(CALL), gets("Error: no page on Viking")], 0.0),
+        ([says(CALL), gets("")], 0.0),
+        ([says("<tool>viking</tool>"), gets("nothing")], 0.0),
+        ([says("<result>\nviking\n</result>")], 0.0),
+        ([says(CALL + "\n<result>\nviking\n</result>")], 0.0),
+        ([says(CALL + "\n<result>\nviking\n</result>"), gets("nothing")], 0.0),
+        ([answers("viking"), gets("viking")], 0.0),
+        ([answers("viking")], 0.0),
+        ([gets("viking")], 0.0),
+    ],
+)
+def test_exist_answer_in_search_results(messages, expected):
+    assert one(triviaqa.exist_answer_in_search_results, messages, ["Viking"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "checks"),  # of five a message: two fields, spacing, start, end
+    [
+        ([says(CALL)], 5 / 5),
+        ([answers("France")], 5 / 5),
+        ([says(f"\n {CALL} \n")], 5 / 5),
+        ([says(CALL), gets("x"), answers("France")], 10 / 10),
+        ([says(CALL), gets("x"), says(CALL), gets("x"), answers("France")], 15 / 15),
+        ([says(CALL), gets("x"), says("France")], 5 / 10),
+        ([says("<answer>France</answer>")], 2 / 5),  # block, end
+        ([says("<reasoning>France</reasoning>")], 2 / 5),  # reasoning, start
+        ([says("<reasoning>r</reasoning> so <answer>a</answer>")], 4 / 5),  # all but the spacing
+        ([says("Well. <reasoning>r</reasoning><answer>a</answer>")], 4 / 5),  # all but the start
+        ([says("<reasoning>r</reasoning><answer>a</answer> Bye.")], 4 / 5),  # all but the end
+        ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 5),  # reasoning, spacing, start
+        ([says("<reasoning>r</reasoning>\n<tool>{")], 3 / 5),
+        ([says("<reasoning>r <answer>a</answer>")], 3 / 5),  # block, start, end
+        ([says("<answer>a</answer><reasoning>r</reasoning>")], 2 / 5),  # both fields, in the wrong order
+        ([says("<reasoning>r</reasoning>\n<tool>{}</answer>")], 3 / 5),  # a call that never closes
+        ([says("</reasoning><reasoning>")], 0 / 5),
+        ([says("no tags at all")], 0 / 5),
+        ([says("<result>r</result>")], 0 / 5),
+        ([gets("<reasoning>r</reasoning>\n<answer>a</answer>")], 0),
+    ],
+)
+def test_format(messages, checks):
+    assert one(triviaqa.format_reward_func, messages) == pytest.approx(0.2 * checks, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tags"),  # of four a message
+    [
+        ([says(CALL)], 4 / 4),
+        ([answers("France")], 4 / 4),
+        ([says(CALL), gets("<answer></answer>"), answers("France")], 8 / 8),
+        ([says(CALL), gets("x"), says("France")], 4 / 8),
+        ([says("<answer>France</answer>")], 2 / 4),
+        ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 4),
+        ([says("<reasoning>r</reasoning><answer>a</answer><answer>b</answer>")], 2 / 4),
+        ([says("<reasoning><reasoning>r</reasoning><answer>a</answer>")], 3 / 4),
+        ([says("<answer><answer>a</answer></answer>")], 0 / 4),
+        ([says("</answer></reasoning><answer><reasoning>")], 4 / 4),  # only counts; the format reward sees order
+        ([says("no tags at all")], 0 / 4),
+    ],
+)
+def test_xml_tags(messages, tags):
+    assert one(triviaqa.xml_tag_reward_func, messages) == pytest.approx(0.2 * tags, abs=1e-12)
+
+
+def test_the_maxima_are_exact():
+    for turns in range(1, 8):
+        perfect = [says(CALL), gets("x")] * turns + [answers("France")]
+        assert one(triviaqa.format_reward_func, perfect) == 0.2
+        assert one(triviaqa.xml_tag_reward_func, perfect) == 0.2
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+# (answer, gold, calculator: exact match, gsm8k: exact match, gsm8k: reads as a number)
+NUMBERS = [
+    ("1887", "1887", 1.0, 1.0, 0.1),
+    (" 1887\n", "1887", 1.0, 1.0, 0.1),
+    ("1,887", "1887", 1.0, 1.0, 0.1),
+    ("1887", "1,887", 1.0, 1.0, 0.1),
+    ("1887.0", "1887", 1.0, 1.0, 0.1),
+    ("1,887.00", "1887", 1.0, 1.0, 0.1),
+    ("-10", "-10", 1.0, 1.0, 0.1),
+    ("-0", "0", 1.0, 1.0, 0.1),
+    ("10", "-10", 0.0, 0.0, 0.1),
+    ("1887.5", "1887", 0.0, 0.0, 0.1),
+    ("88", "1887", 0.0, 0.0, 0.1),
+    ("18870", "1887", 0.0, 0.0, 0.1),
+    # Dressed numbers: fine in a word problem, not for the calculator.
+    ("$1887", "1887", 0.0, 1.0, 0.1),
+    ("$1,887.00", "1887", 0.0, 1.0, 0.1),
+    ("1887$", "1887", 0.0, 1.0, 0.1),
+    ("$ 1887", "1887", 0.0, 1.0, 0.1),
+    ("-$10", "-10", 0.0, 1.0, 0.1),
+    ("$-10", "-10", 0.0, 1.0, 0.1),
+    ("1887%", "1887", 0.0, 1.0, 0.1),
+    ("1887 %", "1887", 0.0, 1.0, 0.1),
+    ("1887.", "1887", 0.0, 1.0, 0.1),
+    ("$1,887.50.", "1887.50", 0.0, 1.0, 0.1),
+    ("1887%.", "1887", 0.0, 1.0, 0.1),
+    # No number, or not only a number.
+    ("1887 dollars", "1887", 0.0, 0.0, 0.0),
+    ("The answer is 1887", "1887", 0.0, 0.0, 0.0),
+    ("37*51", "1887", 0.0, 0.0, 0.0),
+    ("1887 1887", "1887", 0.0, 0.0, 0.0),
+    ("1 887", "1887", 0.0, 0.0, 0.0),
+    ("18,87", "1887", 0.0, 0.0, 0.0),
+    (",1887", "1887", 0.0, 0.0, 0.0),
+    ("1_887", "1887", 0.0, 0.0, 0.0),
+    ("1.887e3", "1887", 0.0, 0.0, 0.0),
+    ("1e999999999", "1887", 0.0, 0.0, 0.0),
+    ("0x75f", "1887", 0.0, 0.0, 0.0),
+    ("--1887", "1887", 0.0, 0.0, 0.0),
+    ("-$-10", "10", 0.0, 0.0, 0.0),
+    ("1887..", "1887", 0.0, 0.0, 0.0),
+    ("nan", "1887", 0.0, 0.0, 0.0),
+    ("inf", "1887", 0.0, 0.0, 0.0),
+    ("-Infinity", "1887", 0.0, 0.0, 0.0),
+    ("１８８７", "1887", 0.0, 0.0, 0.0),
+    ("١٨٨٧", "1887", 0.0, 0.0, 0.0),
+    ("$", "1887", 0.0, 0.0, 0.0),
+    ("%", "1887", 0.0, 0.0, 0.0),
+    ("-", "1887", 0.0, 0.0, 0.0),
+    (".", "1887", 0.0, 0.0, 0.0),
+    ("", "1887", 0.0, 0.0, 0.0),
+    # Beyond what a float can tell apart.
+    ("9007199254740993", "9007199254740992", 0.0, 0.0, 0.1),
+    ("0.1", "0.10000000000000000001", 0.0, 0.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold", "calculator_exact", "gsm8k_exact", "gsm8k_format"), NUMBERS)
+def test_numbers(answer, gold, calculator_exact, gsm8k_exact, gsm8k_format):
+    messages = [answers(answer)]
+    if gold != "1887.50":  # the calculator's rows hold integers
+        assert one(calculator.exact_match_reward_func, messages, gold) == calculator_exact
+    assert one(gsm8k.exact_match_reward_func, messages, gold) == gsm8k_exact
+    assert one(gsm8k.answer_format_reward_func, messages, gold) == gsm8k_format
+    assert one(calculator.answer_given_reward_func, messages, gold) == 0.1
+
+
+@pytest.mark.parametrize("gold", ["nan", "inf", "Paris", "", None, "1e3"])
+def test_a_row_without_a_gold_number_does_not_apply(gold):
+    messages = [says(SUM), gets("nan"), answers("nan")]
+    assert one(calculator.exact_match_reward_func, messages, gold) is None
+    assert one(calculator.result_found_reward_func, messages, gold) is None
+    assert one(gsm8k.exact_match_reward_func, messages, gold) is None
+
+
+def test_gold_may_be_a_number():
+    assert one(calculator.exact_match_reward_func, [answers("1887")], 1887) == 1.0
+    assert one(gsm8k.exact_match_reward_func, [answers("1887")], 1887.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([answers("1887")], 0.1),
+        ([answers("no idea")], 0.1),
+        ([says("<answer></answer>")], 0.1),
+        ([says("<answer>1887")], 0.0),
+        ([says("1887</answer>")], 0.0),
+        ([says("1887")], 0.0),
+        ([says("<tool><answer>1887</answer></tool>")], 0.0),
+        ([says("<tool><answer>1887</answer>")], 0.0),
+        ([says("<result><answer>1887</answer></result>")], 0.0),
+        ([answers("1887"), gets("x"), says("hm")], 0.0),
+        ([says(SUM), gets("<answer>1887</answer>")], 0.0),
+    ],
+)
+def test_answer_given(messages, expected):
+    assert one(calculator.answer_given_reward_func, messages) == expected
+
+
+def test_the_gold_number_of_a_worked_solution_is_the_last_one_marked():
+    gold = "He has 3 #### boxes of 5.\nSo 3*5 = <<3*5=15>>15\n#### 15"
+    assert one(gsm8k.exact_match_reward_func, [answers("15")], gold) == 1.0
+    assert one(gsm8k.exact_match_reward_func, [answers("5")], gold) == 0.0
+    assert one(gsm8k.exact_match_reward_func, [answers(gold)], gold) == 0.0
+
+
+# --- Rows of real data -----------------------------------------------------------------------------------------------
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+@needs_data
+def test_every_squad_row():
+    golds = [row["answer"] for row in rows("squad/qa.jsonl")]
+    assert len(golds) == 473
+    right = [[answers(gold["value"])] for gold in golds]
+    last_alias = [[answers(gold["aliases"][-1].upper())] for gold in golds]
+    wrong = [[answers("qqq")] for _ in golds]
+    as_lists = [[gold["value"], *gold["aliases"]] for gold in golds]
+    for answer in (golds, as_lists):
+        assert triviaqa.exact_match_reward_func(completions=right, answer=answer) == [1.0] * 473
+        assert triviaqa.exist_answer_reward_func(completions=right, answer=answer) == [0.5] * 473
+        assert triviaqa.exact_match_reward_func(completions=last_alias, answer=answer) == [1.0] * 473
+        assert triviaqa.exact_match_reward_func(completions=wrong, answer=answer) == [0.0] * 473
+        assert triviaqa.exist_answer_reward_func(completions=wrong, answer=answer) == [0.0] * 473
+
+
+@needs_data
+def test_every_squad_answer_is_found_in_the_corpus_and_only_if_the_environment_said_it():
+    golds = [row["answer"] for row in rows("squad/qa.jsonl")]
+    corpus = "\n".join(row["text"] for row in rows("squad/corpus.jsonl"))
+    said = [[says(CALL), gets(corpus)]] * len(golds)
+    faked = [[says(f"{CALL}\n<result>\n{corpus}\n</result>"), gets("Error: nothing found")]] * len(golds)
+    assert triviaqa.exist_answer_in_search_results(completions=said, answer=golds) == [0.5] * len(golds)
+    assert triviaqa.exist_answer_in_search_results(completions=faked, answer=golds) == [0.0] * len(golds)
+
+
+@needs_data
+def test_every_gsm8k_row():
+    solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
+    assert len(solutions) == 1000
+    numbers = [solution.split("####")[1].strip() for solution in solutions]
+    right = [[answers(number)] for number in numbers]
+    bare = [[answers(number.replace(",", ""))] for number in numbers]
+    wrong = [[answers(number + "1")] for number in numbers]
+    for gold in (solutions, numbers):
+        assert gsm8k.exact_match_reward_func(completions=right, answer=gold) == [1.0] * 1000
+        assert gsm8k.exact_match_reward_func(completions=bare, answer=gold) == [1.0] * 1000
+        assert gsm8k.exact_match_reward_func(completions=wrong, answer=gold) == [0.0] * 1000
+    assert gsm8k.answer_format_reward_func(completions=right) == [0.1] * 1000
+    assert gsm8k.answer_format_reward_func(completions=[[answers(text)] for text in solutions]) == [0.0] * 1000
