@@ -1,0 +1,94 @@
+"""Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
+
+python tests/distributed_worker.py MODEL OUT
+"""
+
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mt_grpo_trainer import Generation, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+ROLLOUTS = 16
+CASES = [(group_size, credit) for group_size in (16, 4) for credit in ("mt_grpo", "merged", "outcome")]
+
+
+def echo(text: str) -> str:
+    """Return the text.
+
+    Args:
+        text: What to return.
+    """
+    return text
+
+
+class Scripted:
+    """What it writes depends on the prompt and on the rollout's place in its group, never on the rank."""
+
+    def __init__(self, tokenizer, group_size):
+        self.tokenizer, self.group_size, self.turns = tokenizer, group_size, {}
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = self.turns[index] = self.turns.get(index, -1) + 1
+        first_prompt = bytes(i % 256 for i in prompt_ids[:12])
+        place = index % self.group_size + zlib.crc32(first_prompt) % 3
+        calls = place % 4  # 0 to 3 tool calls: another number of turns on each rank
+        text = f'<tool>{{"name": "echo", "args": {{"text": "{place}"}}}}</tool>'
+        text = text if turn < calls else f"<answer>{place * 7 % 5}</answer>"
+        return Generation(self.tokenizer(text, add_special_tokens=False)["input_ids"], None, "stop")
+
+
+def per_turn(rollout_turns, **kwargs):
+    return [[None if k == 1 else (len(t.text) + k + len(turns)) % 3 / 3 for k, t in enumerate(turns)]
+            for turns in rollout_turns]  # fmt: skip
+
+
+def per_rollout(rollout_turns, **kwargs):
+    return [len(turns) / 4 for turns in rollout_turns]
+
+
+def outcome(completions, **kwargs):
+    texts = [c[-1]["content"] for c in completions]
+    return [None if "<answer>3" in t else float(ord(t[len("<answer>")]) % 4) for t in texts]
+
+
+def run_case(model, out, group_size, credit):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    args = MTGRPOConfig(
+        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=ROLLOUTS // world, num_generations=group_size, max_completion_length=512,
+        credit_assignment=credit, max_env_steps=3, num_generations_eval=1 if group_size == 16 else 4,
+        per_device_eval_batch_size=4, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abcdefghijklm"]
+    trainer = MTGRPOEnvTrainer(
+        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=3), [per_turn, per_rollout], [outcome],
+        turn_reward_weights=[1.0, 0.5], args=args, train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    trainer.llm = Scripted(trainer.processing_class, group_size)
+    batch = [rows[i // group_size] for i in range(ROLLOUTS)]
+    rank, share = trainer.accelerator.process_index, ROLLOUTS // world
+    trainer.model.train()
+    output = trainer._generate_and_score_completions(batch[rank * share : (rank + 1) * share])
+    advantages = [row[: len(r.completion_ids)] for row, r in zip(output["advantages"], trainer._rollouts)]
+    metrics = {k: v[-1] for k, v in trainer._metrics["train"].items() if "seconds" not in k}
+
+    trainer.llm = Scripted(trainer.processing_class, args.num_generations_eval)
+    evaluation = trainer.evaluate()  # 13 prompts: no multiple of what the ranks take at a time
+    return {"advantages": advantages, "metrics": metrics, "evaluation": evaluation}
+
+
+def main():
+    model, out = sys.argv[1], Path(sys.argv[2])
+    results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
+    torch.save(results, out / f"{os.environ.get('WORLD_SIZE', 1)}-{os.environ.get('RANK', 0)}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Against a real vLLM server on the CPU: what it samples, what weights it holds, and what a wrong one is told."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mt_grpo_trainer import (
+    MTGRPOConfig,
+    MTGRPOEnvTrainer,
+    MultiTurnToolEnv,
+    ServerError,
+    StopReason,
+    VLLMServerClient,
+    check_server,
+    read_jsonl,
+)
+
+pytest.importorskip("vllm")
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start_server(model, log, *flags, dev_mode=True):
+    """A vLLM server in its own process group; returns (process, port) once it is healthy."""
+    port = free_port()
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if dev_mode:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host",
+               "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "128",
+               *flags]  # fmt: skip
+    process = subprocess.Popen(command, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT,
+                               start_new_session=True)  # fmt: skip
+    client = VLLMServerClient("127.0.0.1", port, timeout=180)
+    try:
+        while not client.healthy():
+            assert process.poll() is None, Path(log).read_text()[-3000:]
+            client.timeout -= 1
+            assert client.timeout > 0, Path(log).read_text()[-3000:]
+            try:
+                process.wait(1)
+            except subprocess.TimeoutExpired:
+                pass
+    except BaseException:
+        stop_server(process)
+        raise
+    return process, port
+
+
+def stop_server(process):
+    """End the whole group: a killed API server leaves its engine behind."""
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    """A copy of the bundled model whose generation_config asks for greedy decoding, to show that we override it."""
+    path = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(TINY, path)
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "top_k": 1}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def port(served_model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    process, port = start_server(served_model, log, "--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+    yield port
+    stop_server(process)
+
+
+@pytest.fixture
+def client(port, served_model):
+    """A client; afterwards the server holds the bundled weights again."""
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    client = VLLMServerClient("127.0.0.1", port, tokenizer)
+    yield client
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "bundled")
+    client.close()
+
+
+def calculator(expression: str) -> str:
+    """Evaluate a product of two integers.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, **changes):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=2,
+        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
+            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
+    return MTGRPOEnvTrainer(
+        str(model), MultiTurnToolEnv([calculator], "Use the calculator, then answer."), [], [outcome or answered],
+        vllm_server_host="127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        train_dataset=Dataset.from_list(rows), peft_config=peft_config,
+    )  # fmt: skip
+
+
+def answered(completions, answer, **kwargs):
+    return [
+        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c) / 10 for c, gold in zip(completions, answer)
+    ]
+
+
+def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
+    """20 optimizer steps in float32: the server samples from exactly the weights that are trained, tied head included."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=20)
+    before = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    assert len(rows) == 20
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert max(row["sync/logprob_difference"] for row in rows) < 1e-4
+    assert (trainer.model.lm_head.weight - before).abs().max() > 1e-3  # the weights did change
+    assert max(row["sampling/frac_tokens_ratio_zero_or_clipped"] for row in rows) == 0
+
+
+def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp_path):
+    """The trap that the check exists for: without `lm_head.weight` in the push the server keeps its old head."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer.vllm_generation._tied = {}
+    trainer.vllm_generation.expected -= {"lm_head.weight"}
+    with pytest.raises(ServerError, match="disagree"):
+        trainer.train()
+
+
+def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=3,
+                           peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))  # fmt: skip
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    assert len(rows) == 3 and max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
+
+
+@pytest.mark.parametrize("fault", ["iterator", "missing name", "directory"])
+def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path, fault):
+    ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
+    before = client.score(ids)
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    closed = []
+
+    def weights():
+        try:
+            for i, (name, tensor) in enumerate(model.state_dict().items()):
+                if fault == "iterator" and i == 5:
+                    raise RuntimeError("gathering failed")
+                yield name, tensor * 1.1
+        finally:
+            closed.append(True)
+
+    expected = {*model.state_dict(), "one.more"} if fault == "missing name" else None
+    if fault == "directory":
+        client.sync_dir = str(tmp_path / "not" / "there")
+    with pytest.raises((ServerError, RuntimeError)):
+        client.update_weights(weights(), "v-failed", expected)
+    assert closed or fault == "directory"
+    assert client.score(ids) == pytest.approx(before, abs=1e-6)
+    assert client.weight_version() != "v-failed"
+    assert not requests.get(f"{client.base_url}/is_paused").json()["is_paused"]
+
+
+def test_unset_sampling_fields_do_not_take_the_models_own(client):
+    """The served generation_config says top_k: 1; a neutral request must sample all the same."""
+    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+
+    async def many(params):
+        return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
+
+    from mt_grpo_trainer import run_async
+
+    sampled = run_async(many({"temperature": 1.5}))
+    assert len({tuple(g.token_ids) for g in sampled}) > 3
+    greedy = run_async(many({"temperature": 0.0}))
+    assert len({tuple(g.token_ids) for g in greedy}) == 1
+    for generation in sampled:
+        assert len(generation.logprobs) == len(generation.token_ids) <= 24
+
+
+def test_records_are_what_the_server_saw_and_sampled(client):
+    """For every rollout: each request's prompt is the history as sampled, and the ids are the server's own."""
+    calls = []
+    original = client._post
+
+    async def recorded(path, payload):
+        answer = await original(path, payload)
+        calls.append((payload["prompt"], answer["choices"][0]))
+        return answer
+
+    client._post = recorded
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
+                           max_turn_tokens=48, max_model_len=640)  # fmt: skip
+    result = env.generate([f"What is {a} * 37?" for a in range(20, 52)], client, {"temperature": 1.0})
+    assert len(result["ids"]) == 32 and max(len(r.turns) for r in result["rollouts"]) >= 2
+    by_prompt = {}
+    for prompt, choice in calls:
+        assert choice["prompt_token_ids"] == prompt
+        by_prompt.setdefault(tuple(prompt), []).append(choice)
+    for i, rollout in enumerate(result["rollouts"]):
+        whole = rollout.prompt_ids + rollout.completion_ids
+        position = len(rollout.prompt_ids)
+        for turn in rollout.turns:
+            choices = by_prompt[tuple(whole[:position])]
+            match = [c for c in choices if c["token_ids"][: len(turn.token_ids)] == turn.token_ids]
+            assert match, "a turn that the server did not sample"
+            assert any(c["logprobs"]["token_logprobs"][: len(turn.token_ids)] == turn.logprobs for c in match)
+            position += len(turn.token_ids) + len(turn.observation_ids)
+        assert position == len(whole) and sum(result["mask"][i]) == sum(len(t.token_ids) for t in rollout.turns)
+        assert rollout.stop_reason in set(StopReason)
+
+
+def test_step_by_step_inside_a_running_loop(client):
+    """As in a notebook cell."""
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=client.tokenizer,
+                           max_completion_length=120, max_turn_tokens=48)  # fmt: skip
+
+    async def cell():
+        states = env.start(["What is 12 * 12?", "What is 9 * 9?"])
+        env.step(states, client, {"temperature": 0.0})
+        first = [len(s.turns) for s in states]
+        while any(s.stop_reason is None for s in states):
+            env.step(states, client, {"temperature": 0.0})
+        return first, states
+
+    first, states = asyncio.run(cell())
+    assert first == [1, 1]
+    assert [s.stop_reason for s in states] == [StopReason.ANSWERED] * 2
+    assert "<answer>144</answer>" in states[0].messages[-1]["content"]
+
+
+def test_chat_for_people(client):
+    messages = [{"role": "system", "content": "Use the calculator, then answer."},
+                {"role": "user", "content": "What is 12 * 12?"}]  # fmt: skip
+    answers = client.chat([messages, messages], {"temperature": 0.0, "max_tokens": 60})
+    assert len(answers) == 2
+    assert answers[0]["text"].startswith('<tool>{"name": "calculator"')
+    assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) > 10
+    assert client.tokenizer.decode(answers[0]["token_ids"], skip_special_tokens=True) == answers[0]["text"]
+
+
+def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
+    """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
+    original, attempts = trainer._converse, []
+
+    def converse(rollouts):
+        original(rollouts)
+        attempts.append(len(rollouts))
+        if len(attempts) == 2:
+            client.request("POST", "/update_weight_version", json={"new_version": "default"})
+
+    trainer._converse = converse
+    trainer.train()
+    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
+    assert trainer._num_syncs == 3
+
+
+@pytest.fixture
+def setting(served_model):
+    """What `check_server` needs beside the client."""
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    model = AutoModelForCausalLM.from_pretrained(served_model)
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=tokenizer)
+    args = MTGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server",
+                        report_to="none", max_completion_length=120)  # fmt: skip
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is 1 * 2?"}]]})
+    return env, model.config, args, dataset
+
+
+def test_a_fitting_server_is_accepted(client, setting):
+    check_server(client, *setting)
+    assert setting[0].max_model_len == 640
+
+
+def test_a_short_context_is_refused(client, setting):
+    env, config, args, dataset = setting
+    args.max_completion_length = 2000
+    with pytest.raises(ServerError, match="context of 640 tokens.*need 20"):
+        check_server(client, env, config, args, dataset)
+
+
+def test_another_model_is_refused(client, setting):
+    env, config, args, dataset = setting
+    config.hidden_size = 256
+    with pytest.raises(ServerError, match="hidden_size=128.*256"):
+        check_server(client, env, config, args, dataset)
+
+
+def test_another_tokenizer_is_refused(client, setting, random_model):
+    setting[0].tokenizer = AutoTokenizer.from_pretrained(random_model)
+    with pytest.raises(ServerError, match="tokenise"):
+        check_server(client, *setting)
+
+
+def test_no_server_is_an_error_in_time(setting):
+    client = VLLMServerClient("127.0.0.1", free_port(), timeout=1.0)
+    with pytest.raises(ServerError, match="No vLLM server answers.*after 1 s"):
+        check_server(client, *setting)
+
+
+def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
+    """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
+    process, port = start_server(served_model, tmp_path / "log", "--max-model-len", "512")
+    try:
+        with pytest.raises(ServerError, match="logprobs-mode raw_logprobs"):
+            check_server(VLLMServerClient("127.0.0.1", port, timeout=5), *setting)
+    finally:
+        stop_server(process)
+    process, port = start_server(served_model, tmp_path / "log", "--max-model-len", "512", dev_mode=False)
+    try:
+        with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
+            check_server(VLLMServerClient("127.0.0.1", port, timeout=5), *setting)
+    finally:
+        stop_server(process)
+
+
+def test_nccl_needs_a_server_started_for_it(client):
+    client.transport = "nccl"
+    with pytest.raises(ServerError, match="weight-transfer-config"):
+        client.update_weights(iter([]), "v")
+    client.transport = "auto"
+    assert client.resolve_transport(torch.device("cpu")) == "disk"
+
+
+def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
+    """Each rank sends its own prompts; both wait for rank 0's push and see the same version."""
+    recipe = (ROOT / "hf_recipes/tiny/calculator-vllm.yaml").read_text()
+    assert "use_vllm: true" in recipe
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
+               "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--model_name_or_path",
+               str(served_model), "--output_dir", str(tmp_path), "--max_steps", "2", "--vllm_server_port", str(port),
+               "--per_device_train_batch_size", "8"]  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    rows = [row for row in state["log_history"] if "reward" in row]
+    assert len(rows) == 2
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    ranks = [read_jsonl(tmp_path / f"rollouts.rank{rank}.jsonl", None) for rank in range(2)]
+    assert [r[0]["index"] for r in ranks] == [0, 8]

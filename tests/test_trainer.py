@@ -1,0 +1,375 @@
+"""The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
+
+import inspect
+import json
+import math
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from mt_grpo_trainer import (
+    Generation,
+    MTGRPOConfig,
+    MTGRPOEnvTrainer,
+    MultiTurnToolEnv,
+    PolicyWeights,
+    Rollout,
+    StopReason,
+    Turn,
+)
+
+PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
+
+
+def echo(text: str) -> str:
+    """Return the text.
+
+    Args:
+        text: What to return.
+    """
+    return text
+
+
+def length_reward(completion_ids, **kwargs):
+    """Something that varies with what was sampled, in 0 to 1."""
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+def turn_reward(rollout_turns, **kwargs):
+    return [[len(turn.token_ids) % 5 / 5 for turn in turns] for turns in rollout_turns]
+
+
+def settings(tmp_path, **changes):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=24, max_steps=2, logging_steps=1,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=7, lr_scheduler_type="constant",
+    )  # fmt: skip
+    return {**values, **changes}
+
+
+def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, **changes):
+    return cls(
+        model=model,
+        env=MultiTurnToolEnv([echo], system_prompt=None),
+        turn_reward_funcs=[turn_reward],
+        outcome_reward_funcs=[length_reward],
+        args=MTGRPOConfig(**settings(tmp_path, **changes)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+    )
+
+
+class Gradients(TrainerCallback):
+    """The gradients that the first optimizer step uses."""
+
+    def __init__(self):
+        self.values = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.values:
+            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def fixed_ids(prompts):
+    """Prompt and completion ids that both trainers are given: lengths and contents differ within a group."""
+    prompt_ids = [[65 + len(p[0]["content"]), 66, 67] for p in prompts]
+    completion_ids = [[(7 * i + 3 * j + len(p[0]["content"])) % 200 for j in range(3 + (i * 5) % 11)]
+                      for i, p in enumerate(prompts)]  # fmt: skip
+    return prompt_ids, completion_ids
+
+
+class FixedTRL(GRPOTrainer):
+    def _generate(self, prompts):
+        prompt_ids, completion_ids = fixed_ids(prompts)
+        completions = [[{"role": "assistant", "content": ""}] for _ in prompts]
+        return prompt_ids, completion_ids, None, completions, None, {}, None, []
+
+
+class FixedMTGRPO(MTGRPOEnvTrainer):
+    advantage_error = 0.0
+
+    def _roll_out(self, prompts):
+        prompt_ids, completion_ids = fixed_ids(prompts)
+        return [
+            Rollout(p, ids, i, [Turn(c, None, "", "stop")], StopReason.NO_TOOL_CALL)
+            for i, (p, ids, c) in enumerate(zip(prompts, prompt_ids, completion_ids))
+        ]
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["advantages"][0] += self.advantage_error
+        return output
+
+
+def gradients_of(cls, model, tmp_path, error=0.0, **changes):
+    callback = Gradients()
+    config = dict(max_steps=1, max_grad_norm=1e9, **changes)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    if issubclass(cls, MTGRPOEnvTrainer):
+        config = MTGRPOConfig(**settings(tmp_path, credit_assignment="outcome", **config))
+        trainer = cls(model, MultiTurnToolEnv([echo], system_prompt=None), outcome_reward_funcs=[length_reward],
+                      args=config, train_dataset=dataset, callbacks=[callback])  # fmt: skip
+        trainer.advantage_error = error
+    else:
+        trainer = cls(model, [length_reward], args=GRPOConfig(**settings(tmp_path, **config)), train_dataset=dataset,
+                      callbacks=[callback])  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], callback.values
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+def test_one_turn_without_tools_is_trl(random_model, tmp_path, loss_type, accumulation):
+    """Same ids, outcome rewards only: TRL's loss and every parameter's gradient, to 1e-6 relative."""
+    changes = dict(loss_type=loss_type, gradient_accumulation_steps=accumulation, per_device_train_batch_size=8)
+    expected_loss, expected = gradients_of(FixedTRL, random_model, tmp_path, **changes)
+    loss, actual = gradients_of(FixedMTGRPO, random_model, tmp_path, **changes)
+    assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+    assert expected.keys() == actual.keys() and len(expected) > 10
+    assert max(g.abs().max() for g in expected.values()) > 1e-4  # there is something to compare
+    for name in expected:
+        assert (actual[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+    _, wrong = gradients_of(FixedMTGRPO, random_model, tmp_path, error=0.01, **changes)
+    assert any((wrong[n] - expected[n]).norm() > 1e-6 * expected[n].norm() for n in expected)
+
+
+def test_evaluation_during_training(random_model, tmp_path):
+    trainer = make_trainer(
+        random_model, tmp_path, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:3]}), eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2,
+    )  # fmt: skip
+    trainer.train()
+    evaluations = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert len(evaluations) == 2
+    for row in evaluations:
+        assert math.isfinite(row["eval_reward"]) and 1 <= row["eval_turns/mean"] <= 3
+        assert sum(value for key, value in row.items() if key.startswith("eval_stop/")) == pytest.approx(1.0)
+
+
+def test_resume_continues_as_if_uninterrupted(random_model, tmp_path):
+    """From a checkpoint at a generation boundary: the same losses, rewards and weights."""
+    whole = make_trainer(random_model, tmp_path / "whole", max_steps=4)
+    whole.train()
+    first = make_trainer(random_model, tmp_path / "parts", max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    second = make_trainer(random_model, tmp_path / "parts", max_steps=4)
+    pushed_before = second._weight_counter.version
+    second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    assert second._weight_counter.version == pushed_before + 1 + 2 + 1  # the load, two steps, the end of training
+    for key in ("loss", "reward", "turns/mean", "completions/mean_length"):
+        uninterrupted = [row[key] for row in whole.state.log_history if key in row]
+        resumed = [row[key] for row in second.state.log_history if key in row]
+        assert len(resumed) == 4
+        assert resumed == pytest.approx(uninterrupted, abs=1e-5), key
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters()):
+        assert torch.allclose(a, b, atol=1e-6), name
+
+
+def test_lora_trains_the_adapter_only(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_several_iterations_and_reference(random_model, tmp_path):
+    """num_iterations 2 uses each rollout twice; beta loads the reference and logs the divergence."""
+    trainer = make_trainer(random_model, tmp_path, num_iterations=2, beta=0.1, max_steps=4)
+    calls = []
+    original = trainer._roll_out
+    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
+    trainer.train()
+    assert calls == [8, 8]  # 4 optimizer steps from 2 batches of rollouts
+    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7
+
+
+def test_gradient_accumulation_rolls_out_once_per_step(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    calls = []
+    original = trainer._roll_out
+    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
+    trainer.train()
+    assert calls == [8, 8]
+
+
+class Scripted:
+    """A backend that plays one fixed conversation: a tool call, then an answer."""
+
+    def __init__(self, tokenizer, texts):
+        self.turns = [
+            tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts
+        ]
+        self.seen = {}
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = len(self.seen.setdefault(index, []))
+        self.seen[index].append(list(prompt_ids))
+        ids = self.turns[min(turn, len(self.turns) - 1)]
+        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
+
+
+CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
+
+
+def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
+    """The batch that reaches TRL's loss: masks, ids and advantages per token of a two-turn conversation."""
+    trainer = make_trainer(random_model, tmp_path, max_completion_length=200)
+    tokenizer = trainer.processing_class
+    trainer.llm = Scripted(tokenizer, [CALL, "<answer>hi</answer>"])
+    trainer.model.train()
+    rows = [{"prompt": PROMPTS[0]}] * 4 + [{"prompt": PROMPTS[1]}] * 4
+    output = trainer._generate_and_score_completions(rows)
+    call = len(CALL)  # byte tokenizer: one id a character; <|im_end|> follows </tool> and is not kept
+    answer = len("<answer>hi</answer>")
+    result = len("E\nSuser\n<result>\nhi\n</result>E\nSassistant\n")  # E, S: the control tokens, one id each
+    expected = [1] * call + [0] * result + [1] * answer
+    assert output["tool_mask"][0, : len(expected)].tolist() == expected
+    assert output["completion_mask"][0].sum() == len(expected)
+    sampled = output["completion_ids"][0, :call].tolist()
+    assert tokenizer.decode(sampled) == CALL
+    for index, prompts in trainer.llm.seen.items():
+        rollout = trainer._rollouts[index]
+        assert prompts == [rollout.prompt_ids, rollout.prompt_ids + rollout.completion_ids[: call + result]]
+    assert output["advantages"].shape == output["completion_ids"].shape
+    assert (output["advantages"][:, call : call + result] == 0).all()
+
+
+def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, mask_truncated_completions=True, max_completion_length=8)
+    trainer.llm = Scripted(trainer.processing_class, ["a text that is longer than eight tokens"])
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([{"prompt": PROMPTS[0]}] * 8)
+    assert output["tool_mask"].sum() == 0 and output["completion_mask"].sum() == 8 * 8
+
+
+def test_rollouts_can_be_looked_into(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, log_rollouts=3)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 3
+    assert rows[0]["messages"][-1]["role"] == "assistant"
+    assert set(rows[0]["rewards"]) == {"turn_reward", "length_reward"}
+    assert len(rows[0]["turn_advantages"]) >= 1 and rows[0]["stop_reason"] in set(StopReason)
+
+
+def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
+    calls = []
+
+    def counted(completion_ids, **kwargs):
+        calls.append(len(completion_ids))
+        return [0.5 if i % 2 else None for i, _ in enumerate(completion_ids)]
+
+    async def patient(rollout_turns, **kwargs):
+        return [1.0] * len(rollout_turns)
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [counted, patient],
+        outcome_reward_weights=[2.0, 1.0], args=MTGRPOConfig(**settings(tmp_path, max_steps=1)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert calls == [8]
+    assert row["rewards/counted/mean"] == 0.5 and row["rewards/patient/mean"] == 1.0
+    assert "rewards/turn_reward/mean" in row
+    table = trainer._reward_table
+    assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "expected a list of 8"),
+        ([[1.0]] * 8, "OUTCOME_"),
+        ([float("nan")] * 8, "finite"),
+        (None, "expected a list"),
+    ],
+)
+def test_wrong_reward_values_are_refused(random_model, tmp_path, values, message):
+    trainer = make_trainer(random_model, tmp_path)
+    trainer.reward_funcs[1] = lambda **kwargs: values
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path)
+
+    class Broken:
+        async def generate(self, *args):
+            raise RuntimeError("the backend is gone")
+
+    trainer.llm = Broken()
+    with pytest.raises(RuntimeError, match="step 0: rank 0: RuntimeError: the backend is gone"):
+        trainer.train()
+
+
+def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
+    """Merged layer by layer: what is sent is W + BA, and the base weights are bit for bit what they were."""
+    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    sent = {name: tensor.clone() for name, tensor in weights.named_weights()}
+    base = trainer.model.get_base_model()
+    layer = base.model.layers[0].self_attn.q_proj
+    merged = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert torch.allclose(sent["model.layers.0.self_attn.q_proj.weight"], merged, atol=1e-7)
+    assert sent.keys() == weights.expected and "lm_head.weight" in sent  # tied, so twice
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
+    iterator = weights.named_weights()
+    for _ in range(3):
+        next(iterator)
+    iterator.close()  # a push that fails half-way
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
+CONTRACT = {  # private TRL methods that this project overrides or calls -> (class, parameters, what must be in them)
+    "_generate": (GRPOTrainer, ["self", "prompts"], [
+        "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images",
+        "num_input_tokens_seen", '"completions/clipped_ratio"']),
+    "_generate_and_score_completions": (GRPOTrainer, ["self", "inputs"], [
+        "self._generate(prompts)", "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
+        '"advantages": advantages', 'output["tool_mask"] = tool_mask', "importance_sampling_ratio",
+        "num_generations = self.num_generations if mode == \"train\" else self.num_generations_eval"]),
+    "_calculate_rewards": (GRPOTrainer, ["self", "inputs", "prompts", "completions", "completion_ids_list"], [
+        "gather(rewards_per_func)", "log_extra", "log_metric"]),
+    "_generate_single_turn": (GRPOTrainer, ["self", "prompt_ids", "images", "multimodal_fields", "num_generations",
+                              "has_tool_images"], [
+        "self.generation_config", "self.generation_kwargs", "self._last_loaded_step",
+        "return completion_ids, logprobs"]),
+    "_compute_loss": (GRPOTrainer, ["self", "model", "inputs"], [
+        "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
+    "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], ["self._generate_and_score_completions"]),
+    "_log_completion_extra": (GRPOTrainer, ["self", "column", "values"], []),
+    "_log_metric": (GRPOTrainer, ["self", "name", "value"], []),
+    "_iter_named_params": (VLLMGeneration, ["self"], ["merge_adapter", "unmerge_adapter", "gather_params"]),
+    "_fix_param_name_to_vllm": (VLLMGeneration, ["self", "name", "extra_prefixes"], []),
+    "_init_vllm": (VLLMGeneration, ["self"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract_with_trl(name):
+    """A new TRL may rename or reshape what is overridden here; then this says so before a run is silently wrong."""
+    owner, parameters, fragments = CONTRACT[name]
+    where = f"TRL {trl.__version__}: {owner.__name__}.{name}"
+    method = getattr(owner, name, None)
+    assert method is not None, f"{where} is gone"
+    assert list(inspect.signature(method).parameters) == parameters, f"{where} has other parameters"
+    source = inspect.getsource(inspect.unwrap(method))
+    for fragment in fragments:
+        assert fragment in source, f"{where} no longer has {fragment!r}"
