@@ -141,7 +141,7 @@ def answered(completions, answer, **kwargs):
 
 
 def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
-    """20 optimizer steps in float32: the server samples from exactly the weights that are trained, tied head included."""
+    """20 optimizer steps in float32: the server samples from the weights that are trained, tied head included."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=20)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
