@@ -26,6 +26,7 @@ Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P`
 """
 
 import asyncio
+import atexit
 import bisect
 import dataclasses
 import difflib
@@ -61,7 +62,7 @@ import yaml
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, load_dataset
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -169,15 +170,40 @@ REFUSED_KEYS = {
     "log_multimodal": "rollouts are text only: remove this key",
     "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
     "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
+    **dict.fromkeys(
+        ("label_smoothing_factor", "label_names", "average_tokens_across_devices", "prediction_loss_only",
+         "eval_do_concat_batches", "include_for_metrics", "batch_eval_metrics"),
+        "rewards take the place of labels here, and nothing reads it: remove this key",
+    ),
+    **dict.fromkeys(
+        ("train_sampling_strategy", "length_column_name", "data_seed"),
+        "TRL's own sampler keeps the rollouts of a prompt together and reads only `seed`: remove this key",
+    ),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict", "local_rank"),
+        "nothing reads it, training always runs and eval_strategy says when to evaluate: remove this key",
+    ),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        "quantised policies are not supported either: remove this key",
+    ),
     "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
     "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
-}
+}  # fmt: skip
+SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # so that only a recipe's own line can be refused
 # Settings of one backend that another does not read; refused there for the same reason.
 COLOCATE_KEYS = (
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
     "vllm_model_impl",
 )  # fmt: skip
-SERVER_KEYS = ("weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url")
+SERVER_KEYS = (
+    "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
+    "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+)  # fmt: skip
+VLLM_KEYS = (
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)  # fmt: skip
 TRANSFORMERS_KEYS = (
     "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
 )  # fmt: skip
@@ -199,6 +225,9 @@ def default_of(key: str) -> Any:
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
     """Raise `ValueError` with the nearest valid values where `num_generations` does not divide the batch."""
+    for key, least in (("num_generations", 2), ("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1)):
+        if not isinstance(getattr(args, key), int) or getattr(args, key) < least:
+            raise ValueError(f"{key}={getattr(args, key)!r}, expected a whole number of at least {least}.")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     per_step = args.per_device_train_batch_size * world_size
     steps = args.steps_per_generation or args.gradient_accumulation_steps
@@ -222,13 +251,13 @@ def check_config(args: MTGRPOConfig) -> None:
         if getattr(args, key) not in allowed:
             raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
     for key, reason in REFUSED_KEYS.items():
-        if hasattr(args, key) and getattr(args, key) != default_of(key):
+        if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key):
             raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
     backend = backend_of(args)
     inert = {
         "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
         "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
-        "transformers": SERVER_KEYS + COLOCATE_KEYS,
+        "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
     }[backend]
     for key in inert:
         if getattr(args, key) != default_of(key):
@@ -247,6 +276,15 @@ def check_config(args: MTGRPOConfig) -> None:
     for key in ("max_env_steps", "weight_check_every", "log_rollouts"):
         if getattr(args, key) < 0:
             raise ValueError(f"{key}={getattr(args, key)} must be 0 or more.")
+    for key in ("learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "turn_advantage_coef"):
+        value = getattr(args, key)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"{key}={value}, expected a finite number of at least 0.")
+    for key in ("top_p", "min_p"):
+        value = getattr(args, key)
+        if value is not None and not (0 <= value <= 1 and (value > 0 or key == "min_p")):
+            raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
+    check_generation_kwargs(args, backend)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.credit_assignment not in ("outcome", "merged"):
@@ -261,6 +299,19 @@ def check_config(args: MTGRPOConfig) -> None:
                 f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
                 f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
             )
+
+
+def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
+    """Raise `ValueError` for what the backend does not know, or what the conversation itself decides."""
+    ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs", "stream",
+            "seed", "stop_token_ids", "eos_token_id", "return_token_ids", "include_stop_str_in_output"}  # fmt: skip
+    known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
+             "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
+    for key in args.generation_kwargs or {}:
+        if key in ours:
+            raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
+        if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
+            raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
 
 
 def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
@@ -350,9 +401,20 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
             raise ValueError(unknown_key(key, "on the command line", known_keys()))
     parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
     script_args, args, model_args = parser.parse_args_and_config(argv)
-    for key in ("dataset_streaming", "ignore_bias_buffers", "load_in_8bit", "load_in_4bit"):
-        if getattr(script_args, key, False) or getattr(model_args, key, False):
-            raise ValueError(f"{key} is not supported: {REFUSED_KEYS[key]}.")
+    for key, reason in REFUSED_KEYS.items():
+        for parsed in (script_args, model_args):
+            if getattr(parsed, key, default_of(key)) != default_of(key):
+                raise ValueError(f"{key}={getattr(parsed, key)!r} is not supported: {reason}.")
+    for key in (
+        f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
+    ):
+        if not model_args.use_peft and getattr(model_args, key) != default_of(key):
+            raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
+    for key in ("dataset_size", "eval_dataset_size"):
+        if getattr(script_args, key) is not None and getattr(script_args, key) < 1:
+            raise ValueError(f"{key}={getattr(script_args, key)}, expected at least 1, or no such line for all rows.")
+    if script_args.eval_dataset_size is not None and args.eval_strategy == "no":
+        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     for key, value in (
         ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
         ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
@@ -794,6 +856,7 @@ class VLLMServerClient:
         self._control.headers.update(self._headers)
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._nccl = None  # TRL's client, which holds the NCCL group
+        atexit.register(self.close)
 
     # -- control calls (synchronous) --
 
@@ -968,9 +1031,13 @@ class VLLMServerClient:
         Raises:
             ServerError: with disk, a push that failed leaves the server's weights as they were.
         """
-        if self.resolve_transport(torch.device(device)) == "nccl":
-            return self._push_nccl(named_weights, version, expected, torch.device(device))
-        return self._push_disk(named_weights, version, expected)
+        try:
+            if self.resolve_transport(torch.device(device)) == "nccl":
+                return self._push_nccl(named_weights, version, expected, torch.device(device))
+            return self._push_disk(named_weights, version, expected)
+        finally:
+            if hasattr(named_weights, "close"):
+                named_weights.close()
 
     def _push_disk(self, named_weights, version, expected) -> dict[str, float]:
         start = time.perf_counter()
@@ -978,7 +1045,6 @@ class VLLMServerClient:
         try:
             folder = Path(tempfile.mkdtemp(prefix=f"mt-grpo-{self.instance}-", dir=root))
         except OSError as error:
-            named_weights.close()
             raise ServerError(f"The weights cannot be written below {root}: {error}. Set weight_sync_dir.") from error
         try:
             # Each tensor is copied before the next is asked for: the iterator may change it in place.
@@ -993,7 +1059,6 @@ class VLLMServerClient:
         except (OSError, ServerError) as error:
             raise ServerError(f"Weight push to {self.base_url} through {folder} failed: {error}") from error
         finally:
-            named_weights.close()
             shutil.rmtree(folder, ignore_errors=True)
         return {"gather": written - start, "load": time.perf_counter() - written}
 
@@ -1001,17 +1066,14 @@ class VLLMServerClient:
         from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
 
         start = time.perf_counter()
-        try:
-            if self._nccl is None:
-                self._nccl = VLLMClient(self.base_url, group_port=self.group_port, connection_timeout=self.timeout)
-                self._nccl.init_communicator(device=device)
-            tensors = {name: t.detach().clone() for name, t in named_weights}  # announced before the first is sent
-            self._check_names(tensors.keys(), expected)
-            metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-            gathered = time.perf_counter()
-            self._while_paused(version, lambda: self._nccl.update_named_params(metadata, iter(tensors.items())))
-        finally:
-            named_weights.close()
+        if self._nccl is None:
+            self._nccl = VLLMClient(self.base_url, group_port=self.group_port, connection_timeout=self.timeout)
+            self._nccl.init_communicator(device=device)
+        tensors = {name: t.detach().clone() for name, t in named_weights}  # announced before the first is sent
+        self._check_names(tensors.keys(), expected)
+        metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        gathered = time.perf_counter()
+        self._while_paused(version, lambda: self._nccl.update_named_params(metadata, iter(tensors.items())))
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}
 
     @staticmethod
@@ -1033,10 +1095,12 @@ class VLLMServerClient:
             self.request("POST", "/resume")
 
     async def _close_sessions(self) -> None:
-        await asyncio.gather(*(s.close() for loop, s in self._sessions.items() if loop is asyncio.get_running_loop()))
+        if session := self._sessions.pop(asyncio.get_running_loop(), None):
+            await session.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; a later call opens new ones."""
+        atexit.unregister(self.close)
         run_async(self._close_sessions())
         self._control.close()
 
@@ -1245,7 +1309,7 @@ class MultiTurnToolEnv:
             self.tools[tool.__name__] = tool
         if max_tool_response_tokens < 10:
             raise ValueError(
-                f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: the marker of a cut needs 9."
+                f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
             )
         self.system_prompt = system_prompt and self._fill_in(system_prompt)
         self.max_steps = max_steps
@@ -1317,6 +1381,10 @@ class MultiTurnToolEnv:
         return tokenizer
 
     # -- the conversation --
+
+    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The token that ends a turn in the chat template, if it is a special one; sampling must stop there."""
+        return [i for i in self.message_ids("", tokenizer, [])[:1] if i in tokenizer.all_special_ids]
 
     def with_system_prompt(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         """The messages with the system prompt in front, unless they bring their own."""
@@ -1636,8 +1704,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         env.tokenizer = env.tokenizer or tokenizer
         env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
         env.max_completion_length = args.max_completion_length
-        model_config = AutoConfig.from_pretrained(name) if isinstance(model, str) else model.config
-        env.max_model_len = check_context(env, model_config, train_dataset, args.max_completion_length)
+        model_config = model.config if not isinstance(model, str) else load_model_config(name, args)
+        env.max_model_len = check_context(env, model_config, train_dataset, args)
 
         self.env = env
         self.backend = backend_of(args)
@@ -1668,6 +1736,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
         # TRL judges truncation by the last id, and a turn that ends with </answer> has no end-of-turn token.
         self.mask_truncated_completions = False
+        # A base model's own end token need not be the one that ends a turn in its chat template.
+        self.eos_token_ids = sorted({*self.eos_token_ids, *env.end_of_turn_ids(tokenizer)})
         self._sampling_params = {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
@@ -1675,8 +1745,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         }  # fmt: skip
         if self.backend == "server":
             self.llm = self.client
+            self.client.instance = self._on_main(lambda: self.client.instance)  # all ranks expect the same version
             self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
         else:
+            if self.backend == "colocate":
+                stops = {"stop": list(CLOSING_TAGS), "stop_token_ids": self.eos_token_ids}
+                stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+                self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
+            else:
+                self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
             self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, self._any_rank())
 
     # -- 1. roll out --
@@ -1942,6 +2019,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         output["advantages"] = token_advantages(local, turn_ids.to(local.device))  # (B, C)
         self._log_credit(output, advantages, group_size, mode)
         self._write_rollouts(inputs, local, mode)
+        loss_mask = output["completion_mask"] * output["tool_mask"]
+        mean_advantages = (output["advantages"] * loss_mask).sum(1) / loss_mask.sum(1).clamp(min=1)  # (B,)
+        logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(self.accelerator.gather(mean_advantages).tolist())
         return output
 
     # -- logging --
@@ -2085,9 +2168,18 @@ def longest_prompt(env: MultiTurnToolEnv, dataset: Any) -> int:
     return max(len(env.prompt_ids(env.with_system_prompt(messages), env.tokenizer)) for messages in prompts)
 
 
-def check_context(env: MultiTurnToolEnv, model_config: Any, dataset: Any, max_completion_length: int) -> int | None:
+def load_model_config(name: str, args: MTGRPOConfig) -> Any:
+    """The configuration of the model that the trainer is going to load."""
+    revision = (args.model_init_kwargs or {}).get("revision") or "main"
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
+def check_context(env: MultiTurnToolEnv, model_config: Any, dataset: Any, args: MTGRPOConfig) -> int | None:
     """The model's context in tokens. Raises `ValueError` where the longest prompt and its completion do not fit."""
+    max_completion_length = args.max_completion_length
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + max_completion_length > context:
         raise ValueError(
@@ -2290,9 +2382,12 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     eval_dataset = None
     if args.eval_strategy != "no":
         eval_dataset = load_rows(script_args.dataset_name, test_split, script_args.eval_dataset_size, config)
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, KeyError) as error:
+        raise ValueError(f"model_name_or_path: {model_args.model_name_or_path!r} cannot be loaded: {error}") from error
     env = build_env(script_args, args, tools, tokenizer)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,

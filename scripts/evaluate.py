@@ -1,0 +1,333 @@
+"""Evaluate a model on held-out problems, with a recipe's tools, rewards, limits and sampling parameters.
+
+    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml
+    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --model runs/calculator --k 4
+    python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
+
+Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
+"""
+
+import argparse
+import contextlib
+import inspect
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerState
+from transformers.utils.logging import disable_progress_bar
+
+import mt_grpo_trainer as mt
+
+RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
+Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]
+
+
+def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
+    """The recipe's dataclasses, for use outside training: batches and devices need not fit this machine.
+
+    Raises:
+        ValueError: no such file, unknown keys, wrong types, impossible combinations.
+    """
+    argv = ["--config", path, *(overrides or [])]
+    group = option(argv, "num_generations")
+    argv += ["--per_device_train_batch_size", str(group), "--eval_strategy", "no"]  # one group always fits
+    if not torch.cuda.is_available():
+        argv += ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
+    return mt.parse_arguments(argv)
+
+
+def option(argv: list[str], key: str) -> Any:
+    """One setting as training would see it: the command line's, else the recipe's, else the default.
+
+    >>> option(["--num_generations", "4", "--num_generations=6"], "num_generations")
+    '6'
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}", dest="value", nargs="?", const="true")
+    known, _ = parser.parse_known_args(argv)
+    if known.value is not None:
+        return known.value
+    recipe = mt.read_recipe(known.config) if known.config else {}
+    return recipe.get(key, mt.default_of(key))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backends
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_process_backend(model: Any, tokenizer: Any, args: mt.MTGRPOConfig) -> mt.InProcessBackend:
+    """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise."""
+    eos = model.generation_config.eos_token_id
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    sampling = sampling_params(args)
+
+    @torch.no_grad()
+    def generate_batch(prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], None]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)  # (B, P)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        config = GenerationConfig(
+            max_new_tokens=max_tokens, do_sample=True, eos_token_id=sorted(eos_ids), pad_token_id=pad, **sampling
+        )
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        return [cut_after_end(row, eos_ids) for row in output[:, longest:].tolist()], None
+
+    return mt.InProcessBackend(generate_batch, eos_ids.__contains__)
+
+
+def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
+    """The ids up to and including the first end-of-turn token; what follows is padding.
+
+    >>> cut_after_end([5, 6, 2, 0, 0], {2})
+    [5, 6, 2]
+    """
+    end = next((i for i, token in enumerate(token_ids) if token in eos_ids), len(token_ids))
+    return token_ids[: end + 1]
+
+
+def sampling_params(args: mt.MTGRPOConfig) -> dict[str, Any]:
+    """The recipe's sampling parameters."""
+    params = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p or 0.0,
+              "repetition_penalty": args.repetition_penalty}  # fmt: skip
+    return {**params, **(args.generation_kwargs or {})}
+
+
+class SeededClient:
+    """A server client whose every request has a seed of its own, made of the run's seed and the rollout's index."""
+
+    def __init__(self, client: mt.VLLMServerClient, seed: int):
+        self.client, self.seed = client, seed
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> mt.Generation:
+        """As `VLLMServerClient.generate`."""
+        seed = hash((self.seed, index, len(prompt_ids))) % 2**31
+        return await self.client.generate(prompt_ids, max_tokens, {**(sampling_params or {}), "seed": seed}, index)
+
+
+def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
+    """A causal language model (or a base model with its LoRA adapter) on the GPU if there is one."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+        revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
+    )  # fmt: skip
+    return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: Any, recipe: str | Recipe, num_problems: int = 512, split: str = "test", seed: int = 0, k: int = 1,
+    tokenizer: Any = None, batch_size: int = 128, progress: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Roll out `k` conversations for each of `num_problems` problems and score them with the recipe's rewards.
+
+    Args:
+        model: A path or name, a loaded model, or a `VLLMServerClient`.
+        recipe: A recipe file, or what `load_recipe` or `mt_grpo_trainer.parse_arguments` made of one.
+        num_problems: The first so many rows of the split.
+        split: `test` or `train`, or what the dataset calls it.
+        seed: Of the sampling. The problems do not depend on it.
+        k: Samples per problem.
+        tokenizer: None: the model's, or that of the recipe's model.
+        batch_size: Conversations at a time; more need more memory.
+        progress: Show a bar on standard error.
+
+    Returns:
+        `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
+        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call), `result_found` (share
+        whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
+        that the recipe's rewards cannot tell are None.
+    """
+    started = time.perf_counter()
+    script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    tools = mt.load_tools(script_args.tools_script)
+    turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
+    rows = mt.load_rows(script_args.dataset_name, split_name(script_args, split), num_problems,
+                        script_args.dataset_config)  # fmt: skip
+    served = isinstance(model, mt.VLLMServerClient)
+    name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
+    if isinstance(model, str):
+        model = load_model(model, args, model_args)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
+    env = mt.build_env(script_args, args, tools, tokenizer)
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
+    env.max_model_len = mt.check_context(env, config, rows, args.max_completion_length)
+    if served:
+        env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
+        backend = SeededClient(model, seed)
+    else:
+        backend = in_process_backend(model, tokenizer, args)
+
+    prompts = [prompt for prompt in rows["prompt"] for _ in range(k)]
+    with tqdm(total=len(prompts), desc="conversations", disable=not progress, file=sys.stderr) as bar:
+        rollouts = roll_out(backend, env, prompts, sampling_params(args), seed, batch_size, bar)
+    columns = {key: [v for v in rows[key] for _ in range(k)] for key in rows.column_names if key != "prompt"}
+    scores = {f.__name__: score(f, rollouts, columns) for f in turn_funcs + outcome_funcs}
+
+    exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
+    found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
+    solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
+    stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
+    return {
+        "model": name, "backend": "vllm server" if served else "transformers", "split": split,
+        "num_problems": len(rows), "k": k, "seed": seed, "temperature": args.temperature,
+        "rewards": {
+            "turn": {f.__name__: mean(scores[f.__name__]) for f in turn_funcs},
+            "outcome": {f.__name__: mean(scores[f.__name__]) for f in outcome_funcs},
+        },
+        "exact_match": exact and mean([v and float(v > 0) for v in exact]),
+        "pass_at_k": solved and mean(solved),
+        "tool_executed": mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
+        "result_found": found and mean([v and float(v > 0) for v in found]),
+        "mean_turns": mean([len(r.turns) for r in rollouts]),
+        "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
+        "seconds": round(time.perf_counter() - started, 2),
+    }  # fmt: skip
+
+
+def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
+    """What the recipe calls this split."""
+    named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
+    return named.get(split, split)
+
+
+def roll_out(
+    backend: Any, env: mt.MultiTurnToolEnv, prompts: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
+) -> list[mt.Rollout]:
+    """All conversations to their ends, `batch_size` at a time."""
+    rollouts = env.start(prompts)
+
+    async def converse(rollout: mt.Rollout) -> None:
+        await env.converse(rollout, backend, sampling)
+        bar.update()
+
+    in_process = isinstance(backend, mt.InProcessBackend)
+    with torch.random.fork_rng() if in_process else contextlib.nullcontext():
+        torch.manual_seed(seed)
+        for first in range(0, len(rollouts), batch_size):
+            conversations = [converse(rollout) for rollout in rollouts[first : first + batch_size]]
+            if in_process:
+                backend.serve(conversations)
+            else:
+                mt.run_async(mt.gather_all(conversations))
+    return rollouts
+
+
+def score(func: Callable, rollouts: list[mt.Rollout], columns: dict[str, list]) -> list[float | None]:
+    """A reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply."""
+    values = func(
+        prompts=[r.prompt_messages for r in rollouts], completions=[r.messages for r in rollouts],
+        completion_ids=[r.completion_ids for r in rollouts], rollout_turns=[r.turns for r in rollouts],
+        trainer_state=TrainerState(), log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
+    )  # fmt: skip
+    values = mt.run_async(values) if inspect.iscoroutine(values) else values
+    mt.check_reward_values(values, func.__name__, rollouts, per_turn=True)
+    return [total(value) for value in values]
+
+
+def total(value: float | list[float | None] | None) -> float | None:
+    """One number per rollout, the sum over its turns.
+
+    >>> total([0.5, None, 0.25]), total([None]), total(1)
+    (0.75, None, 1.0)
+    """
+    values = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
+    return float(sum(values)) if values else None
+
+
+def mean(values: list[float | None]) -> float | None:
+    """The mean of those that apply; None if none does.
+
+    >>> mean([1, None, 0]), mean([None])
+    (0.5, None)
+    """
+    values = [float(v) for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def succeeded(turn: mt.Turn) -> bool:
+    """Whether the turn called a tool and the call ran."""
+    return turn.observation is not None and turn.error is None and not turn.observation.startswith("Error:")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """What `evaluate` returned, for people."""
+    samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
+    lines = [
+        f"model     {result['model']} ({result['backend']})",
+        f"problems  {result['num_problems']} of split {result['split']}, {samples}, temperature "
+        f"{result['temperature']:g}, seed {result['seed']}, {result['seconds']:.1f} s",
+        "",
+    ]
+    rows = [("exact match (pass@1)", result["exact_match"])]
+    rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
+    rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"]),
+             ("mean turns", result["mean_turns"])]  # fmt: skip
+    rows += [(f"turn reward: {name}", value) for name, value in result["rewards"]["turn"].items()]
+    rows += [(f"outcome reward: {name}", value) for name, value in result["rewards"]["outcome"].items()]
+    rows += [(f"stop: {reason}", value) for reason, value in result["stop_reasons"].items()]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(lines + [f"{label:<{width}}  {number(value):>7}" for label, value in rows])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="recipe")
+    parser.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
+    parser.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
+    parser.add_argument("--num_problems", type=int, default=512)
+    parser.add_argument("--split", default="test", help="test (default) or train")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
+    parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
+    parser.add_argument("--json", help="write the numbers to this file")
+    options, overrides = parser.parse_known_args(argv)
+    disable_progress_bar()  # of loading weights
+    if min(options.num_problems, options.k, options.batch_size) < 1:
+        sys.exit("error: --num_problems, --k and --batch_size must be 1 or more.")
+    try:
+        recipe = load_recipe(options.config, overrides)
+        model, tokenizer = options.model or recipe[2].model_name_or_path, None
+        if options.server:
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=recipe[1].trust_remote_code)
+            model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30)
+            model.wait_until_healthy()
+        result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
+                          options.batch_size)  # fmt: skip
+    except (ValueError, OSError, mt.ServerError) as error:
+        sys.exit(f"error: {error}")
+    result = {"config": options.config, **result}
+    print(table(result))
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Train the bundled tiny model to use a calculator on the CPU, and show what it could do before and after.
+
+    python scripts/quickstart.py                    # any further argument goes to the trainer: --max_steps 20
+
+The model starts warm: it knows how a calculator call looks and samples a good one only some of the time.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from evaluate import evaluate, mean, number
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+import mt_grpo_trainer as mt
+
+RECIPE = "hf_recipes/tiny/calculator.yaml"
+NUM_PROBLEMS = 512  # held out: none of them is ever trained on
+ROWS = [("tool executed", "tool_executed"), ("right result found", "result_found"), ("exact match", "exact_match"),
+        ("mean turns", "mean_turns")]  # fmt: skip
+
+
+class ReadableProgress(TrainerCallback):
+    """One line per `every` steps, their means, in place of TRL's dictionary of everything."""
+
+    COLUMNS = ("reward", "rewards/exact_match_reward_func/mean", "turns/mean")
+
+    def __init__(self, every: int = 5):
+        self.every = every
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+        print(f"{'step':>9}{'reward':>9}{'exact match':>13}{'tool success':>14}{'turns':>7}{'seconds':>9}", flush=True)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "reward" not in logs:  # the summary at the end of training
+            return
+        self.steps.append(logs)
+        if state.global_step % self.every and state.global_step < state.max_steps:
+            return
+        reward, exact, turns = (mean([s.get(column) for s in self.steps]) for column in self.COLUMNS)
+        called = [s for s in self.steps if s.get("tools/call_frequency")]
+        success = mean([1 - s["tools/failure_frequency"] for s in called])
+        step, seconds = f"{state.global_step}/{state.max_steps}", time.perf_counter() - self.started
+        print(
+            f"{step:>9}{number(reward, 2):>9}{number(exact, 2):>13}{number(success, 2):>14}{number(turns, 2):>7}"
+            f"{seconds:>9.0f}",
+            flush=True,
+        )
+        self.steps = []
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The table before and after.
+
+    >>> result = {"tool_executed": 0.5, "result_found": None, "exact_match": 0.25, "mean_turns": 2.0}
+    >>> print(compare(result, {**result, "exact_match": 1.0}))
+                          before  after
+    tool executed           0.50   0.50
+    right result found         -      -
+    exact match             0.25   1.00
+    mean turns              2.00   2.00
+    """
+    lines = [f"{'':<20}{'before':>8}{'after':>7}"]
+    lines += [f"{label:<20}{number(before[key], 2):>8}{number(after[key], 2):>7}" for label, key in ROWS]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    started = time.perf_counter()
+    try:
+        recipe = mt.parse_arguments([*([] if "--config" in argv else ["--config", RECIPE]), *argv])
+        model, output = recipe[2].model_name_or_path, Path(recipe[1].output_dir)
+        print(f"1/3 evaluating {model} on {NUM_PROBLEMS} held-out problems, sampled as in training", flush=True)
+        before = evaluate(model, recipe, NUM_PROBLEMS)
+        print(f"    exact match {number(before['exact_match'], 2)}\n", flush=True)
+        trainer = mt.build_trainer(*recipe)
+    except (ValueError, OSError, mt.ServerError) as error:
+        sys.exit(f"error: {error}")
+
+    print(f"2/3 training for {recipe[1].max_steps} steps: {recipe[1].credit_assignment}", flush=True)
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(ReadableProgress())
+    trainer.train()
+    trainer.save_model(str(output))
+    trainer.save_state()
+
+    print(f"\n3/3 evaluating {output} on the same problems", flush=True)
+    after = evaluate(str(output), recipe, NUM_PROBLEMS)
+    print(f"\n{compare(before, after)}\n")
+    print(f"trained model   {output}")
+    print(f"metrics         {output / 'trainer_state.json'}")
+    print(f"rollouts        {output / 'rollouts.rank0.jsonl'}")
+    print(f"time            {time.perf_counter() - started:.0f} s\n")
+    print(f"exact match: {number(before['exact_match'], 2)} -> {number(after['exact_match'], 2)}", flush=True)
+
+
+if __name__ == "__main__":
+    disable_progress_bar()  # of loading and writing weights
+    main()

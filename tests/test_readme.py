@@ -1,0 +1,102 @@
+"""What the README says is so: its keys exist, its metrics are logged, its examples run, its files are there."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, ScriptArguments
+
+import mt_grpo_trainer as mt
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}$(.*?)(?=^## |\Z)", README, re.M | re.S)[1]
+
+
+def first_column(title: str) -> list[str]:
+    """The names in backticks of the first column of a section's table."""
+    rows = [line.split("|")[1] for line in section(title).splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def own_keys() -> set[str]:
+    def names(cls):
+        return {f.name for f in dataclasses.fields(cls)}
+
+    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.MTGRPOScriptArguments) - names(ScriptArguments))
+
+
+def test_every_key_is_documented_with_its_default():
+    documented = first_column("Recipe keys")
+    assert own_keys() <= set(documented)
+    for key in documented:
+        assert key in mt.known_keys(), key
+    for line in section("Recipe keys").splitlines():
+        if match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line):
+            default = mt.default_of(match[1])
+            if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
+                assert type(default)(match[2]) == default, line
+
+
+def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = mt.MTGRPOEnvTrainer(
+        random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}] * 4),
+    )  # fmt: skip
+    trainer.train()
+    logged = set(trainer.state.log_history[0])
+    documented = set(first_column("Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", section("Metrics")))
+    with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
+    assert documented - with_server - {"rewards/<function>/mean"} <= logged
+    source = (ROOT / "mt_grpo_trainer.py").read_text()
+    for name in with_server - {"sampling/sampling_logp_difference/mean", "sync/gather_seconds", "sync/load_seconds"}:
+        assert f'"{name}"' in source, name
+    own = {name for name in logged if name.startswith(("turns/", "tools/", "stop/", "credit/", "rollout/"))}
+    assert own <= documented
+
+
+def test_the_reward_example_runs():
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "TURN_REWARD_FUNCS" in b)
+    space: dict = {}
+    exec(compile(block, "README", "exec"), space)
+    turn = mt.Turn([1], None, "", "stop", observation="4")
+    (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[turn, turn, mt.Turn([1], None, "", "stop")]])
+    assert values == [0.1, 0.0, None]
+
+
+def test_the_fork_runs():
+    """The diff's added function, used as the README says, on a table of two rollouts."""
+    diff = next(b for b in re.findall(r"```diff\n(.*?)```", README, re.S))
+    added = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+") and "CREDIT_ASS" not in line)
+    space = {"norm": mt.norm}
+    exec(compile(added, "README", "exec"), space)
+    nan = mt.NAN
+    table = mt.RewardTable(
+        torch.tensor([1.0, 0.0]), torch.tensor([nan, nan]), torch.tensor([[0.2, 0.4], [0.0, nan]]),
+        torch.tensor([[True, False], [True, False]]),
+    )  # fmt: skip
+    actual = space["to_go_advantages"](table, 2, 1.0, "none")
+    assert torch.allclose(actual, torch.tensor([[0.8, 0.7], [-0.8, -0.7]]))
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:hf_recipes|scripts|tools|docs)/[\w./-]+\.\w+", README))))
+def test_every_file_that_is_named_exists(path):
+    assert (ROOT / path).is_file()

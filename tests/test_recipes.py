@@ -1,0 +1,756 @@
+"""Every recipe parses, trains a step and has no key that nothing reads; every TRL key works here or is refused."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import accelerate.commands.launch
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import DistributedType
+from transformers import TrainingArguments
+from trl import GRPOConfig, ModelConfig, ScriptArguments
+
+import mt_grpo_trainer as mt
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).resolve().parents[2] / "shared/data"
+RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
+LAUNCHERS = sorted(ROOT.glob("hf_recipes/accelerate/*.yaml"))
+CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]  # without a GPU, transformers refuses `bf16: true`
+
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(autouse=True)
+def project_folder(monkeypatch):
+    """Recipes name files from the project's folder, and their `env:` is set in this process: undone after a test."""
+    before = dict(os.environ)
+    monkeypatch.chdir(ROOT)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test when a model is loaded."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("weights were loaded before the configuration was checked")
+
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", load)
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def write(folder: Path, recipe: dict) -> str:
+    """Path of a new recipe file."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return str(path)
+
+
+def header(path: Path) -> str:
+    """The comment that a recipe begins with."""
+    return re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0]
+
+
+def num_processes(path: Path) -> int:
+    """Of the training command in the header; one where it starts `python` itself."""
+    found = re.search(r"--num_processes (\d+)", header(path))
+    return int(found[1]) if found else 1
+
+
+# --- the recipes as files --------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
+    """Also TRL's own arithmetic, as each of the processes that the header starts would do it."""
+    processes = num_processes(path)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    # In place of the process group that WORLD_SIZE would make accelerate wait for.
+    state = SimpleNamespace(num_processes=processes, distributed_type=DistributedType.NO, device=torch.device("cpu"))
+    monkeypatch.setattr(transformers.training_args, "PartialState", lambda **kwargs: state)
+    monkeypatch.setattr(transformers.training_args.AcceleratorState, "_reset_state", lambda **kwargs: None)
+
+    _, args, _ = mt.parse_arguments(["--config", str(path), *CPU_FLAGS])
+
+    steps = args.gradient_accumulation_steps
+    assert args.generation_batch_size == args.per_device_train_batch_size * processes * steps
+    assert args.generation_batch_size % args.num_generations == 0
+    if args.save_strategy == "steps":
+        # A resumed run starts with new rollouts: only where an unbroken one does too is it the same run.
+        assert args.save_steps % args.num_iterations == 0 and args.steps_per_generation == steps
+    sums = re.search(r"(\d+) per device x (.+?) = (\d+) rollouts = (\d+) \w+ with (\d+) each", header(path))
+    if sums or processes > 1:
+        product = int(sums[1])
+        for factor in re.findall(r"\d+", sums[2]):
+            product *= int(factor)
+        expected = args.generation_batch_size
+        assert (product, int(sums[3]), int(sums[4]) * int(sums[5])) == (expected, expected, expected)
+        assert (int(sums[1]), int(sums[5])) == (args.per_device_train_batch_size, args.num_generations)
+
+
+@each_recipe
+def test_recipe_says_how_to_run_it(path):
+    text, name = header(path), path.relative_to(ROOT)
+    assert f"mt_grpo_trainer.py --config {name}" in re.sub(r" *\\\n# +", " ", text)
+    assert f"bash scripts/train.sh {name}" in text or not read(path).get("use_vllm")
+    assert "# Hardware: " in text
+    headings = [line for line in path.read_text().removeprefix(text).splitlines() if line.startswith("# ")]
+    assert headings == ["# Model", "# Data, tools, rewards", "# Conversation", "# Credit", "# Trainer"]
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
+def test_header_starts_a_server_that_fits(path):
+    text, recipe = header(path), read(path)
+    assert f" {recipe['model_name_or_path']} " in text and "VLLM_SERVER_DEV_MODE=1" in text
+    assert "--logprobs-mode processed_logprobs" in text and f"--host {recipe['vllm_server_host']}" in text
+    for length in re.findall(r"--max-model-len (\d+)", text):
+        assert int(length) >= recipe["max_completion_length"] + 1024  # room for the prompt
+    for group in re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) accelerate", text):
+        assert group.split(",") == [str(i) for i in range(num_processes(path))]
+        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} VLLM" in text
+
+
+# The paper's run (arXiv 2505.11821).
+PAPER = {
+    "model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "trivia_qa", "learning_rate": 1e-6, "warmup_steps": 20,
+    "lr_scheduler_type": "constant_with_warmup", "adam_beta1": 0.9, "adam_beta2": 0.99, "max_grad_norm": 0.1,
+    "bf16": True, "num_generations": 21, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 4,
+    "num_iterations": 2, "beta": 0.0, "max_steps": 300, "max_completion_length": 1024, "max_env_steps": 2,
+    "turn_advantage_coef": 1.0, "credit_assignment": "mt_grpo",
+}  # fmt: skip
+# What the method's public recipes for Qwen3 set.
+QWEN3 = {
+    "max_env_steps": 5, "turn_advantage_coef": 1.0, "num_generations": 7, "learning_rate": 1e-6, "beta": 0.01,
+    "num_iterations": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("Qwen2.5-7B--paper", PAPER), *((f"Qwen3-{size}--mt-grpo", QWEN3) for size in ("0.6B", "1.7B", "4B"))],
+)
+def test_recipe_has_the_published_values(name, published):
+    recipe = read(ROOT / f"hf_recipes/Qwen/{name}.yaml")
+    assert {key: recipe[key] for key in published} == published
+
+
+# --- one optimizer step of every recipe, on the CPU ------------------------------------------------------------------
+
+# The keys that a step on the CPU replaces, and why. Every other key stays as the recipe has it and must be read.
+REPLACED = {
+    "model_name_or_path": "a random model of two layers, nothing is downloaded",
+    "dtype": "the CPU computes in float32",
+    "attn_implementation": "the CPU has one",
+    "bf16": "transformers refuses it without a GPU that has it",
+    "use_cpu": "there is no GPU",
+    "dataset_name": "a local file in the same schema, nothing is downloaded",
+    "dataset_config": "belongs to the Hub's dataset",
+    "dataset_size": "a few rows",
+    "eval_dataset_size": "a few rows",
+    "per_device_train_batch_size": "one group",
+    "gradient_accumulation_steps": "one group",
+    "output_dir": "a temporary folder",
+    "max_steps": "one step",
+    "env": "only WIKI_SEARCH_CORPUS: a local corpus",
+}
+# Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
+VLLM_KEYS = {
+    "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
+    "weight_check_every",
+}  # fmt: skip
+
+
+def source_of(function) -> str:
+    return os.path.relpath(function.__code__.co_filename, ROOT)
+
+
+# Where a key's value is when it is used. A recipe key without an entry fails the test: show here what reads it.
+READ_BACK = {
+    "tools_script": lambda t: source_of(next(iter(t.env.tools.values()))),
+    "reward_fn": lambda t: source_of(t.reward_funcs[0]),
+    "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
+    "max_env_steps": lambda t: t.env.max_steps,
+    "max_completion_length": lambda t: t.env.max_completion_length,
+    "max_turn_tokens": lambda t: t.env.max_turn_tokens,
+    "max_tool_response_tokens": lambda t: t.env.max_tool_response_tokens,
+    "tool_timeout": lambda t: t.env.tool_timeout,
+    "max_concurrent_tools": lambda t: t.env.max_concurrent_tools,
+    "chat_template_kwargs": lambda t: t.env.chat_template_kwargs,
+    "credit_assignment": lambda t: t.args.credit_assignment,
+    "turn_advantage_coef": lambda t: t.turn_advantage_coef,
+    "scale_rewards": lambda t: t.scale_rewards,
+    "num_generations": lambda t: t.num_generations,
+    "num_iterations": lambda t: t.num_iterations,
+    "learning_rate": lambda t: t.optimizer.param_groups[0]["initial_lr"],
+    "lr_scheduler_type": lambda t: t.args.lr_scheduler_type.value,
+    "warmup_steps": lambda t: t.args.get_warmup_steps(100),
+    "adam_beta1": lambda t: t.optimizer.param_groups[0]["betas"][0],
+    "adam_beta2": lambda t: t.optimizer.param_groups[0]["betas"][1],
+    "max_grad_norm": lambda t: t.args.max_grad_norm,
+    "beta": lambda t: t.beta,
+    "loss_type": lambda t: t.loss_type,
+    "temperature": lambda t: t._sampling_params["temperature"],
+    "gradient_checkpointing": lambda t: t.accelerator.unwrap_model(t.model).is_gradient_checkpointing,
+    "logging_steps": lambda t: t.state.logging_steps,
+    "save_strategy": lambda t: t.args.save_strategy.value,
+    "save_steps": lambda t: t.state.save_steps,
+    "save_total_limit": lambda t: t.args.save_total_limit,
+    "report_to": lambda t: t.args.report_to or "none",
+    "seed": lambda t: t.args.seed,
+}
+READ_BACK_VLLM = {
+    "use_vllm": lambda t: t.use_vllm,
+    "vllm_mode": lambda t: t.backend,
+    "vllm_server_host": lambda t: urlsplit(t.client.base_url).hostname,
+    "vllm_server_port": lambda t: urlsplit(t.client.base_url).port,
+    "vllm_server_timeout": lambda t: t.client.timeout,
+    "vllm_group_port": lambda t: t.client.group_port,
+    "vllm_gpu_memory_utilization": lambda t: t.vllm_generation.settings["gpu_memory_utilization"],
+    "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
+    "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
+    "weight_sync": lambda t: t.client.transport,
+    "weight_check_every": lambda t: t.args.weight_check_every,
+}
+
+
+def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
+    """The recipe with the keys of `REPLACED` replaced."""
+    recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
+    original = recipe["reward_fn"]
+    data = folder / "train.jsonl"
+    if "triviaqa" in original:
+        rows = (DATA / "squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+        corpus = (DATA / "squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+        (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
+        recipe["env"] = recipe["env"] | {"WIKI_SEARCH_CORPUS": str(folder / "corpus.jsonl")}
+    elif "gsm8k" in original:
+        rows = (DATA / "gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+    else:
+        rows = [json.dumps(row) for row in mt.make_arithmetic(8, seed=0)]
+    data.write_text("\n".join(rows), encoding="utf-8")
+    return recipe | {
+        "model_name_or_path": model, "dtype": "float32", "bf16": False, "use_cpu": True, "dataset_name": str(data),
+        "dataset_size": 8, "per_device_train_batch_size": recipe["num_generations"], "gradient_accumulation_steps": 1,
+        "output_dir": str(folder / "output"), "max_steps": 1,
+    }  # fmt: skip
+
+
+def check_read_back(trainer, recipe: dict, readers: dict) -> None:
+    for key, value in recipe.items():
+        if key in readers:
+            assert readers[key](trainer) == value, key
+        else:
+            pytest.fail(f"No entry says where the recipe's key {key!r} is read.")
+
+
+@each_recipe
+def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path):
+    original = read(path)
+    recipe = {k: v for k, v in on_this_machine(original, random_model, tmp_path).items() if k not in VLLM_KEYS}
+
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    trainer.train()
+
+    assert trainer.state.global_step == 1
+    assert trainer.state.log_history[0]["completions/mean_length"] > 0
+    assert len((tmp_path / "output/rollouts.rank0.jsonl").read_text().splitlines()) == min(
+        16, original["num_generations"]
+    )
+    assert len(trainer.train_dataset) == 8
+    check_read_back(
+        trainer, {k: v for k, v in original.items() if k not in REPLACED and k not in VLLM_KEYS}, READ_BACK
+    )
+    for variable, value in recipe["env"].items():
+        assert os.environ[variable] == str(value)
+    if "wiki_search" in trainer.env.tools:
+        found, error, _ = mt.run_async(
+            trainer.env.call_tool(mt.ToolCall("wiki_search", {"query": "Normans in Normandy"}))
+        )
+        assert error is None and "Normandy" in found
+        assert len(re.findall(r"^\[\d+\] ", found, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
+
+
+class RecordedVLLM:
+    """In place of TRL's engine, which needs a GPU: keeps what it was told."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
+def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
+    """The keys that a step without a server leaves out, up to the objects that use them."""
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", RecordedVLLM)
+    original = read(path)
+    recipe = on_this_machine(original, random_model, tmp_path)
+
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+
+    check_read_back(trainer, {k: v for k, v in original.items() if k in VLLM_KEYS}, READ_BACK_VLLM)
+    assert isinstance(trainer.llm, mt.VLLMServerClient if original["vllm_mode"] == "server" else mt.InProcessBackend)
+
+
+# --- accelerate ------------------------------------------------------------------------------------------------------
+
+
+def check_launcher(path: Path) -> ClusterConfig:
+    """Accelerate refuses unknown keys itself, but not inside `deepspeed_config` and `fsdp_config`."""
+    config = load_config_from_file(str(path))
+    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
+    unknown = {*config.deepspeed_config, *config.fsdp_config} - known
+    if unknown:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    return config
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
+def test_accelerate_reads_every_key(path):
+    assert isinstance(check_launcher(path), ClusterConfig)
+    assert f"--config_file {path.relative_to(ROOT)}" in header(path)
+    if path.stem in ("zero3", "fsdp2"):
+        assert "Untested until it has run on GPUs" in header(path)
+
+
+@pytest.mark.parametrize("section", [None, "deepspeed_config"])
+def test_unknown_accelerate_key_fails(section, tmp_path):
+    config = read(ROOT / "hf_recipes/accelerate/zero3.yaml")
+    (config[section] if section else config)["zero_stagee"] = 3
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match="unknown keys .*zero_stagee"):
+        check_launcher(tmp_path / "bad.yaml")
+
+
+def test_accelerate_files_are_what_their_names_say():
+    files = {path.stem: load_config_from_file(str(path)) for path in LAUNCHERS}
+    assert {name: file.distributed_type.value for name, file in files.items()} == {
+        "cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED",
+    }  # fmt: skip
+    assert files["zero3"].deepspeed_config["zero_stage"] == 3 and files["fsdp2"].fsdp_config["fsdp_version"] == 2
+    assert files["cpu"].use_cpu and files["cpu"].num_processes == 2
+
+
+def test_accelerate_starts_two_cpu_processes(tmp_path):
+    """MULTI_CPU, the name that one would expect in cpu.yaml, starts one."""
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from transformers import TrainingArguments\n"
+        f"args = TrainingArguments(use_cpu=True, output_dir={str(tmp_path)!r})\n"
+        "text = f'{args.process_index} of {args.world_size}, {args.distributed_state.backend}'\n"
+        "Path(args.output_dir, f'process{args.process_index}.txt').write_text(text)\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml"]
+    done = subprocess.run(
+        [*launch, "--num_processes", "2", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    seen = sorted(path.read_text() for path in tmp_path.glob("process*.txt"))
+    assert seen == ["0 of 2, gloo", "1 of 2, gloo"]
+
+
+# --- every key of TRL: honoured or refused ---------------------------------------------------------------------------
+
+# Honoured keys by who reads them: the module's source has `args.<key>`, which the test looks up.
+HONOURED = {
+    "transformers: its Trainer, optimizers, callbacks and integrations": """
+        num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args
+        weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps max_grad_norm
+        bf16 fp16 bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs torch_compile
+        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
+        torch_empty_cache_steps logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm report_to
+        include_num_input_tokens_seen run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+        eval_strategy eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps save_only_model
+        save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token
+        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+        metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
+        full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
+        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp fsdp_config deepspeed debug skip_memory_metrics
+    """,
+    "transformers: TrainingArguments itself": """
+        tf32 logging_steps log_on_each_node log_level log_level_replica eval_steps use_cpu ddp_backend ddp_timeout
+    """,
+    "trl: GRPOConfig itself, older names": "use_transformers_paged vllm_importance_sampling_cap",
+    "trl: GRPOTrainer, its samplers, model, loss and logs": """
+        seed per_device_train_batch_size per_device_eval_batch_size num_generations num_generations_eval
+        generation_batch_size steps_per_generation shuffle_dataset num_iterations router_aux_loss_coef
+        disable_dropout cast_lm_head_to_fp32 ds3_gather_for_generation pad_to_multiple_of cache_implementation
+        use_transformers_continuous_batching transformers_continuous_batching_config beta epsilon delta epsilon_high
+        sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+        importance_sampling_level loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+        top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta
+        entropy_target off_policy_mask_threshold use_bias_correction_kl log_completions num_completions_to_print
+        log_unique_prompts log_completions_hub_repo vllm_importance_sampling_correction
+        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    """,
+    "trl: GRPOTrainer, which the conversations ask": "temperature top_p top_k min_p repetition_penalty scale_rewards",
+    "trl: its colocated vLLM": """
+        vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length
+        vllm_tensor_parallel_size
+    """,
+    "trl: get_peft_config": """
+        use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save
+        lora_task_type use_rslora use_dora
+    """,
+    "mt_grpo_trainer": """
+        output_dir resume_from_checkpoint model_init_kwargs trust_remote_code max_completion_length generation_kwargs
+        chat_template_kwargs use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port
+        vllm_server_timeout vllm_group_port mask_truncated_completions dataset_name dataset_config
+        dataset_train_split dataset_test_split model_name_or_path model_revision dtype attn_implementation
+    """,
+}
+# Refused keys with a value that is not the default: they do nothing in a multi-turn rollout, or something else.
+REFUSED = {
+    "reward_weights": [1.0, 1.0],
+    "max_tool_calling_iterations": 3,
+    "multi_objective_aggregation": "normalize_then_sum",
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "log_multimodal": False,
+    "dataset_streaming": True,
+    "ignore_bias_buffers": True,
+    "load_in_8bit": True,
+    "load_in_4bit": True,
+    "auto_find_batch_size": True,
+    "bnb_4bit_quant_type": "fp4",
+    "use_bnb_nested_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+    "label_smoothing_factor": 0.1,
+    "label_names": ["labels"],
+    "average_tokens_across_devices": False,
+    "prediction_loss_only": True,
+    "eval_do_concat_batches": False,
+    "include_for_metrics": ["inputs"],
+    "batch_eval_metrics": True,
+    "train_sampling_strategy": "group_by_length",
+    "length_column_name": "size",
+    "data_seed": 7,
+    "do_train": True,
+    "do_eval": True,
+    "do_predict": True,
+    "local_rank": 0,
+}
+# Keys that one backend reads and another does not: (backend that ignores it, key, value).
+REFUSED_BY_BACKEND = [
+    *(("transformers", key, value) for key, value in (
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
+        ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
+        ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
+        ("vllm_server_timeout", 10.0), ("vllm_group_port", 9001), ("vllm_importance_sampling_correction", False),
+        ("vllm_importance_sampling_mode", "token_mask"), ("vllm_importance_sampling_clip_max", 2.0),
+        ("vllm_importance_sampling_clip_min", 0.5),
+    )),
+    *(("server", key, value) for key, value in (
+        ("vllm_gpu_memory_utilization", 0.5), ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512),
+        ("vllm_enable_sleep_mode", True), ("vllm_model_impl", "transformers"), ("cache_implementation", "static"),
+        ("use_transformers_continuous_batching", True), ("transformers_continuous_batching_config", {"a": 1}),
+    )),
+    *(("colocate", key, value) for key, value in (
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_server_base_url", "http://127.0.0.1:1"), ("cache_implementation", "static"),
+        ("use_transformers_continuous_batching", True), ("vllm_server_port", 9000),
+    )),
+]  # fmt: skip
+
+
+def trl_keys() -> set[str]:
+    return {f.name for cls in (GRPOConfig, ScriptArguments, ModelConfig) for f in dataclasses.fields(cls)}
+
+
+def test_every_trl_key_is_honoured_or_refused():
+    """Fails when TRL gains or loses a key: decide what it means here and add it to one of the tables."""
+    honoured = [key for keys in HONOURED.values() for key in keys.split()]
+    assert len(honoured) == len(set(honoured)) and not set(honoured) & REFUSED.keys()
+    assert set(honoured) | REFUSED.keys() == trl_keys()
+    assert mt.REFUSED_KEYS.keys() <= REFUSED.keys()
+
+
+def sources(reader: str) -> str:
+    """The code of a reader of `HONOURED`."""
+    if reader == "mt_grpo_trainer":
+        return inspect.getsource(mt)
+    if reader.endswith("TrainingArguments itself"):
+        return inspect.getsource(TrainingArguments).partition("def __post_init__")[2]
+    if reader.startswith("trl: GRPOConfig itself"):
+        return inspect.getsource(GRPOConfig).partition("def __post_init__")[2]
+    if reader.startswith("trl: get_peft_config"):
+        return inspect.getsource(trl.get_peft_config)
+    if reader.startswith("trl"):
+        return inspect.getsource(trl.trainer.grpo_trainer) + inspect.getsource(trl.trainer.callbacks)
+    folder = Path(transformers.__file__).parent
+    return "".join(p.read_text("utf-8") for g in ("trainer*.py", "integrations/*.py") for p in folder.glob(g))
+
+
+@pytest.mark.parametrize("reader", HONOURED)
+def test_honoured_key_is_read_by_the_one_named(reader):
+    text = sources(reader)
+    name = "self" if "itself" in reader else r"(?:args|model_args|script_args|ctx\.args)"
+    assert [key for key in HONOURED[reader].split() if not re.search(rf"\b{name}\.{key}\b", text)] == []
+
+
+def refused(name: str, *values):
+    return pytest.param(*values, id=name)
+
+
+@pytest.mark.parametrize(("key", "value"), [refused(key, key, value) for key, value in REFUSED.items()])
+def test_refused_key_raises(key, value, tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    with pytest.raises(ValueError, match=f"^{key}.* not supported.{{20}}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+
+
+@pytest.mark.parametrize(
+    ("backend", "key", "value"), [refused(f"{item[0]}: {item[1]}", *item) for item in REFUSED_BY_BACKEND]
+)
+def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    if backend != "transformers":
+        recipe |= {"use_vllm": True, "vllm_mode": backend}
+    with pytest.raises(ValueError, match=f"^{key}.* no effect with the {backend} backend"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("off_policy_mask_threshold", 0.5, "whole sequences"), ("loss_type", "vespo", "whole sequences")],
+)
+def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
+    """Refused where turns have their own, taken where a rollout has one."""
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    with pytest.raises(ValueError, match=f"{key}.*{words}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+    for credit in ("outcome", "merged"):
+        _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
+        assert getattr(args, key) == value
+
+
+SAMPLING = {
+    "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1,
+    "generation_kwargs": {"length_penalty": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), SAMPLING.items())
+def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tmp_path, monkeypatch):
+    """The server's request, and the configuration that `model.generate` gets."""
+    expected = value if isinstance(value, dict) else {key: value}
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | {key: value}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    assert expected.items() <= trainer._sampling_params.items()
+    assert expected.items() <= trainer.generation_config.to_dict().items()
+    assert expected.items() <= trainer.generation_kwargs.items()
+
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)
+    recipe |= {"use_vllm": True, "vllm_mode": "server"}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    sent = {}
+
+    async def post(path, payload):
+        sent.update(payload)
+        choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+        return {"choices": [choice], "usage": {"prompt_tokens": 2}}
+
+    monkeypatch.setattr(trainer.client, "_post", post)
+    trainer.client.model_card = {"id": "model"}
+    mt.run_async(trainer.client.generate([1, 2], 8, trainer._sampling_params))
+    assert expected.items() <= sent.items()
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(random_model, tmp_path, no_weights):
+    """Builds a trainer from the calculator's recipe with changes, a value of `...` removing a key."""
+
+    def build_trainer(*flags, **changes):
+        recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | changes
+        recipe = {key: value for key, value in recipe.items() if value is not ...}
+        return mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe), *flags]))
+
+    return build_trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_generation": 8}, r"Unknown key 'num_generation' in .*Did you mean 'num_generations'\?"),
+        ({"max_env_step": 2}, "Did you mean 'max_env_steps'"),
+        ({"qqqq": 2}, "Unknown key 'qqqq'.*See the README"),
+        ({"num_generations": 7.5}, "num_generations: 7.5 .* is float, expected int"),
+        ({"num_generations": "8"}, "num_generations: '8' .* is str, expected int"),
+        ({"num_generations": True}, "num_generations: True .* is bool, expected int"),
+        ({"learning_rate": "fast"}, "learning_rate: 'fast' .* is str, expected float"),
+        ({"tool_timeout": [5]}, r"tool_timeout: \[5\] .* is list, expected float"),
+        ({"use_vllm": 3}, "use_vllm: 3 .* is int, expected bool"),
+        ({"tools_script": 3}, r"tools_script: 3 .* is int, expected str \| None"),
+        ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .* is list, expected list\[float\]"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected dict"),
+        ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*Expected one of: grpo, dapo"),
+        ({"credit_assignment": "grpo"}, "credit_assignment: 'grpo' .*Expected one of: outcome, merged, mt_grpo"),
+        ({"vllm_mode": "remote"}, "vllm_mode: 'remote' .*Expected one of: server, colocate"),
+        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, none"),
+        ({"max_env_steps": -1}, "max_env_steps=-1 must be 0 or more"),
+        ({"max_completion_length": 0}, "max_completion_length=0 must be above 0"),
+        ({"max_turn_tokens": 0}, "max_turn_tokens=0 must be above 0"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"tool_timeout": -1}, "tool_timeout=-1.* must be above 0"),
+        ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected 2: tool_execution"),
+        ({"outcome_reward_weights": [1.0, 1.0, 1.0]}, "outcome_reward_weights has 3 values, expected 2: exact_match"),
+        ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder or brace.*Write literal braces"),
+        ({"tools_script": ...}, "tools_script is not set. Add a line `tools_script: ...` to the recipe"),
+        ({"reward_fn": ...}, "reward_fn is not set"),
+        ({"dataset_name": ...}, "dataset_name is not set"),
+        ({"model_name_or_path": ...}, "model_name_or_path is not set"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_value(changes, message, build):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+def test_good_values_are_taken(random_model, tmp_path):
+    """The strictness above refuses no spelling that YAML and people use for a number."""
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    recipe |= {"learning_rate": "1e-6", "tool_timeout": 5, "turn_reward_weights": [1, 0.5], "scale_rewards": "none"}
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe), "--max-steps", "3", "--beta=0.5"])
+    assert (args.learning_rate, args.tool_timeout, args.scale_rewards, args.max_steps, args.beta) == (
+        1e-6, 5.0, "none", 3, 0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--num_generation=8", "--max-env-step"])
+def test_unknown_flag(flag, build):
+    with pytest.raises(ValueError, match="Unknown key '.*' on the command line. Did you mean '(num_gen|max_env).*s'"):
+        build(flag, "2")
+
+
+def test_recipe_file_that_cannot_be_used(tmp_path):
+    cases = {
+        "absent.yaml": (None, "cannot be read: No such file.*See hf_recipes/"),
+        "list.yaml": (b"- max_steps\n", "holds list, expected lines of `key: value`"),
+        "empty.yaml": (b"", "holds NoneType, expected lines of `key: value`"),
+        "broken.yaml": (b"max_steps: [1\n", "is not valid YAML"),
+    }
+    for name, (content, message) in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            mt.parse_arguments(["--config", str(tmp_path / name)])
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        mt.parse_arguments(["--config", str(tmp_path)])
+    with pytest.raises(ValueError, match="--config needs a recipe, such as"):
+        mt.parse_arguments(["--config"])
+
+
+def test_batch_that_is_no_whole_groups(build, monkeypatch):
+    with pytest.raises(ValueError, match="num_generations=7 does not divide the 8 rollouts") as error:
+        build(num_generations=7, per_device_train_batch_size=8)
+    assert "(8 per device x 1 processes x 1 steps). Expected whole groups." in str(error.value)
+    assert "Set num_generations to 8 or 4, or per_device_train_batch_size to 7." in str(error.value)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="Set num_generations to 6 or 4, or per_device_train_batch_size to 4"):
+        build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+
+
+REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "message"),
+    [
+        ("tools_script", None, "is not a file. Expected a Python file that defines TOOL_FUNCTIONS"),
+        ("tools_script", "import no_such_module", "fails to import: ModuleNotFoundError: No module named"),
+        ("tools_script", "def f(:", "fails to import: SyntaxError"),
+        ("tools_script", "TOOLS = []", r"defines no list. Add the line `TOOL_FUNCTIONS = \[my_function\]`"),
+        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
+        ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
+        ("tools_script", "TOOL_FUNCTIONS = [lambda x: x]", "A tool must be a named function, got <function <lambda>"),
+        (
+            "tools_script",
+            "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
+            "Tool f has no type hint for 'x'. Write `x: str`",
+        ),
+        ("tools_script", "def f(x: str): pass\nTOOL_FUNCTIONS = [f]", "Tool f has no docstring. Write one"),
+        (
+            "tools_script",
+            "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]",
+            "Two tools are called 'f'",
+        ),
+        ("reward_fn", None, "is not a file. Expected a Python file that defines .*OUTCOME_REWARD_FUNCS"),
+        ("reward_fn", "1 / 0", "fails to import: ZeroDivisionError"),
+        ("reward_fn", REWARD, r"defines no list. Add the line `OUTCOME_REWARD_FUNCS = \[my_function\]`"),
+        ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions. Expected .* to hold at least one"),
+        ("reward_fn", "OUTCOME_REWARD_FUNCS = ['right']", "A reward must be a function, got 'right'"),
+        (
+            "reward_fn",
+            "def right(completions): pass\nTURN_REWARD_FUNCS = [right]",
+            r"Reward right takes no \*\*kwargs. Add it",
+        ),
+    ],
+)
+def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
+    path = tmp_path / "plugin.py"
+    if code is not None:
+        path.write_text(code)
+    with pytest.raises(ValueError, match=message) as error:
+        build(**{key: str(path)})
+    assert code is not None or f"{key}: {str(path)!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "dataset_name: .* is not a file. Expected JSON lines with question and answer"),
+        ("", "train_dataset .*(empty|expected)"),
+        ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
+        ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
+        ('{"question": "1+1?", "answer": {"text": "2"}}', r"row 0: answer has \['text'\], expected 'value'"),
+        ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
+    ],
+)
+def test_bad_dataset(content, message, build, tmp_path):
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        build(dataset_name=str(path))
+
+
+def test_prompt_that_does_not_fit_the_context(build):
+    with pytest.raises(
+        ValueError, match=r"The longest prompt has \d+ tokens; with max_completion_length=8192"
+    ) as error:
+        build(max_completion_length=8192)
+    length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
+    assert "context of 8192" in str(error.value)
+    assert f"set max_completion_length to at most {8192 - length}" in str(error.value)
+
+
+def test_main_prints_the_error_alone(tmp_path):
+    """No traceback for a mistake in a recipe."""
+    recipe = write(tmp_path, read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"max_env_step": 2})
+    with pytest.raises(SystemExit, match="^error: Unknown key 'max_env_step'"):
+        mt.main(["--config", recipe])
