@@ -303,8 +303,9 @@ def check_config(args: MTGRPOConfig) -> None:
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     """Raise `ValueError` for what the backend does not know, or what the conversation itself decides."""
-    ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs", "stream",
-            "seed", "stop_token_ids", "eos_token_id", "return_token_ids", "include_stop_str_in_output"}  # fmt: skip
+    ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs",
+            "stream", "seed", "stop_token_ids", "eos_token_id", "return_token_ids",
+            "include_stop_str_in_output"}  # fmt: skip
     known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
              "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
     for key in args.generation_kwargs or {}:
@@ -413,8 +414,6 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
     for key in ("dataset_size", "eval_dataset_size"):
         if getattr(script_args, key) is not None and getattr(script_args, key) < 1:
             raise ValueError(f"{key}={getattr(script_args, key)}, expected at least 1, or no such line for all rows.")
-    if script_args.eval_dataset_size is not None and args.eval_strategy == "no":
-        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     for key, value in (
         ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
         ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
@@ -2380,6 +2379,8 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     train_dataset = load_rows(script_args.dataset_name, train_split, script_args.dataset_size, config)
     eval_dataset = None
+    if args.eval_strategy == "no" and script_args.eval_dataset_size is not None:
+        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     if args.eval_strategy != "no":
         eval_dataset = load_rows(script_args.dataset_name, test_split, script_args.eval_dataset_size, config)
     try:

@@ -64,10 +64,12 @@ def option(argv: list[str], key: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def in_process_backend(model: Any, tokenizer: Any, args: mt.MTGRPOConfig) -> mt.InProcessBackend:
+def in_process_backend(
+    model: Any, tokenizer: Any, args: mt.MTGRPOConfig, end_of_turn_ids: list[int]
+) -> mt.InProcessBackend:
     """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise."""
     eos = model.generation_config.eos_token_id
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampling = sampling_params(args)
 
@@ -167,12 +169,12 @@ def evaluate(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
     env = mt.build_env(script_args, args, tools, tokenizer)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
-    env.max_model_len = mt.check_context(env, config, rows, args.max_completion_length)
+    env.max_model_len = mt.check_context(env, config, rows, args)
     if served:
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
         backend = SeededClient(model, seed)
     else:
-        backend = in_process_backend(model, tokenizer, args)
+        backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
     prompts = [prompt for prompt in rows["prompt"] for _ in range(k)]
     with tqdm(total=len(prompts), desc="conversations", disable=not progress, file=sys.stderr) as bar:

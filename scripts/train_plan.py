@@ -96,7 +96,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any) -> 
     for split, size in splits:
         rows = mt.load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
         mt.check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
-        mt.check_context(env, config, rows, args.max_completion_length)
+        mt.check_context(env, config, rows, args)
         needed = max(needed, mt.longest_prompt(env, rows) + args.max_completion_length)
     return needed
 

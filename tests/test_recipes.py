@@ -547,7 +547,7 @@ def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
 
 SAMPLING = {
     "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1,
-    "generation_kwargs": {"length_penalty": 0.5},
+    "generation_kwargs": {"top_k": 5},
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     prompts = ["What is 2 + 2?", "What is 12 * 12 - 3?"] * 2
 
     def sample(seed, batch_size=4):
-        backend = ev.in_process_backend(model, tokenizer, args)
+        backend = ev.in_process_backend(model, tokenizer, args, [])
         bar = ev.tqdm(disable=True)
         rollouts = ev.roll_out(backend, env, prompts, ev.sampling_params(args), seed, batch_size, bar)
         return [r.completion_ids for r in rollouts]
