@@ -104,20 +104,6 @@ def sampling_params(args: mt.MTGRPOConfig) -> dict[str, Any]:
     return {**params, **(args.generation_kwargs or {})}
 
 
-class SeededClient:
-    """A server client whose every request has a seed of its own, made of the run's seed and the rollout's index."""
-
-    def __init__(self, client: mt.VLLMServerClient, seed: int):
-        self.client, self.seed = client, seed
-
-    async def generate(
-        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
-    ) -> mt.Generation:
-        """As `VLLMServerClient.generate`."""
-        seed = hash((self.seed, index, len(prompt_ids))) % 2**31
-        return await self.client.generate(prompt_ids, max_tokens, {**(sampling_params or {}), "seed": seed}, index)
-
-
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
     """A causal language model (or a base model with its LoRA adapter) on the GPU if there is one."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -144,7 +130,8 @@ def evaluate(
         recipe: A recipe file, or what `load_recipe` or `mt_grpo_trainer.parse_arguments` made of one.
         num_problems: The first so many rows of the split.
         split: `test` or `train`, or what the dataset calls it.
-        seed: Of the sampling. The problems do not depend on it.
+        seed: Of the sampling in-process; the problems do not depend on it. A server samples by its own `--seed`: a
+            seed in a request ends the engine of vLLM 0.31 on a CPU.
         k: Samples per problem.
         tokenizer: None: the model's, or that of the recipe's model.
         batch_size: Conversations at a time; more need more memory.
@@ -172,7 +159,7 @@ def evaluate(
     env.max_model_len = mt.check_context(env, config, rows, args)
     if served:
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
-        backend = SeededClient(model, seed)
+        backend = model
     else:
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
@@ -188,7 +175,7 @@ def evaluate(
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
-        "num_problems": len(rows), "k": k, "seed": seed, "temperature": args.temperature,
+        "num_problems": len(rows), "k": k, "seed": None if served else seed, "temperature": args.temperature,
         "rewards": {
             "turn": {f.__name__: mean(scores[f.__name__]) for f in turn_funcs},
             "outcome": {f.__name__: mean(scores[f.__name__]) for f in outcome_funcs},
@@ -279,11 +266,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """What `evaluate` returned, for people."""
+    seeded = "" if result["seed"] is None else f", seed {result['seed']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [
         f"model     {result['model']} ({result['backend']})",
-        f"problems  {result['num_problems']} of split {result['split']}, {samples}, temperature "
-        f"{result['temperature']:g}, seed {result['seed']}, {result['seconds']:.1f} s",
+        f"problems  {result['num_problems']} of split {result['split']}, {samples}, {result['seconds']:.1f} s",
+        f"sampling  temperature {result['temperature']:g}{seeded}",
         "",
     ]
     rows = [("exact match (pass@1)", result["exact_match"])]
@@ -304,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
     parser.add_argument("--num_problems", type=int, default=512)
     parser.add_argument("--split", default="test", help="test (default) or train")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
     parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
     parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
     parser.add_argument("--json", help="write the numbers to this file")

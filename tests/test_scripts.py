@@ -116,13 +116,12 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
 
 
 def scripted_client(monkeypatch, texts):
-    """A server client that answers every conversation with the same turns and counts its seeds."""
+    """A server client that answers every conversation with the same turns."""
     client = mt.VLLMServerClient()
     client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
-    client.seeds = []
 
     async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-        client.seeds.append(sampling_params["seed"])
+        assert "seed" not in sampling_params  # it ends the engine of vLLM 0.31 on a CPU
         turn = client.tokenizer.decode(prompt_ids).count("<result>")
         ids = client.tokenizer(texts[turn], add_special_tokens=False)["input_ids"]
         return mt.Generation(ids, [0.0] * len(ids), "stop")
@@ -142,7 +141,6 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
     assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
     assert result["stop_reasons"] == {"answered": 1.0}
-    assert len(set(client.seeds)) == 6  # every request has its own
 
 
 def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
