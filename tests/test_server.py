@@ -193,7 +193,7 @@ def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path,
 
     expected = {*model.state_dict(), "one.more"} if fault == "missing name" else None
     if fault == "directory":
-        client.sync_dir = str(tmp_path / "not" / "there")
+        client = VLLMServerClient("127.0.0.1", port, client.tokenizer, sync_dir=str(tmp_path / "not" / "there"))
     with pytest.raises((ServerError, RuntimeError)):
         client.update_weights(weights(), "v-failed", expected)
     assert closed or fault == "directory"
