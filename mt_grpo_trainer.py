@@ -850,6 +850,7 @@ class VLLMServerClient:
         self.group_port = group_port
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self._control = requests.Session()
+        self._control.trust_env = False  # as aiohttp below: no HTTP_PROXY between the trainer and its own server
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._control.headers.update(self._headers)
@@ -1715,6 +1716,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._weight_counter = WeightCounter()
         self._pushed: str | None = None  # the version that the server holds
         self._num_syncs = 0
+        self._last_loads = 0  # checkpoint loads that the colocated engine has seen
+        self._wrote_rollouts = False
         if self.backend == "server":
             self.client = VLLMServerClient(
                 vllm_server_host or args.vllm_server_host, vllm_server_port or args.vllm_server_port, tokenizer,
@@ -1818,8 +1821,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         else:
             self.generation_config.max_new_tokens = self.generation_kwargs["max_new_tokens"] = max_tokens
         return self._generate_single_turn(prompt_ids, None, {}, 1)
-
-    _last_loads = 0
 
     def _any_rank(self) -> Callable[[bool], bool] | None:
         """A reduce over ranks where TRL's generation is collective, else None."""
@@ -2085,7 +2086,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             metrics["sampling/frac_tokens_ratio_zero_or_clipped"].append(sums[2] / max(sums[1], 1))
 
     def _write_rollouts(self, inputs: list[dict[str, Any]], advantages: torch.Tensor, mode: str) -> None:
-        """Append whole conversations with their rewards and advantages to `rollouts.rank<r>.jsonl`."""
+        """Add whole conversations with their rewards and advantages to `rollouts.rank<r>.jsonl`."""
         count = min(self.args.log_rollouts, len(self._rollouts))
         if not count:
             return
@@ -2093,7 +2094,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         first = rank * len(self._rollouts)
         logged = {name: list(self._logs["rewards"][name])[-self._reward_table.outcome.shape[0] :] for name in names}
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        with open(Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl", "a", encoding="utf-8") as file:
+        path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
+        fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
+        self._wrote_rollouts = True
+        with open(path, "w" if fresh else "a", encoding="utf-8") as file:
             for i, rollout in enumerate(self._rollouts[:count]):
                 row = {
                     "step": self.state.global_step, "mode": mode, "index": rollout.index,

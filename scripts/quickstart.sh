@@ -7,4 +7,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh
+# Threads that wait must not spin: where other programs use the same cores, spinning makes a step ten times slower.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 exec .venv/bin/python scripts/quickstart.py "$@"
