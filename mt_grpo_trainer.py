@@ -265,6 +265,11 @@ def check_config(args: MTGRPOConfig) -> None:
                 f"{key}={getattr(args, key)!r} has no effect with the {backend} backend (use_vllm={args.use_vllm}, "
                 f"vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads it."
             )
+    if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
+            "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
+        )
     positive = ("max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "tool_timeout",
                 "max_concurrent_tools", "temperature")  # fmt: skip
     for key in positive:
@@ -327,7 +332,8 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(fits_type(value, option, from_yaml) for option in typing.get_args(expected))
     if origin is list:
-        return isinstance(value, list) and all(fits_type(v, typing.get_args(expected)[0], from_yaml) for v in value)
+        options = typing.get_args(expected)
+        return isinstance(value, list) and all(fits_type(v, options[0], from_yaml) for v in value if options)
     if origin is dict or expected is dict:
         return isinstance(value, dict)
     if origin is typing.Literal:
@@ -1019,8 +1025,8 @@ class VLLMServerClient:
         """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
 
         Args:
-            named_weights: (name, tensor) under the names of a checkpoint, tied copies included. Always exhausted or
-                closed, so that what the iterator changed in the model (a merged adapter) is undone.
+            named_weights: (name, tensor) under the names of a checkpoint, tied copies included. Always exhausted, so
+                that what the iterator changed in the model (a merged adapter) is undone.
             version: Comes back from `weight_version()`; proves later that the server did not restart.
             expected: The names that must be among them. Missing ones are an error before the server is touched.
             device: This process's accelerator, for NCCL.
@@ -1036,8 +1042,8 @@ class VLLMServerClient:
                 return self._push_nccl(named_weights, version, expected, torch.device(device))
             return self._push_disk(named_weights, version, expected)
         finally:
-            if hasattr(named_weights, "close"):
-                named_weights.close()
+            for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
+                pass
 
     def _push_disk(self, named_weights, version, expected) -> dict[str, float]:
         start = time.perf_counter()
@@ -1069,11 +1075,13 @@ class VLLMServerClient:
         if self._nccl is None:
             self._nccl = VLLMClient(self.base_url, group_port=self.group_port, connection_timeout=self.timeout)
             self._nccl.init_communicator(device=device)
-        tensors = {name: t.detach().clone() for name, t in named_weights}  # announced before the first is sent
+        # Announced before the first is sent, and kept on the CPU, where they fit.
+        tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
         self._check_names(tensors.keys(), expected)
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        to_device = ((name, t.to(device)) for name, t in tensors.items())
         gathered = time.perf_counter()
-        self._while_paused(version, lambda: self._nccl.update_named_params(metadata, iter(tensors.items())))
+        self._while_paused(version, lambda: self._nccl.update_named_params(metadata, to_device))
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}
 
     @staticmethod
@@ -1082,8 +1090,8 @@ class VLLMServerClient:
             raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
 
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
-        self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})
         try:
+            self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})
             load()
             answer = self.request("POST", "/reset_prefix_cache")
             if answer.get("success") is False:  # answered with status 200 all the same
@@ -1350,6 +1358,7 @@ class MultiTurnToolEnv:
             the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
         """
         states = self.start(prompts, llm)
+        sampling_params = self._with_stops(sampling_params, llm)
         run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
         return {
             "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
@@ -1370,9 +1379,14 @@ class MultiTurnToolEnv:
 
     def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
         """One model turn, and its observation, of every open conversation; returns the same states."""
+        sampling_params = self._with_stops(sampling_params, llm)
         still_open = [state for state in states if state.stop_reason is None]
         run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
         return states
+
+    def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
+        """A base model's own end token need not be the one that ends a turn in its chat template."""
+        return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
 
     def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
         tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
@@ -1651,7 +1665,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     Args:
         model: Name, path, or model.
-        env: The conversations. Its token limits are set from `args`; `max_steps` stays its own.
+        env: The conversations. `max_completion_length` is set from `args`; its other limits are its own.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), the dataset's columns, `trainer_state`,
             `log_extra` and `log_metric`. A turn function returns per rollout a number, None, or a list with a number
@@ -1701,11 +1715,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for split in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
             if split is not None:
                 check_dataset(split, "eval_dataset")
+        for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
+            "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools"))):  # fmt: skip
+            if getattr(args, key) not in (default_of(key), getattr(env, attribute)):
+                raise ValueError(
+                    f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
+                    f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
+                )
         env.tokenizer = env.tokenizer or tokenizer
         env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
         env.max_completion_length = args.max_completion_length
         model_config = model.config if not isinstance(model, str) else load_model_config(name, args)
-        env.max_model_len = check_context(env, model_config, train_dataset, args)
+        splits = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for split in (train_dataset, *(s for s in splits if s is not None)):
+            env.max_model_len = check_context(env, model_config, split, args)
 
         self.env = env
         self.backend = backend_of(args)
@@ -1713,6 +1736,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
+        self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
         self._pushed: str | None = None  # the version that the server holds
         self._num_syncs = 0
@@ -1786,9 +1810,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._sync_weights()
             started, error, rollouts = time.perf_counter(), None, []
             try:
-                rollouts = self.env.start(prompts)
+                try:
+                    rollouts = self.env.start(prompts)
+                finally:
+                    if not rollouts and isinstance(self.llm, InProcessBackend):
+                        self.llm.serve([])  # other ranks may be in a collective generate
                 for i, rollout in enumerate(rollouts):
                     rollout.index = first + i
+                    if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
+                        raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
                 self._converse(rollouts)
                 restarted = self.backend == "server" and self.client.weight_version() != self._pushed
             except Exception as raised:  # told to the other ranks, which would wait for this one for ever
@@ -1802,7 +1832,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 self._metrics[mode]["rollout/seconds"].append(time.perf_counter() - started)
                 return rollouts
             logger.warning("The vLLM server restarted during rollouts: pushing the weights and rolling out again.")
-            self._pushed = None
+            self._pushed, self.client._nccl = None, None  # the restarted server is in no NCCL group
         raise RuntimeError("The vLLM server restarted three times during one batch of rollouts. See its log.")
 
     def _converse(self, rollouts: list[Rollout]) -> None:
@@ -1820,16 +1850,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 self._last_loads, self._last_loaded_step = self._weight_counter.loads, -1
         else:
             self.generation_config.max_new_tokens = self.generation_kwargs["max_new_tokens"] = max_tokens
-        return self._generate_single_turn(prompt_ids, None, {}, 1)
+        training = self.model.training
+        try:
+            return self._generate_single_turn(prompt_ids, None, {}, 1)
+        finally:
+            self.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
     def _any_rank(self) -> Callable[[bool], bool] | None:
         """A reduce over ranks where TRL's generation is collective, else None."""
-        collective = (
-            self._dist.is_fsdp
-            or self.is_deepspeed_enabled
-            or (self.backend == "colocate" and self.vllm_tensor_parallel_size > 1)
-        )
-        if not collective:
+        if not (self._dist.is_fsdp or self.is_deepspeed_enabled):
             return None
         device = self.accelerator.device
         return lambda flag: bool(self.accelerator.reduce(torch.tensor(int(flag), device=device)).item())
@@ -1972,15 +2001,22 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         num_turns = int(self.accelerator.gather(torch.tensor([num_turns], device=device)).max())
         whole = torch.full((len(prompts), len(self.reward_funcs)), NAN)  # one number per rollout
         per_turn = torch.full((len(prompts), num_turns, self.num_turn_funcs), NAN)
-        for f, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
-            values = run_async(func(**columns)) if inspect.iscoroutinefunction(func) else func(**columns)
-            check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
-            for i, value in enumerate(values):
-                if isinstance(value, (list, tuple)):
-                    row = [NAN if v is None else float(v) for v in value]
-                    per_turn[i, : len(row), f] = torch.tensor(row)
-                elif value is not None:
-                    whole[i, f] = float(value)
+        error = None
+        try:
+            for f, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
+                values = run_async(func(**columns)) if inspect.iscoroutinefunction(func) else func(**columns)
+                check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
+                for i, value in enumerate(values):
+                    if isinstance(value, (list, tuple)):
+                        row = [NAN if v is None else float(v) for v in value]
+                        per_turn[i, : len(row), f] = torch.tensor(row)
+                    elif value is not None:
+                        whole[i, f] = float(value)
+        except Exception as raised:  # told to the other ranks, which would wait in the gather below
+            error = raised
+        errors = gather_object([error and f"{type(error).__name__}: {error}"])
+        if any(errors):
+            raise error or RuntimeError(f"A reward failed on another rank: {next(e for e in errors if e)}")
         observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
         for i, rollout in enumerate(self._rollouts):
             for k, turn in enumerate(rollout.turns):
@@ -1991,7 +2027,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         weights = self.reward_weights.to(device)
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
         self._reward_table = RewardTable(
-            outcome=nansum(whole[:, self.num_turn_funcs :] * outcome_weights, 1),
+            # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
+            outcome=nansum(whole[:, self.num_turn_funcs :] * outcome_weights, 1)
+            if len(outcome_weights)
+            else torch.zeros(len(whole), device=device),
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
@@ -1999,6 +2038,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
+        self._logged_rewards = logged
         return logged
 
     # -- 4. credit --
@@ -2092,7 +2132,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return
         rank, names = self.accelerator.process_index, self.reward_func_names
         first = rank * len(self._rollouts)
-        logged = {name: list(self._logs["rewards"][name])[-self._reward_table.outcome.shape[0] :] for name in names}
+        rewards = self._logged_rewards[first : first + count].tolist()
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
         fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
@@ -2102,7 +2142,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 row = {
                     "step": self.state.global_step, "mode": mode, "index": rollout.index,
                     "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
-                    "rewards": {name: logged[name][first + i] for name in names},
+                    "rewards": {n: None if r != r else r for n, r in zip(names, rewards[i], strict=True)},
                     "turn_advantages": advantages[i, : len(rollout.turns)].tolist(),
                     "answer": inputs[i].get("answer"),
                 }  # fmt: skip
@@ -2318,7 +2358,7 @@ def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     elif isinstance(answer, str) and "####" in answer:  # GSM8K
         answer = answer.rpartition("####")[2].strip().replace(",", "")
     question = row["question"]
-    return {"prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
+    return {**row, "prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
 
 
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
@@ -2349,7 +2389,8 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
         split = test_split if split == "test" else split
         rows = load_dataset(hub_name, config or hub_config, split=split)
-        rows = rows.select_columns([c for c in ("question", "answer", "prompt") if c in rows.column_names])
+        if name in HUB_DATASETS:  # without TriviaQA's articles, which are most of its size
+            rows = rows.select_columns(["question", "answer"])
         rows = rows.select(range(min(size, len(rows)))) if size else rows
     return Dataset.from_list([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)])
 

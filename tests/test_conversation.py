@@ -352,7 +352,7 @@ def test_system_prompt_and_the_lists_of_generate():
     assert out["ids"][1] == ids(ANSWER) and out["mask"][1] == [1] * 18 and out["turn_ids"][1] == [0] * 18
     assert out["logprobs"][1] == [-j / 8 for j in range(1, 19)]
     assert out["stop_reasons"] == ["answered", "answered"]
-    assert all(r.params == {"temperature": 0.5} for r in backend.requests)
+    assert all(r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]]} for r in backend.requests)
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():

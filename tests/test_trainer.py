@@ -286,6 +286,21 @@ def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
     assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
 
 
+def test_turn_rewards_alone_train(random_model, tmp_path):
+    """Without outcome functions the outcome is 0 for all, not missing."""
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward],
+        args=MTGRPOConfig(**settings(tmp_path)), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
+
+
+def test_limits_that_args_and_environment_give_differently_are_refused(random_model, tmp_path):
+    with pytest.raises(ValueError, match="max_env_steps=5, but the environment has max_steps=2"):
+        make_trainer(random_model, tmp_path, max_env_steps=5)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
