@@ -34,8 +34,8 @@ MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
 (CALCULATOR,) = mt.load_tools(str(Path(__file__).parents[1] / "tools/calculator.py"))
 
 # Shares of what a turn does. FORK: change what the sampled policy gets wrong.
-CALL_SHARES = {"good": 35, "wrong expression": 24, "broken JSON": 13, "wrong tool": 11, "no call": 10, "no tag": 7}
-ANSWER_SHARES = {"good": 70, "wrong digit": 21, "no tag": 9}
+CALL_SHARES = {"good": 38, "wrong expression": 21, "broken JSON": 13, "wrong tool": 11, "no call": 10, "no tag": 7}
+ANSWER_SHARES = {"good": 64, "wrong digit": 26, "no tag": 10}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: conversations with known mistakes
@@ -72,7 +72,7 @@ def answer_turn(kind: str, result: str, rng: random.Random) -> str:
     return result if kind == "no tag" else f"<answer>{result}</answer>"
 
 
-def observe(turn: str, tokenizer: PreTrainedTokenizerFast | None = None) -> tuple[str, str]:
+def observe(turn: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
     """What the environment makes of a turn: `("result", "1889")`, `("error", "Error: ...")` or `("end", "")`."""
     call, _ = mt.parse_turn(turn)
     if call is None:
@@ -82,7 +82,7 @@ def observe(turn: str, tokenizer: PreTrainedTokenizerFast | None = None) -> tupl
         kind, text = ("error", f"Error: {mistake}") if mistake else ("result", CALCULATOR(**call.arguments))
     except Exception as error:
         kind, text = "error", f"Error: {error}"
-    return kind, mt.cut_to_tokens(text, MAX_RESULT_TOKENS, tokenizer) if tokenizer else text
+    return kind, mt.cut_to_tokens(text, MAX_RESULT_TOKENS, tokenizer)
 
 
 def draw(shares: dict[str, int], rng: random.Random) -> str:
@@ -123,7 +123,7 @@ def build_tokenizer(questions: list[str], rng: random.Random) -> PreTrainedToken
     texts = ["system\n", "user\n", "assistant\n", "<result>\n", "</result>", SYSTEM] * len(questions)
     for question in questions:
         call = call_turn(draw(CALL_SHARES, rng), question[len("What is ") : -1], rng)
-        texts += [question, call, observe(call)[1], answer_turn(draw(ANSWER_SHARES, rng), "1889", rng)]
+        texts += [question, call, answer_turn(draw(ANSWER_SHARES, rng), str(rng.randint(-999, 9999)), rng)]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -131,8 +131,8 @@ def build_tokenizer(questions: list[str], rng: random.Random) -> PreTrainedToken
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, **options))
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
     )
@@ -141,15 +141,25 @@ def build_tokenizer(questions: list[str], rng: random.Random) -> PreTrainedToken
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    size = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384, "max_position_embeddings": 1024}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
-    # At this width the default spread of the weights (0.02) takes three times as many steps to learn to copy digits.
     config = Qwen3Config(
-        vocab_size=400, **size, **heads, tie_word_embeddings=True, initializer_range=0.06, bos_token_id=None, **special
+        vocab_size=400,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, **special)
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
@@ -157,12 +167,15 @@ def encode(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -
     """Ids and labels of one conversation; labels are -100 except on what the assistant says and its `<|im_end|>`."""
     ids, labels = [], []
     for message in messages:
-        head = tokenizer.encode(f"<|im_start|>{message['role']}\n")
-        said = tokenizer.encode(f"{message['content']}<|im_end|>")
-        tail = tokenizer.encode("\n")
-        ids += head + said + tail
-        labels += [-100] * len(head) + (said if message["role"] == "assistant" else [-100] * len(said))
-        labels += [-100] * len(tail)
+        said = message["role"] == "assistant"
+        for text, has_loss in (
+            (f"<|im_start|>{message['role']}\n", False),
+            (f"{message['content']}<|im_end|>", said),
+            ("\n", False),
+        ):
+            piece = tokenizer.encode(text)
+            ids += piece
+            labels += piece if has_loss else [-100] * len(piece)
     return ids, labels
 
 
@@ -174,7 +187,15 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
     return torch.tensor(input_ids), torch.tensor(labels)
 
 
-def warm_start(model, tokenizer, questions: list[str], steps: int, rng: random.Random, batch_size=32, peak_lr=3e-3):
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[str],
+    steps: int,
+    rng: random.Random,
+    batch_size: int = 32,
+    peak_lr: float = 3e-3,
+) -> None:
     """AdamW on assistant tokens only: 5% linear warm-up, then a cosine down to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, steps // 20)
