@@ -31,6 +31,7 @@ import bisect
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -108,10 +109,14 @@ class MTGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = field(
-        default="mt_grpo", metadata={"help": "outcome (GRPO-OR), merged (GRPO-MR) or mt_grpo; section Credit"}
+        default="mt_grpo",
+        metadata={"help": "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit"},
     )
     turn_advantage_coef: float = field(
         default=1.0, metadata={"help": "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome"}
+    )
+    turn_discount: float = field(
+        default=1.0, metadata={"help": "Of the returns to go of turn_return and gigpo, per turn, from 0 to 1"}
     )
     turn_reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per turn reward function. None: 1 each"}
@@ -130,6 +135,9 @@ class MTGRPOConfig(GRPOConfig):
     )
     tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
     max_concurrent_tools: int = field(default=64, metadata={"help": "Tool calls at the same time, per rank"})
+    reward_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
+    )
     weight_sync: str = field(
         default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
     )
@@ -151,7 +159,7 @@ class MTGRPOConfig(GRPOConfig):
 
 
 CHOICES = {
-    "credit_assignment": ("outcome", "merged", "mt_grpo"),
+    "credit_assignment": ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"),
     "weight_sync": ("auto", "nccl", "disk"),
     "scale_rewards": ("group", "batch", "none"),
     "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
@@ -271,7 +279,7 @@ def check_config(args: MTGRPOConfig) -> None:
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
     positive = ("max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "tool_timeout",
-                "max_concurrent_tools", "temperature")  # fmt: skip
+                "max_concurrent_tools", "reward_timeout", "temperature")  # fmt: skip
     for key in positive:
         value = getattr(args, key)
         if value is not None and value <= 0:
@@ -285,13 +293,18 @@ def check_config(args: MTGRPOConfig) -> None:
         value = getattr(args, key)
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(f"{key}={value}, expected a finite number of at least 0.")
-    for key in ("top_p", "min_p"):
+    for key in ("top_p", "min_p", "turn_discount"):
         value = getattr(args, key)
-        if value is not None and not (0 <= value <= 1 and (value > 0 or key == "min_p")):
+        if value is not None and not (0 <= value <= 1 and (value > 0 or key != "top_p")):
             raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
+    if args.turn_discount != 1.0 and args.credit_assignment not in ("turn_return", "gigpo"):
+        raise ValueError(
+            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: only "
+            "turn_return and gigpo sum what comes after a turn. Remove it, or use one of them."
+        )
     if args.credit_assignment not in ("outcome", "merged"):
         # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
         if args.off_policy_mask_threshold is not None:
@@ -474,6 +487,7 @@ class Turn:
     observation: str | None = None  # what the model gets to read, without the tags
     observation_ids: list[int] = field(default_factory=list)  # end of turn, message, generation prompt
     error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
     seconds: float = 0.0  # of generation
     tool_seconds: float = 0.0
 
@@ -527,14 +541,24 @@ class Rollout:
 # Credit assignment
 #
 # Pure functions on the whole batch, groups of G consecutive rollouts. NaN means "has no value" and is left out of
-# every statistic. With R^O the weighted outcome rewards, r_k those of turn k, R^T their sum over turns, c the coef:
+# every statistic. With R^O the weighted outcome rewards, r_k those of turn k, R^T their sum over turns, c the coef,
+# gamma the turn_discount, and the return to go G_k = sum_{l >= k} gamma^(l-k) r_l:
 #
-#   outcome   norm(R^O)                                   GRPO, outcome rewards only (GRPO-OR in the paper)
-#   merged    norm(R^O + R^T)                             one advantage from the sum of everything (GRPO-MR)
-#   mt_grpo   norm(R^O) + c * norm(r_k)                   turns that got an observation (eq. 5 of arXiv 2505.11821)
-#             norm(R^O)                                   the other turns of such a rollout
-#             norm(R^O + c * R^T)                         rollouts without any observation
+#   outcome      norm(R^O)                               GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
+#   merged       norm(R^O + R^T)                         one advantage from the sum of everything (GRPO-MR)
+#   mt_grpo      norm(R^O) + c * norm(r_k)               turns that got an observation (eq. 5 of the paper)
+#                norm(R^O)                               the other turns of such a rollout
+#                norm(R^O + c * R^T)                     rollouts without any observation
+#   turn_return  norm(R^O) + c * norm(G_k)               over the rollouts of the group that sampled turn k
+#   gigpo        norm(R^O) + c * norm(G_k)               over the turns of the group in the same state (arXiv 2505.10978)
+#   turn_credit  norm(R^O) + c * (r_k - mean_l r_l)      shaping inside a rollout; turns without a reward: norm(R^O)
 #
+# A turn reward that is one number per rollout (the paper's form) is compared over the whole group, and its term goes to
+# the turns up to and including the first that got an observation; a rollout without any has it on all its turns.
+#
+# INVARIANT: a baseline of turn k may depend on what happened before turn k's own decision, never on how the rollout
+# ended: G_k first, then its mean over everyone who stood at k. Normalising r_k per turn index and then accumulating
+# subtracts more from a rollout the longer it goes on, and so teaches when to stop whatever the rewards say.
 # INVARIANT: rewards are gathered over all ranks before any of this, because a group may straddle ranks.
 # FORK: change credit here; add a function to CREDIT_ASSIGNMENTS and its name to CHOICES.
 # =====================================================================================================================
@@ -556,7 +580,8 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
         x: (N,) or (N, K), NaN where a rollout has no value; with K columns each is a set of its own.
         group_size: G; rows [iG, (i+1)G) are one prompt's.
         scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
-            (`none`).
+            (`none`). Only `none` keeps the gradient's direction: a standard deviation taken from the same samples
+            weighs rare values up and common ones down (SKEW below).
 
     Returns:
         Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
@@ -578,6 +603,22 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
 
+def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str) -> torch.Tensor:
+    """`norm` of x (N, K) over the turns of a group whose `state` (N, K) is the same number.
+
+    >>> norm_by_state(torch.tensor([[1., 5.], [3., 9.]]), torch.tensor([[7, 8], [7, 7]]), 2, "none")
+    tensor([[-3.3333,  0.0000],
+            [-1.3333,  4.6667]])
+    """
+    size = group_size * x.shape[1]
+    flat, keys = x.reshape(-1, size), state.reshape(-1, size)  # (N/G, GK)
+    first = (
+        (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)
+    )  # the group's first turn in that state
+    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)  # a column per state
+    return norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first).view(x.shape)
+
+
 def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Sum over `dim` without NaN entries; NaN where there is nothing but NaN.
 
@@ -595,57 +636,165 @@ class RewardTable:
     rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
     turn: torch.Tensor  # (N, K) turn rewards given per turn
     observed: torch.Tensor  # (N, K) bool: the turn got an observation
+    sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
+    state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
 
     @property
     def turn_total(self) -> torch.Tensor:
         """R^T, (N,): 0 where a rollout has no turn reward."""
         return self.rollout_turn.nan_to_num(0.0) + self.turn.nansum(1)
 
+    def returns_to_go(self, discount: float) -> torch.Tensor:
+        """G_k = r_k + discount * G_{k+1}, (N, K): None counts as 0; NaN where there is no turn k."""
+        rewards, to_go = self.turn.nan_to_num(0.0), torch.zeros_like(self.turn)
+        for k in reversed(range(to_go.shape[1])):
+            to_go[:, k] = rewards[:, k] + (discount * to_go[:, k + 1] if k + 1 < to_go.shape[1] else 0.0)
+        return to_go.where(self.sampled, NAN)
 
-def outcome_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
-    """GRPO-OR: every turn gets `norm(R^O)`. Returns (N, K)."""
+    def rollout_turn_advantages(self, group_size: int, scale_rewards: str) -> torch.Tensor:
+        """(N, K): `norm` of the per-rollout turn rewards, on the turns with no observation before them."""
+        up_to_first = self.observed.int().cumsum(1) - self.observed.int() == 0
+        return norm(self.rollout_turn, group_size, scale_rewards)[:, None] * up_to_first
+
+
+# Every estimator: (rewards, group_size, coef, scale_rewards, discount) -> (N, K).
+
+
+def example() -> RewardTable:
+    """The batch of the doctests: rollout A calls twice (0.2, 0.6), answers and is right; B calls once (0.4) and is not.
+
+    Both begin in state 0; after their first calls they stand in the same state 1, A after its second in state 2.
+    """
+    return RewardTable(
+        outcome=torch.tensor([1.0, 0.0]),
+        rollout_turn=torch.full((2,), NAN),
+        turn=torch.tensor([[0.2, 0.6, NAN], [0.4, NAN, NAN]]),
+        observed=torch.tensor([[True, True, False], [True, False, False]]),
+        sampled=torch.tensor([[True, True, True], [True, True, False]]),
+        state=torch.tensor([[0, 1, 2], [0, 1, -1]]),
+    )
+
+
+def outcome_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """GRPO-OR: every turn gets `norm(R^O)`. Blind to turn rewards, and silent where all outcomes of a group are equal.
+
+    >>> outcome_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.5000,  0.5000,  0.5000],
+            [-0.5000, -0.5000, -0.5000]])
+    """
     return norm(rewards.outcome, group_size, scale_rewards)[:, None].expand(rewards.turn.shape)
 
 
-def merged_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`. Returns (N, K)."""
+def merged_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`: 1.8 against 0.4. Pays for each further turn that has a reward.
+
+    >>> merged_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.7000,  0.7000,  0.7000],
+            [-0.7000, -0.7000, -0.7000]])
+    """
     total = rewards.outcome + rewards.turn_total
     return norm(total, group_size, scale_rewards)[:, None].expand(rewards.turn.shape)
 
 
-def mt_grpo_advantages(rewards: RewardTable, group_size: int, coef: float, scale_rewards: str) -> torch.Tensor:
-    """MT-GRPO: the outcome's advantage everywhere, plus `coef` times a turn's own where it got an observation.
+def mt_grpo_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it got an observation.
 
-    A per-turn reward is compared with the same turn of the other rollouts of the group that got an observation there.
-    A per-rollout turn reward (the paper's form) is compared over the whole group and goes to the turns up to and
-    including the first that got an observation. A rollout that never called a tool gets `norm(R^O + c R^T)`, as in
-    the paper's code at c = 1. Returns (N, K).
+    A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
+    nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
+    `norm(R^O + c R^T)`, as in the paper's code at c = 1. Turn 0: 0.2 against 0.4; turn 1: A's call is alone.
 
-    The paper's two turns, with outcome rewards 1, 0 and turn rewards 0.2, 0.6; both called the tool:
-
-    >>> table = RewardTable(torch.tensor([1., 0.]), torch.tensor([.2, .6]), torch.full((2, 2), NAN),
-    ...                     torch.tensor([[True, False], [True, False]]))
-    >>> mt_grpo_advantages(table, 2, 1.0, "none")
-    tensor([[ 0.3000,  0.5000],
-            [-0.3000, -0.5000]])
+    >>> mt_grpo_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.4000,  0.5000,  0.5000],
+            [-0.4000, -0.5000, -0.5000]])
     """
     outcome = norm(rewards.outcome, group_size, scale_rewards)[:, None]  # (N, 1)
     per_turn = norm(rewards.turn.where(rewards.observed, NAN), group_size, scale_rewards)  # (N, K)
-    up_to_first = rewards.observed.int().cumsum(1) - rewards.observed.int() == 0  # (N, K): no observation before it
-    per_rollout = norm(rewards.rollout_turn, group_size, scale_rewards)[:, None] * up_to_first
+    per_rollout = rewards.rollout_turn_advantages(group_size, scale_rewards)
     silent = norm(rewards.outcome + coef * rewards.turn_total, group_size, scale_rewards)[:, None]
     called = rewards.observed.any(1, keepdim=True)
     return torch.where(called, outcome + coef * (per_turn + per_rollout), silent)
 
 
-CREDIT_ASSIGNMENTS = {"outcome": outcome_advantages, "merged": merged_advantages, "mt_grpo": mt_grpo_advantages}
+def turn_return_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
+
+    Those that ended at turn k are among them with what they got there, so to go on is credited with what comes of it.
+    Turn 0: 0.8 against 0.4; turn 1: 0.6 against 0; turn 2: A is alone.
+
+    >>> turn_return_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.7000,  0.8000,  0.5000],
+            [-0.7000, -0.8000, -0.5000]])
+    """
+    outcome = norm(rewards.outcome, group_size, scale_rewards)[:, None]
+    own = norm(rewards.returns_to_go(discount), group_size, scale_rewards)
+    return outcome + coef * (own + rewards.rollout_turn_advantages(group_size, scale_rewards))
+
+
+def gigpo_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """GiGPO (arXiv 2505.10978): the return to go compared with the turns of the group that began in the same state.
+
+    Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
+    the group, and a later turn only with those that have the very same tokens before them, in practice with none.
+    Where a state comes back within a rollout its later visit, with less to go, is in the baseline of the first, and
+    the advantage speaks about stopping: see BIAS. Here state 1 is where A calls again (0.6) and B answers (0).
+
+    >>> gigpo_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.7000,  0.8000,  0.5000],
+            [-0.7000, -0.8000, -0.5000]])
+    """
+    outcome = norm(rewards.outcome, group_size, scale_rewards)[:, None]
+    own = norm_by_state(rewards.returns_to_go(discount), rewards.state, group_size, scale_rewards)
+    return outcome + coef * (own + rewards.rollout_turn_advantages(group_size, scale_rewards))
+
+
+def turn_credit_advantages(
+    rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
+) -> torch.Tensor:
+    """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
+
+    It teaches where all rollouts of a group had the same outcome, but it is no gradient of anything: a turn's baseline
+    holds the turns after it. BIAS. `scale_rewards` does not apply to the shift; a per-rollout turn reward has no
+    place inside a rollout and shifts nothing. A: 0.2 and 0.6 around 0.4; B has one reward, hence no shift.
+
+    >>> turn_credit_advantages(example(), 2, 1.0, "none", 1.0)
+    tensor([[ 0.3000,  0.7000,  0.5000],
+            [-0.5000, -0.5000, -0.5000]])
+    """
+    outcome = norm(rewards.outcome, group_size, scale_rewards)[:, None]
+    shift = rewards.turn - rewards.turn.nanmean(1, keepdim=True)
+    return outcome + coef * shift.nan_to_num(0.0)
+
+
+CREDIT_ASSIGNMENTS = {
+    "outcome": outcome_advantages,
+    "merged": merged_advantages,
+    "mt_grpo": mt_grpo_advantages,
+    "turn_return": turn_return_advantages,
+    "gigpo": gigpo_advantages,
+    "turn_credit": turn_credit_advantages,
+}
 
 
 def turn_advantages(
-    rewards: RewardTable, credit_assignment: str, group_size: int, coef: float, scale_rewards: str
+    rewards: RewardTable,
+    credit_assignment: str,
+    group_size: int,
+    coef: float,
+    scale_rewards: str,
+    discount: float = 1.0,
 ) -> torch.Tensor:
     """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn."""
-    advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, group_size, coef, scale_rewards)
+    advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, group_size, coef, scale_rewards, discount)
     return torch.where(rewards.outcome.isnan()[:, None], 0.0, advantages)
 
 
@@ -1287,6 +1436,8 @@ class MultiTurnToolEnv:
         tool_timeout: Seconds that one call may take.
         max_concurrent_tools: Calls at the same time.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+        state_key: From the turns so far to a string, number or tuple of them that names the state in which the next
+            turn begins, for `credit_assignment: gigpo`. None: each conversation so far is a state of its own.
 
     Raises:
         ValueError: a tool without name, type hints or docstring.
@@ -1308,6 +1459,7 @@ class MultiTurnToolEnv:
         tool_timeout: float = 30.0,
         max_concurrent_tools: int = 64,
         chat_template_kwargs: dict[str, Any] | None = None,
+        state_key: Callable[[list[Turn]], Any] | None = None,
     ):
         self.tools: dict[str, Callable] = {}
         for tool in tools:
@@ -1329,6 +1481,7 @@ class MultiTurnToolEnv:
         self.tool_timeout = tool_timeout
         self.max_concurrent_tools = max_concurrent_tools
         self.chat_template_kwargs = chat_template_kwargs or {}
+        self.state_key = state_key
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
@@ -1431,6 +1584,7 @@ class MultiTurnToolEnv:
         generation = await llm.generate(history, budget, sampling_params, rollout.index)
         turn = self._as_turn(generation, tokenizer)
         turn.seconds = time.perf_counter() - started
+        turn.state_key = self.state_key(rollout.turns) if self.state_key else None
         rollout.turns.append(turn)
         turn.tool_call, answered = parse_turn(turn.text)
         if answered:
@@ -1669,7 +1823,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), the dataset's columns, `trainer_state`,
             `log_extra` and `log_metric`. A turn function returns per rollout a number, None, or a list with a number
-            or None per turn; an outcome function a number or None. Both may be async.
+            or None per turn; an outcome function a number or None. Both may be async; `reward_timeout` bounds both.
         turn_reward_weights, outcome_reward_weights: One per function. None: those of `args`, else 1 each.
         turn_advantage_coef: Weight of a turn's own advantage. None: that of `args`.
         vllm_server_host, vllm_server_port: In place of those of `args`.
@@ -1731,6 +1885,13 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             env.max_model_len = check_context(env, model_config, split, args)
 
         self.env = env
+        if args.credit_assignment == "gigpo" and env.state_key is None:
+            logger.warning(
+                "credit_assignment: gigpo without state keys: a state is then the whole conversation so far, so turn 0 "
+                "is credited as by turn_return, and a later turn by the outcome alone unless another rollout has the "
+                "very same tokens before it. Define STATE_KEY = function_of_the_turns in tools_script, or use "
+                "turn_return."
+            )
         self.backend = backend_of(args)
         self.num_turn_funcs = len(turn_funcs)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
@@ -2003,8 +2164,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         per_turn = torch.full((len(prompts), num_turns, self.num_turn_funcs), NAN)
         error = None
         try:
-            for f, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
-                values = run_async(func(**columns)) if inspect.iscoroutinefunction(func) else func(**columns)
+            outputs = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
+            for f, (values, name) in enumerate(zip(outputs, self.reward_func_names, strict=True)):
                 check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
                 for i, value in enumerate(values):
                     if isinstance(value, (list, tuple)):
@@ -2018,11 +2179,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if any(errors):
             raise error or RuntimeError(f"A reward failed on another rank: {next(e for e in errors if e)}")
         observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
+        sampled, state = torch.zeros_like(observed), torch.full(observed.shape, -1, dtype=torch.long)
         for i, rollout in enumerate(self._rollouts):
-            for k, turn in enumerate(rollout.turns):
-                observed[i, k] = turn.observation is not None
-        whole, per_turn, observed = (
-            self.accelerator.gather(t.to(device).contiguous()) for t in (whole, per_turn, observed)
+            observed[i, : len(rollout.turns)] = torch.tensor([turn.observation is not None for turn in rollout.turns])
+            sampled[i, : len(rollout.turns)] = True
+            if self.args.credit_assignment == "gigpo":
+                state[i, : len(rollout.turns)] = torch.tensor(state_numbers(rollout))
+        whole, per_turn, observed, sampled, state = (
+            self.accelerator.gather(t.to(device).contiguous()) for t in (whole, per_turn, observed, sampled, state)
         )
         weights = self.reward_weights.to(device)
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
@@ -2034,6 +2198,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
+            sampled=sampled,
+            state=state,
         )
         sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
         logged = whole.clone()
@@ -2048,9 +2214,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
-        advantages = turn_advantages(
-            self._reward_table, self.args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards
-        )  # (N, K)
+        advantages = turn_advantages(  # (N, K)
+            self._reward_table, self.args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
+            self.args.turn_discount,
+        )  # fmt: skip
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
         turn_ids = torch.full(output["completion_ids"].shape, -1, dtype=torch.long)  # (B, C), C as TRL padded it
@@ -2166,6 +2333,59 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
             raise ValueError(
                 f"Reward {func.__name__} takes no **kwargs. Add it: every dataset column is passed by name."
             )
+
+
+def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
+    """What each function returns for the batch: async ones at the same time, the others one after another.
+
+    Raises `RuntimeError` (the first failure, with the function's name) for one that raises or takes too long; a thread
+    that hangs is abandoned. Functions without `async` run in a thread for that reason.
+    """
+
+    async def run(func: Callable) -> Any:
+        def on_device(**kwargs):  # the current GPU is a thread's own
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return func(**kwargs)
+
+        on_device.__name__ = func.__name__
+        try:
+            return await run_tool(func if inspect.iscoroutinefunction(func) else on_device, columns, timeout)
+        except ToolTimeout:
+            raise RuntimeError(
+                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+                "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
+            ) from None
+        except Exception as error:
+            hint = " (it runs in a thread of its own: signals cannot be used)" if "main thread" in str(error) else ""
+            raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {error}{hint}") from error
+
+    async def run_all() -> list:
+        waiting = [asyncio.ensure_future(run(f)) if inspect.iscoroutinefunction(f) else None for f in funcs]
+        try:
+            return [await (task or run(func)) for func, task in zip(funcs, waiting, strict=True)]
+        finally:
+            for task in waiting:
+                if task is not None:
+                    task.cancel()
+
+    return run_async(run_all())
+
+
+def state_numbers(rollout: Rollout) -> list[int]:
+    """A number for the state in which each turn began: that of its key, or of the tokens so far if it has none.
+
+    The same on every rank and in every process, which Python's own `hash` of a text is not.
+    """
+    numbers, history = [], []
+    for turn in rollout.turns:
+        key = history if turn.state_key is None else turn.state_key
+        if not isinstance(key, (str, int, float, tuple, list)):
+            raise ValueError(f"A state key is {key!r}, expected a string, a number or a tuple of them.")
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        numbers.append(int.from_bytes(digest, "big") >> 1)  # -1 stays free for "no turn"
+        history = history + turn.token_ids + turn.observation_ids
+    return numbers
 
 
 def reward_weights(weights: list[float] | None, funcs: list[Callable], kind: str) -> list[float]:
@@ -2284,7 +2504,7 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
     """Import a file by path and return the lists with these names (missing ones empty, all missing an error)."""
     if not Path(path).is_file():
         raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
-    spec = importlib.util.spec_from_file_location(f"mt_grpo_{key}_{Path(path).stem}", path)
+    spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -2294,6 +2514,20 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
     if not any(isinstance(getattr(module, name, None), list) for name in names):
         raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
     return [getattr(module, name, []) for name in names]
+
+
+def module_name(path: str, key: str) -> str:
+    return f"mt_grpo_{key}_{Path(path).stem}"
+
+
+def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
+    """`STATE_KEY` of a tools file, if it has one: from the turns so far to what names the state (`gigpo`)."""
+    if module_name(path, "tools_script") not in sys.modules:
+        load_tools(path)
+    state_key = getattr(sys.modules[module_name(path, "tools_script")], "STATE_KEY", None)
+    if state_key is not None and not callable(state_key):
+        raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
+    return state_key
 
 
 def load_tools(path: str) -> list[Callable]:
@@ -2337,6 +2571,28 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
     return list(rows.values())
 
 
+def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
+    """Chains of three or four operations on one number, each value from 0 to 999, without repeats; split as above.
+
+    >>> make_chain(1, 0)
+    [{'question': 'Start with 14, then - 5, then * 5, then + 9.', 'steps': ['9', '45', '54'], 'answer': '54'}]
+    """
+    rng = random.Random(seed)
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < num_rows:
+        value = rng.randint(2, 20)
+        question, steps = f"Start with {value}", []
+        for _ in range(rng.choice((3, 4))):
+            sign, number = rng.choice("+-*"), rng.randint(2, 9)
+            value = {"+": value + number, "-": value - number, "*": value * number}[sign]
+            question += f", then {sign} {number}"
+            steps.append(str(value))
+        held_out = zlib.crc32(question.encode()) % 10 == 0
+        if held_out == (split == "test") and all(0 <= int(step) <= 999 for step in steps):
+            rows[question] = {"question": f"{question}.", "steps": steps, "answer": steps[-1]}
+    return list(rows.values())
+
+
 def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     """One training row from TriviaQA's schema, GSM8K's, a plain question and answer, or ready messages.
 
@@ -2361,6 +2617,7 @@ def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     return {**row, "prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
 
 
+GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
@@ -2371,7 +2628,7 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     """Training or test rows with `prompt` (messages), `question` and `answer`.
 
     Args:
-        name: `arithmetic` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a folder with
+        name: `arithmetic` or `chain` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a folder with
             `<split>.jsonl`.
         split: `train`, `test`, or what the dataset calls it.
         size: The first so many rows. None: all (4,096 generated ones).
@@ -2380,8 +2637,8 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     Raises:
         ValueError: no such file, a line that is not JSON, missing columns.
     """
-    if name == "arithmetic":
-        rows = make_arithmetic(size or 4096, seed=0 if split == "train" else 1, split=split)
+    if name in GENERATED_DATASETS:
+        rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
         rows = read_jsonl(path, size)
@@ -2461,6 +2718,7 @@ def build_env(
         tool_timeout=args.tool_timeout,
         max_concurrent_tools=args.max_concurrent_tools,
         chat_template_kwargs=args.chat_template_kwargs,
+        state_key=load_state_key(script_args.tools_script),
     )
 
 

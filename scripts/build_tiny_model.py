@@ -14,6 +14,7 @@ import random
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -140,15 +141,15 @@ def build_tokenizer(questions: list[str], rng: random.Random) -> PreTrainedToken
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=400,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        vocab_size=len(tokenizer),
+        hidden_size=32 * num_heads,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         head_dim=32,
-        intermediate_size=384,
+        intermediate_size=96 * num_heads,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
@@ -190,9 +191,8 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
 def warm_start(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    questions: list[str],
+    next_conversation: Callable[[], list[dict[str, str]]],
     steps: int,
-    rng: random.Random,
     batch_size: int = 32,
     peak_lr: float = 3e-3,
 ) -> None:
@@ -201,7 +201,7 @@ def warm_start(
     warmup = max(1, steps // 20)
     start = time.time()
     for step in range(steps):
-        drawn = [make_conversation(rng.choice(questions), tokenizer, rng) for _ in range(batch_size)]
+        drawn = [next_conversation() for _ in range(batch_size)]
         batch = [encode(conversation, tokenizer) for conversation in drawn]
         batch.sort(key=lambda pair: len(pair[0]))  # two padded parts of like length: fewer tokens than one
         num_said = sum(label != -100 for _, labels in batch for label in labels)
@@ -294,7 +294,7 @@ def main() -> None:
     tokenizer = build_tokenizer(questions[:2000], rng)
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    warm_start(model, tokenizer, questions, args.steps, rng)
+    warm_start(model, tokenizer, lambda: make_conversation(rng.choice(questions), tokenizer, rng), args.steps)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
 

@@ -171,6 +171,8 @@ def evaluate(
 
     exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
     found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
+    if found is None and all(isinstance(answer, str) for answer in columns.get("answer", [None])):
+        found = [any(t.observation == a for t in r.turns) for r, a in zip(rollouts, columns["answer"], strict=True)]
     solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {

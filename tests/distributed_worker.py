@@ -12,10 +12,10 @@ import torch
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mt_grpo_trainer import Generation, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS, Generation, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROLLOUTS = 16
-CASES = [(group_size, credit) for group_size in (16, 4) for credit in ("mt_grpo", "merged", "outcome")]
+CASES = [(group_size, credit) for group_size in (16, 4) for credit in CREDIT_ASSIGNMENTS]
 
 
 def echo(text: str) -> str:

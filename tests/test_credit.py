@@ -1,18 +1,28 @@
 """Credit assignment: golden numbers worked out by hand, the formula of TRL, and what must hold for any rewards."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mt_grpo_trainer import NAN, RewardTable, nanstd, norm, token_advantages, turn_advantages
 
-NAMES = ["outcome", "merged", "mt_grpo"]
+NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
 SCALES = ["group", "batch", "none"]
 
 
-def table(outcome: list, observed: list[list[int]], turn: list[list] | None = None, rollout_turn: list | None = None):
-    """Python lists to a `RewardTable`: None for "no value", rows of unequal length, one entry per turn."""
+def table(
+    outcome: list,
+    observed: list[list[int]],
+    turn: list[list] | None = None,
+    rollout_turn: list | None = None,
+    state: list[list[int]] | None = None,
+) -> RewardTable:
+    """Python lists to a `RewardTable`: None for "no value", rows of unequal length, one entry per turn.
+
+    Without `state` two turns are in the same state if they are the same turn of a group.
+    """
 
     def value(number):
         return NAN if number is None else float(number)
@@ -20,15 +30,19 @@ def table(outcome: list, observed: list[list[int]], turn: list[list] | None = No
     num_turns = max(len(row) for row in observed)
     values = torch.full((len(outcome), num_turns), NAN)
     got_one = torch.zeros(len(outcome), num_turns, dtype=torch.bool)
+    sampled, states = torch.zeros_like(got_one), torch.full(got_one.shape, -1)
     for i, row in enumerate(observed):
+        sampled[i, : len(row)] = True
+        states[i, : len(row)] = torch.tensor(range(len(row)) if state is None else state[i])
         got_one[i, : len(row)] = torch.tensor(row, dtype=torch.bool)
         if turn is not None:
             assert len(turn[i]) == len(row)
             values[i, : len(row)] = torch.tensor([value(v) for v in turn[i]])
     per_rollout = [None] * len(outcome) if rollout_turn is None else rollout_turn
     return RewardTable(
-        torch.tensor([value(v) for v in outcome]), torch.tensor([value(v) for v in per_rollout]), values, got_one
-    )
+        torch.tensor([value(v) for v in outcome]), torch.tensor([value(v) for v in per_rollout]), values, got_one,
+        sampled, states,
+    )  # fmt: skip
 
 
 def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
@@ -317,13 +331,13 @@ def random_table(seed: int, num_groups: int = 5, group_size: int = 6, num_turns:
     rollout_turn = torch.randn(n, generator=generator)
     rollout_turn[torch.rand(n, generator=generator) < 0.2] = NAN
     observed = torch.arange(num_turns) < observations
-    return RewardTable(torch.randn(n, generator=generator), rollout_turn, turn, observed)
+    sampled = torch.arange(num_turns) <= observations
+    state = torch.randint(0, 3, (n, num_turns), generator=generator).where(sampled, -1)
+    return RewardTable(torch.randn(n, generator=generator), rollout_turn, turn, observed, sampled, state)
 
 
 def permuted(rewards: RewardTable, order: torch.Tensor) -> RewardTable:
-    return RewardTable(
-        rewards.outcome[order], rewards.rollout_turn[order], rewards.turn[order], rewards.observed[order]
-    )
+    return RewardTable(**{name: values[order] for name, values in vars(rewards).items()})
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -346,7 +360,7 @@ def test_mean_zero_in_every_group(scale):
         advantages = turn_advantages(rewards, name, 6, 1.0, scale)
         torch.testing.assert_close(advantages.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
     # mt_grpo: the turn's own term sums to zero over the rollouts that have a reward for that observed turn.
-    with_turns = RewardTable(rewards.outcome, torch.full((30,), NAN), rewards.turn, rewards.observed)
+    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN))
     own = turn_advantages(with_turns, "mt_grpo", 6, 1.0, scale) - turn_advantages(rewards, "outcome", 6, 1.0, scale)
     own = own * rewards.observed
     torch.testing.assert_close(own.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
@@ -356,7 +370,7 @@ def test_mean_zero_in_every_group(scale):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_constant_added_to_all_outcomes_changes_nothing(name):
     rewards = random_table(6)
-    shifted = RewardTable(rewards.outcome + 3, rewards.rollout_turn, rewards.turn, rewards.observed)
+    shifted = replace(rewards, outcome=rewards.outcome + 3)
     torch.testing.assert_close(
         turn_advantages(shifted, name, 6, 1.0, "group"),
         turn_advantages(rewards, name, 6, 1.0, "group"),

@@ -1,0 +1,415 @@
+"""Compare the credit assignments: three generated tasks, every method, several seeds, on a CPU.
+
+    python scripts/bench_credit.py                     # what is missing, two runs at a time; then the report
+    python scripts/bench_credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
+    python scripts/bench_credit.py --report            # only docs/credit_results.json, docs/credit.png, README's table
+
+Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c) `sparse`,
+the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only outcome.
+
+Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps. The learning
+rate of a method is the best of LEARNING_RATES on task (b), on a seed that is not reported, by the mean exact match of
+training.
+
+Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import queue
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
+LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
+SEARCH_SEED = 100
+NUM_SEEDS = 5  # fewer are not quoted
+SMOOTHED_OVER = 5  # steps
+THRESHOLD = 0.8
+NUM_PROBLEMS = 256  # held out
+TASKS: dict[str, dict[str, Any]] = {
+    "calculator": {
+        "steps": 40, "title": "(a) calculator, one call", "arguments": [
+            "--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/chain_reward.py",
+            "--lr_scheduler_type", "constant",
+        ],
+    },
+    "chain": {
+        "steps": 50, "title": "(b) chain of three or four calls",
+        "arguments": ["--config", "hf_recipes/tiny/chain.yaml"],
+    },
+    "sparse": {
+        "steps": 60, "title": "(c) the same chain, sparse outcome",
+        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
+    },
+}  # fmt: skip
+RESULTS, PICTURE, README = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("README.md")
+RUNS = Path("runs/credit")
+FIGURES = (
+    "tool_executed",
+    "result_found",
+    "mean_turns",
+    "exact_match",
+    "area",
+    "steps_to_threshold",
+    "without_signal",
+)
+
+Job = dict[str, Any]  # task, method, learning_rate, seed, steps
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train and evaluate; returns the job with its figures and the training curve."""
+    import evaluate
+    from transformers import PrinterCallback
+    from transformers.utils.logging import disable_progress_bar
+
+    import mt_grpo_trainer as mt
+
+    disable_progress_bar()
+    started = time.perf_counter()
+    recipe = mt.parse_arguments([
+        *TASKS[job["task"]]["arguments"], "--credit_assignment", job["method"], "--seed", str(job["seed"]),
+        "--learning_rate", str(job["learning_rate"]), "--max_steps", str(job["steps"]), "--log_rollouts", "0",
+        "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
+    ])  # fmt: skip
+    trainer = mt.build_trainer(*recipe)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trained = time.perf_counter()
+    steps = [log for log in trainer.state.log_history if "reward" in log]
+    row = {**job, "train_exact_match": [log["rewards/exact_match_reward_func/mean"] for log in steps],
+           "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
+           "train_turns": [round(log["turns/mean"], 3) for log in steps]}  # fmt: skip
+    row |= curve_figures(row["train_exact_match"])
+    trainer.model.eval()
+    result = evaluate.evaluate(
+        trainer.model,
+        recipe,
+        NUM_PROBLEMS,
+        tokenizer=trainer.processing_class,
+        progress=False,
+        batch_size=NUM_PROBLEMS,
+    )
+    row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns", "exact_match")}
+    row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
+    return {key: rounded(value) for key, value in row.items()}
+
+
+def curve_figures(exact_match: list[float]) -> dict[str, float | None]:
+    """The area under the smoothed curve of a run (its mean) and the first step at which it passes the threshold.
+
+    >>> curve_figures([0.0] * 5 + [1.0] * 5)
+    {'area': 0.5, 'steps_to_threshold': 10}
+    >>> curve_figures([0.0, 1.0, 0.5])["steps_to_threshold"] is None
+    True
+    """
+    smooth = smoothed(exact_match)
+    passed = next((step for step, value in enumerate(smooth, 1) if value > THRESHOLD), None)
+    return {"area": mean(smooth), "steps_to_threshold": passed}
+
+
+def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
+    """The mean of the last `over` values, of fewer at the beginning.
+
+    >>> smoothed([1.0, 2.0, 3.0], over=2)
+    [1.0, 1.5, 2.5]
+    """
+    return [mean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to six digits, so that the file of results stays readable."""
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def name_of(job: Job) -> str:
+    """The name of a run's file.
+
+    >>> name_of({"task": "chain", "method": "mt_grpo", "learning_rate": 6e-4, "seed": 1, "steps": 50})
+    'chain-mt_grpo-lr0.0006-steps50-seed1'
+    """
+    return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
+
+
+def finished(results: Path = RESULTS, runs: Path = RUNS) -> dict[str, dict[str, Any]]:
+    """All finished runs by name: those of the results file and those in files of their own, which are newer."""
+    rows = json.loads(results.read_text(encoding="utf-8"))["runs"] if results.is_file() else []
+    rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
+    return {name_of(row): row for row in rows}
+
+
+def search_jobs(methods: list[str]) -> list[Job]:
+    task = "chain"
+    return [
+        {"task": task, "method": m, "learning_rate": lr, "seed": SEARCH_SEED, "steps": TASKS[task]["steps"]}
+        for lr in LEARNING_RATES for m in methods
+    ]  # fmt: skip
+
+
+def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Per method the rate with the largest area on the search seed, of methods that have all three.
+
+    >>> job = {"task": "chain", "method": "outcome", "seed": SEARCH_SEED, "steps": TASKS["chain"]["steps"]}
+    >>> rows = [{**job, "learning_rate": lr, "area": a} for lr, a in zip(LEARNING_RATES, (0.1, 0.3, 0.2))]
+    >>> best_learning_rates({name_of(row): row for row in rows})
+    {'outcome': 0.0006}
+    """
+    best = {}
+    for method in METHODS:
+        found = [rows[name_of(job)] for job in search_jobs([method]) if name_of(job) in rows]
+        if len(found) == len(LEARNING_RATES):
+            best[method] = max(found, key=lambda row: row["area"])["learning_rate"]
+    return best
+
+
+def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
+    """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds."""
+    return [
+        {"task": task, "method": m, "learning_rate": rates[m], "seed": seed, "steps": TASKS[task]["steps"]}
+        for task in tasks for seed in seeds for m in methods if m in rates
+    ]  # fmt: skip
+
+
+def work(jobs: Any, done: Any) -> None:
+    """A process of one thread that takes runs until none is left."""
+    import torch
+
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        try:
+            done.put((job, run(job), None))
+        except Exception as error:  # told to the parent, which ends the benchmark
+            done.put((job, None, f"{type(error).__name__}: {error}"))
+
+
+def run_all(jobs: list[Job], num_workers: int) -> None:
+    """Run what is not finished; each result goes into its own file at once. Raises `RuntimeError` if a run fails."""
+    there = finished()
+    jobs = [job for job in jobs if name_of(job) not in there]
+    if not jobs:
+        return
+    RUNS.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("spawn")
+    todo, done = context.Queue(), context.Queue()
+    for job in [*jobs, *[None] * num_workers]:
+        todo.put(job)
+    workers = [context.Process(target=work, args=(todo, done), daemon=True) for _ in range(num_workers)]
+    for worker in workers:
+        worker.start()
+    started = time.perf_counter()
+    try:
+        for number in range(1, len(jobs) + 1):
+            job, row, error = wait_for(done, workers)
+            if error:
+                raise RuntimeError(f"{name_of(job)} failed: {error}")
+            path = RUNS / f"{name_of(job)}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(row) + "\n", encoding="utf-8")
+            path.with_suffix(".tmp").replace(path)
+            left = (time.perf_counter() - started) / number * (len(jobs) - number)
+            print(
+                f"{number:>3}/{len(jobs)}  {name_of(job):<52} exact match {row['exact_match']:.2f}  area "
+                f"{row['area']:.2f}  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                flush=True,
+            )
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+def wait_for(done: Any, workers: list) -> tuple:
+    while True:
+        try:
+            return done.get(timeout=5)
+        except queue.Empty:
+            dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
+            if dead:
+                raise RuntimeError(f"A worker ended with exit code {dead[0].exitcode}; out of memory?") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half width of its 95% interval over seeds (Student's t).
+
+    >>> interval([1.0, 2.0, 3.0])
+    (2.0, 2.4842...)
+    """
+    half = T_975.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean(values), half
+
+
+def median_steps(values: list[int | None], steps: int) -> str:
+    """The median of the steps to the threshold; runs that never passed it are later than every other.
+
+    >>> median_steps([10, 30, 20], 50), median_steps([10, None, None], 50)
+    ('20', '> 50')
+    """
+    ordered = sorted(math.inf if v is None else v for v in values)
+    middle = ordered[len(ordered) // 2]
+    return f"> {steps}" if middle == math.inf else str(middle)
+
+
+def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs that may be quoted: task and method to at least NUM_SEEDS runs with the chosen learning rate."""
+    rates = best_learning_rates({name_of(row): row for row in rows})
+    groups = {
+        (task, method): [
+            row for row in rows
+            if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
+            and row["seed"] != SEARCH_SEED and row["learning_rate"] == rates.get(method)
+        ]
+        for task in TASKS for method in METHODS
+    }  # fmt: skip
+    return {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One table per task that has runs to quote."""
+    groups, lines = reported(rows), []
+    for task, settings in TASKS.items():
+        methods = [m for m in METHODS if (task, m) in groups]
+        if not methods:
+            continue
+        seeds = {len(groups[task, m]) for m in methods}
+        lines += [
+            f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
+            f"{min(seeds)} seeds, mean ± 95% interval", "",
+            "| `credit_assignment` | exact match | area | steps to 0.8 | right result | tool executed | turns | "
+            "no signal | learning rate |", "|---|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for method in methods:
+            runs = groups[task, method]
+            cells = {
+                key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
+                for key in FIGURES if key != "steps_to_threshold"
+            }  # fmt: skip
+            lines.append(
+                f"| `{method}` | {cells['exact_match']} | {cells['area']} | "
+                f"{median_steps([row['steps_to_threshold'] for row in runs], settings['steps'])} | "
+                f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
+                f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = reported(rows)
+    tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
+    colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(5.2 * len(tasks), 4), squeeze=False, sharey=True)
+    for axis, task in zip(axes[0], tasks):
+        for method in METHODS:
+            if (task, method) not in groups:
+                continue
+            curves = [smoothed(row["train_exact_match"]) for row in groups[task, method]]
+            points = [interval(list(values)) for values in zip(*curves)]
+            steps = range(1, len(points) + 1)
+            axis.plot(steps, [m for m, _ in points], color=colours[method], label=method, linewidth=1.8)
+            axis.fill_between(
+                steps, [max(0, m - h) for m, h in points], [min(1, m + h) for m, h in points],
+                color=colours[method], alpha=0.13, linewidth=0,
+            )  # fmt: skip
+        axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(f"exact match of the batch, mean over {SMOOTHED_OVER} steps")
+    axes[0][0].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def report() -> None:
+    """Write the results file, the plot and the README's table from all finished runs."""
+    rows = sorted(finished().values(), key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
+                                                      r["seed"], r["learning_rate"]))  # fmt: skip
+    if not rows:
+        sys.exit("error: no finished runs in runs/credit or docs/credit_results.json. Run without --report first.")
+    RESULTS.parent.mkdir(exist_ok=True)
+    body = ",\n".join("  " + json.dumps(row) for row in rows)
+    settings = {"learning_rates": best_learning_rates({name_of(r): r for r in rows}), "search_seed": SEARCH_SEED,
+                "rollouts_per_step": 64, "num_problems": NUM_PROBLEMS}  # fmt: skip
+    RESULTS.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n{body}\n]}}\n', encoding="utf-8")
+    print(f"{RESULTS}: {len(rows)} runs")
+    table = markdown(rows)
+    if not table:
+        print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
+        return
+    plot(rows, PICTURE)
+    text = README.read_text(encoding="utf-8")
+    README.write_text(with_section(text, table), encoding="utf-8")
+    print(f"{PICTURE} and the table in {README}\n\n{table}")
+
+
+BEGIN, END = "<!-- credit results: made by scripts/bench_credit.py --report -->", "<!-- end of credit results -->"
+
+
+def with_section(text: str, table: str) -> str:
+    """The text with the table between its markers.
+
+    >>> with_section(f"a {BEGIN}old{END} b", "new") == f"a {BEGIN}\\n\\nnew\\n\\n{END} b"
+    True
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or END not in rest:
+        raise ValueError(f"README.md has no lines {BEGIN!r} and {END!r}. Put them where the table belongs.")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["chain", "sparse", "calculator"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(NUM_SEEDS)))
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--report", action="store_true", help="only write the results file, the plot and the table")
+    options = parser.parse_args(argv)
+    if options.jobs < 1 or SEARCH_SEED in options.seeds:
+        sys.exit(f"error: expected --jobs of at least 1, and seeds other than {SEARCH_SEED}, which is the search's.")
+    if not options.report:
+        run_all(search_jobs(options.methods), options.jobs)
+        rates = best_learning_rates(finished())
+        print(f"learning rates: {rates}", flush=True)
+        run_all(main_jobs(options.tasks, options.methods, options.seeds, rates), options.jobs)
+    report()
+
+
+if __name__ == "__main__":
+    main()

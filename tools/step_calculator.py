@@ -1,0 +1,42 @@
+"""A calculator that takes one operation per call: an expression of n operations needs n calls, each on the last result.
+
+Needs: nothing beyond Python's standard library.
+
+Protects against: code (one pattern is matched and computed, nothing is evaluated) and large numbers (9 digits).
+
+>>> calculator("17 * 3"), calculator("4 - 9")
+('51', '-5')
+"""
+
+import operator
+import re
+from collections.abc import Hashable
+from typing import Any
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+ONE_OPERATION = re.compile(r"\s*(-?[0-9]{1,9})\s*([-+*])\s*(-?[0-9]{1,9})\s*")
+
+
+def calculator(expression: str) -> str:
+    """Compute one operation on two integers.
+
+    Args:
+        expression: Two integers with + - or * between them, for example 17 * 3
+
+    Returns:
+        The value of the expression.
+    """
+    match = ONE_OPERATION.fullmatch(expression)
+    if match is None:
+        raise ValueError("expected one operation on two integers, such as 17 * 3")
+    return str(OPERATORS[match[2]](int(match[1]), int(match[3])))
+
+
+def state_key(turns: list[Any]) -> Hashable:
+    """Where a chain stands: how many turns were taken and the last result. Never the same twice in one rollout."""
+    results = [turn.observation for turn in turns if turn.observation is not None and turn.error is None]
+    return len(turns), results[-1] if results else None
+
+
+TOOL_FUNCTIONS = [calculator]
+STATE_KEY = state_key
