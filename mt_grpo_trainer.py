@@ -580,8 +580,8 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
         x: (N,) or (N, K), NaN where a rollout has no value; with K columns each is a set of its own.
         group_size: G; rows [iG, (i+1)G) are one prompt's.
         scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
-            (`none`). Only `none` keeps the gradient's direction: a standard deviation taken from the same samples
-            weighs rare values up and common ones down (SKEW below).
+            (`none`). The group's own standard deviation biases choices between rewards of equal mean and unequal
+            variance: where stopping pays Bernoulli(0.3) and going on always 0.3, stopping gets 0.28 less.
 
     Returns:
         Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
@@ -707,7 +707,8 @@ def mt_grpo_advantages(
 
     A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
     nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
-    `norm(R^O + c R^T)`, as in the paper's code at c = 1. Turn 0: 0.2 against 0.4; turn 1: A's call is alone.
+    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So of a return of 0.45 for going on (world 3 of
+    tests/test_stopping_bias.py) it credits half. Turn 0: 0.2 against 0.4; turn 1: A's call is alone.
 
     >>> mt_grpo_advantages(example(), 2, 1.0, "none", 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
@@ -745,8 +746,10 @@ def gigpo_advantages(
 
     Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
     the group, and a later turn only with those that have the very same tokens before them, in practice with none.
-    Where a state comes back within a rollout its later visit, with less to go, is in the baseline of the first, and
-    the advantage speaks about stopping: see BIAS. Here state 1 is where A calls again (0.6) and B answers (0).
+    Where a state comes back within a rollout, a later visit is in the baseline of an earlier one, which is biased:
+    with one state for all turns, stopping gets 0.012 less where it is worth nothing (world 2 of
+    tests/test_stopping_bias.py, scale none; 0.047 more in world 1, scale group). Here state 1 is where A calls again
+    (0.6) and B answers (0).
 
     >>> gigpo_advantages(example(), 2, 1.0, "none", 1.0)
     tensor([[ 0.7000,  0.8000,  0.5000],
@@ -762,9 +765,10 @@ def turn_credit_advantages(
 ) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
-    It teaches where all rollouts of a group had the same outcome, but it is no gradient of anything: a turn's baseline
-    holds the turns after it. BIAS. `scale_rewards` does not apply to the shift; a per-rollout turn reward has no
-    place inside a rollout and shifts nothing. A: 0.2 and 0.6 around 0.4; B has one reward, hence no shift.
+    It teaches where all rollouts of a group had the same outcome, but it is biased: a turn's baseline holds the turns
+    after it. Where a reward is paid at a rollout's last turn whatever it does, stopping gets 0.12 (turn 0) and 0.25
+    (turn 1) too much (world 1 of tests/test_stopping_bias.py). `scale_rewards` does not apply to the shift; a
+    per-rollout turn reward has no place inside a rollout and shifts nothing. A: 0.2 and 0.6 around 0.4; B has one.
 
     >>> turn_credit_advantages(example(), 2, 1.0, "none", 1.0)
     tensor([[ 0.3000,  0.7000,  0.5000],
@@ -2574,8 +2578,8 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
 def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
     """Chains of three or four operations on one number, each value from 0 to 999, without repeats; split as above.
 
-    >>> make_chain(1, 0)
-    [{'question': 'Start with 14, then - 5, then * 5, then + 9.', 'steps': ['9', '45', '54'], 'answer': '54'}]
+    >>> make_chain(1, 16)
+    [{'question': 'Start with 9, then + 6, then - 7, then * 4.', 'steps': ['15', '8', '32'], 'answer': '32'}]
     """
     rng = random.Random(seed)
     rows: dict[str, dict[str, Any]] = {}

@@ -35,17 +35,17 @@ THRESHOLD = 0.8
 NUM_PROBLEMS = 256  # held out
 TASKS: dict[str, dict[str, Any]] = {
     "calculator": {
-        "steps": 40, "title": "(a) calculator, one call", "arguments": [
+        "steps": 30, "title": "(a) calculator, one call", "arguments": [
             "--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/chain_reward.py",
             "--lr_scheduler_type", "constant",
         ],
     },
     "chain": {
-        "steps": 50, "title": "(b) chain of three or four calls",
+        "steps": 40, "title": "(b) chain of three or four calls",
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml"],
     },
     "sparse": {
-        "steps": 60, "title": "(c) the same chain, sparse outcome",
+        "steps": 50, "title": "(c) the same chain, sparse outcome",
         "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
     },
 }  # fmt: skip
@@ -194,7 +194,13 @@ def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dic
 
 def work(jobs: Any, done: Any) -> None:
     """A process of one thread that takes runs until none is left."""
+    import ctypes
+    import signal
+
     import torch
+
+    if sys.platform == "linux":  # end with the parent, however it ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     torch.set_num_threads(1)
     while (job := jobs.get()) is not None:

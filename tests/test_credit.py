@@ -318,6 +318,186 @@ def test_groups_do_not_touch_each_other():
     )
 
 
+# --- turn_return -----------------------------------------------------------------------------------------------------
+
+
+def test_turn_return_of_unequal_rollouts():
+    # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3; turn 3
+    # is one survivor. norm(R^O) = 0.5 -0.5 0 0.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none"),
+        [[0.5 + 0.65, 0.5 + 2 / 3, 0.5 + 0.3, 0.5], [-0.45, -0.5 - 1 / 3, -0.8], [-0.15, -1 / 3], [-0.55]],
+    )
+
+
+def test_turn_return_with_a_discount_and_a_coefficient():
+    # gamma 0.5: 0.55 0.7 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.3875; turn 1, mean 0.7 / 3; turn 2, mean 0.3.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 2.0, "none", discount=0.5),
+        [[0.825, 0.5 + 1.4 * 2 / 3, 1.1, 0.5], [-0.075, -0.5 - 1.4 / 3, -1.1], [0.025, -1.4 / 3], [-0.775]],
+    )
+
+
+def test_turn_return_without_future():
+    """gamma 0 leaves a turn its own reward, compared with everyone who stood there, callers or not."""
+    # Turn 0: 0.2 0.6 0.4 0, mean 0.3. Turn 1: 0.4 0 0, mean 0.4 / 3. Turn 2: 0.6 0.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none", discount=0.0),
+        [[0.4, 0.5 + 0.8 / 3, 0.8, 0.5], [-0.2, -0.5 - 0.4 / 3, -0.8], [0.1, -0.4 / 3], [-0.3]],
+    )
+
+
+def test_turn_return_scaled_by_the_group():
+    # Outcomes 1.224445 (see above). Turn 0: 0.65 0.05 -0.15 -0.55, squares 0.75, std sqrt(0.25) = 0.5, over 0.5001.
+    # Turn 1: 2/3 -1/3 -1/3, std 0.577350, over 0.577450. Turn 2: 0.3 -0.3, std 0.424264, over 0.424364.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "group"),
+        [
+            [1.224445 + 1.299740, 1.224445 + 1.154501, 1.224445 + 0.706940, 1.224445],
+            [-1.224445 + 0.099980, -1.224445 - 0.577250, -1.224445 - 0.706940],
+            [-0.299940, -0.577250],
+            [-1.099780],
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_returns_scaled_by_the_batch(name):
+    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3, 0; five values, std sqrt(0.26 / 4) = 0.254951, over
+    # 0.255051: 0.784157 and 1.176235. Outcomes 0.707007.
+    rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.6, None], [0.4, None]])
+    assert_rows(
+        turn_advantages(rewards, name, 2, 1.0, "batch"),
+        [[1.491164, 1.883242, 0.707007], [-1.491164, -1.883242]],
+    )
+
+
+def test_none_counts_as_zero_in_a_return():
+    # Returns 0.4 0.4 0 | 0.6 0. Turn 0, mean 0.5; turn 1, mean 0.2.
+    rewards = table([1, 1], [[1, 1, 0], [1, 0]], turn=[[None, 0.4, None], [0.6, None]])
+    assert_rows(turn_advantages(rewards, "turn_return", 2, 1.0, "none"), [[-0.1, 0.2, 0.0], [0.1, -0.2]])
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_returns_where_nobody_called_a_tool(name):
+    # norm(R^O) = 0.5 -0.5 0.5 -0.5; returns 0.5 0.5 0 1, mean 0.5.
+    rewards = table([1, 0, 1, 0], [[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
+    assert_rows(turn_advantages(rewards, name, 4, 1.0, "none"), [[0.5], [-0.5], [0.0], [0.0]])
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_a_reward_per_rollout_beside_returns(name):
+    # Mean 0.4: -0.2 on the first's turns up to its first observation, 0.2 on all turns of the one that never called.
+    rewards = table([1, 0], [[1, 1, 0], [0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, name, 2, 1.0, "none"), [[0.3, 0.5, 0.5], [-0.3]])
+
+
+# --- gigpo -----------------------------------------------------------------------------------------------------------
+
+
+def test_gigpo_compares_turns_in_the_same_state():
+    # Returns as for turn_return. State 0: mean 0.55. State 1: 1.0 (turn 1), 0 (turn 2), 0 (turn 1), mean 1/3.
+    # State 2: 0.6 (turn 2), 0 (turn 1), mean 0.3. State 3: one visit.
+    rewards = table(**CHAIN, state=[[0, 1, 2, 3], [0, 2, 1], [0, 1], [0]])
+    assert_rows(
+        turn_advantages(rewards, "gigpo", 4, 1.0, "none"),
+        [[1.15, 0.5 + 2 / 3, 0.8, 0.5], [-0.45, -0.8, -0.5 - 1 / 3], [-0.15, -1 / 3], [-0.55]],
+    )
+
+
+def test_gigpo_where_a_state_comes_back():
+    # Returns 0.6 0.2 | 0.1, all in state 5: mean 0.3.
+    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.3, -0.1], [-0.2]])
+
+
+def test_gigpo_keeps_groups_apart():
+    # The same state in two groups is two sets: (0.4, 0.2) and (1.0, 0.0).
+    rewards = table([0] * 4, [[1]] * 4, turn=[[0.4], [0.2], [1.0], [0.0]], state=[[5]] * 4)
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.1], [-0.1], [0.5], [-0.5]])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
+    for seed in range(5):
+        rewards = random_table(seed)
+        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
+        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+# --- turn_credit -----------------------------------------------------------------------------------------------------
+
+
+def test_turn_credit_shifts_within_a_rollout():
+    # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
+    expected = [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]
+    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 1.0, "none"), expected)
+    expected = [[0.1, 0.5, 0.9, 0.5], [0.1, -1.1, -0.5], [0.0, 0.0], [0.0]]
+    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 2.0, "none"), expected)
+
+
+def test_turn_credit_teaches_where_all_outcomes_are_equal():
+    rewards = table([0, 0], [[1, 1, 0], [1, 1, 0]], turn=[[0.5, 0, None], [0.5, 0, None]])
+    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
+    for name in ("outcome", "merged", "mt_grpo", "turn_return", "gigpo"):
+        assert turn_advantages(rewards, name, 2, 1.0, "group").eq(0).all()
+
+
+def test_turn_credit_has_no_place_for_a_reward_per_rollout():
+    rewards = table([1, 0], [[1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "none"), [[0.5, 0.5], [-0.5, -0.5]])
+
+
+# --- the gradient ----------------------------------------------------------------------------------------------------
+
+OUTCOMES = torch.tensor([[0.4, 0.4], [0.9, 0.1], [0.2, 1.0]]).double()  # [first action, second action] -> R^O
+CALL_REWARDS = torch.tensor([0.0, 0.7, 0.2]).double()  # first action (0: no call, its second action is not taken)
+
+
+def expected_reward(parameters: torch.Tensor) -> torch.Tensor:
+    """E[R^O + R^T] of a tabular policy: 3 logits for the first turn, 2 for the second turn after each call."""
+    first, second = parameters[:3].softmax(0), parameters[3:].view(2, 2).softmax(1)
+    after = torch.cat([OUTCOMES[:1, 0], (second * OUTCOMES[1:]).sum(1)])  # (3,) E[R^O | first action]
+    return (first * (after + CALL_REWARDS)).sum()
+
+
+@pytest.mark.parametrize("name, per_turn", [("mt_grpo", False), ("turn_return", True), ("merged", True)])
+def test_the_gradient_of_a_toy_policy(name, per_turn):
+    """Without scaling and at c = 1 the policy gradient is (G - 1) / G of the true one: the baseline includes itself."""
+    groups, size = 60_000, 4
+    parameters = torch.tensor([0.1, 0.4, -0.3, 0.5, -0.2, -0.4, 0.3]).double()
+    step = 1e-5 * torch.eye(7).double()
+    true = torch.stack([expected_reward(parameters + h) - expected_reward(parameters - h) for h in step]) / 2e-5
+
+    generator = torch.Generator().manual_seed(11)
+    n = groups * size
+    p_first, p_second = parameters[:3].softmax(0), parameters[3:].view(2, 2).softmax(1)
+    first = torch.multinomial(p_first.expand(n, 3), 1, generator=generator)[:, 0]
+    called = first > 0
+    second = torch.multinomial(p_second[(first - 1).clamp(min=0)], 1, generator=generator)[:, 0]
+    calls = CALL_REWARDS[first].float()
+    turn = torch.full((n, 2), NAN)
+    if per_turn:
+        turn[:, 0] = calls
+    rewards = RewardTable(
+        OUTCOMES[first, second].float(), torch.full((n,), NAN) if per_turn else calls, turn,
+        torch.stack([called, torch.zeros_like(called)], 1), torch.stack([torch.ones_like(called), called], 1),
+        torch.stack([torch.zeros_like(first), first], 1),
+    )  # fmt: skip
+    advantages = turn_advantages(rewards, name, size, 1.0, "none").double()
+
+    score_first = torch.nn.functional.one_hot(first, 3) - p_first  # (N, 3) gradient of log pi
+    row = torch.nn.functional.one_hot((first - 1).clamp(min=0), 2)  # (N, 2) which call
+    score_second = torch.nn.functional.one_hot(second, 2) - p_second[(first - 1).clamp(min=0)]
+    score_second = (row[:, :, None] * score_second[:, None] * called[:, None, None]).view(n, 4)
+    samples = torch.cat([advantages[:, :1] * score_first, advantages[:, 1:] * score_second], 1)
+    per_group = samples.view(groups, size, 7).mean(1)
+    error = per_group.std(0) / groups**0.5
+    assert (true.abs() > 20 * error).sum() >= 5  # there is a gradient to find
+    assert ((per_group.mean(0) - true * (size - 1) / size).abs() < 4 * error).all()
+
+
 # --- what holds for all of them --------------------------------------------------------------------------------------
 
 
@@ -391,9 +571,8 @@ def test_coefficient_zero_is_outcome(scale):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_identical_rewards_give_exactly_zero(name, scale):
-    rewards = table(
-        [0.1] * 7, [[1, 1, 0]] * 7, turn=[[1 / 3, 0.7, None]] * 7, rollout_turn=[0.3] * 7
-    )  # none of them exact in binary
+    turn = [1 / 3, 1 / 3 if name == "turn_credit" else 0.7, None]  # none of them exact in binary
+    rewards = table([0.1] * 7, [[1, 1, 0]] * 7, turn=[turn] * 7, rollout_turn=[0.3] * 7)
     assert turn_advantages(rewards, name, 7, 1.3, scale).eq(0).all()
 
 
@@ -401,6 +580,9 @@ def test_identical_rewards_give_exactly_zero(name, scale):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_of_one_has_no_advantage(name, scale):
     rewards = random_table(7, num_groups=4, group_size=1)
+    if name == "turn_credit":  # compares the turns of one rollout
+        rewards.turn[:] = NAN
+    rewards.state[:] = torch.arange(4)  # nor does gigpo compare turns of one rollout that are in different states
     assert turn_advantages(rewards, name, 1, 1.0, scale).eq(0).all()
 
 

@@ -85,16 +85,12 @@ def test_the_reward_example_runs():
 def test_the_fork_runs():
     """The diff's added function, used as the README says, on a table of two rollouts."""
     diff = next(b for b in re.findall(r"```diff\n(.*?)```", README, re.S))
-    added = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+") and "CREDIT_ASS" not in line)
+    added = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+") and not line.startswith('+    "'))
     space = {"norm": mt.norm}
     exec(compile(added, "README", "exec"), space)
-    nan = mt.NAN
-    table = mt.RewardTable(
-        torch.tensor([1.0, 0.0]), torch.tensor([nan, nan]), torch.tensor([[0.2, 0.4], [0.0, nan]]),
-        torch.tensor([[True, False], [True, False]]),
-    )  # fmt: skip
-    actual = space["to_go_advantages"](table, 2, 1.0, "none")
-    assert torch.allclose(actual, torch.tensor([[0.8, 0.7], [-0.8, -0.7]]))
+    advantages = space["best_turn_advantages"](mt.example(), 2, 0.5, "none", 1.0)
+    # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2.
+    assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:hf_recipes|scripts|tools|docs)/[\w./-]+\.\w+", README))))

@@ -1,0 +1,134 @@
+"""What each estimator does to the decision to stop, in worlds where the truth is known.
+
+60,000 groups of 8 rollouts of at most 3 turns; every turn is the last with probability 1/2. An estimator is unbiased if
+the mean advantage of turn k over the rollouts that stopped there, minus that over those that went on, is what stopping
+is worth: 0 in worlds 1 and 2, where rewards are drawn independently of it, and minus the return of going on in world 3.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from mt_grpo_trainer import NAN, RewardTable, norm, turn_advantages
+
+GROUPS, G, K = 60_000, 8, 3
+UNBIASED = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo"]  # gigpo with states that do not recur
+SCALES = ["group", "batch", "none"]
+
+
+@cache
+def world(number: int, seed: int = 0) -> RewardTable:
+    """Rollouts of 1, 2 or 3 turns; a turn that is not the last called a tool."""
+    generator = torch.Generator().manual_seed(1000 * number + seed)
+    n = GROUPS * G
+    coins = torch.rand(n, K - 1, generator=generator) < 0.5
+    length = 1 + (~coins).int().cumprod(1).sum(1)  # (N,) turns, 1 to 3
+    turns = torch.arange(K)
+    sampled, observed = turns < length[:, None], turns < length[:, None] - 1
+    outcome = (torch.rand(n, generator=generator) < 0.3).float()
+    x = (torch.rand(n, 1, generator=generator) < 0.3).float()
+    if number == 1:  # X at the last turn
+        turn = torch.where(observed, 0.0, x)
+    elif number == 2:  # half of what is left at each tool turn, the rest at the last: the return to go is X / 2^k
+        left = x * 0.5**turns
+        turn = torch.where(observed, left / 2, left)
+    else:  # each tool turn pays for itself
+        turn = observed * (torch.rand(n, K, generator=generator) < 0.3).float()
+    state = turns * 2 + (torch.rand(n, K, generator=generator) < 0.5)  # two states a turn, which never come back
+    return RewardTable(
+        outcome, torch.full((n,), NAN), turn.where(sampled, NAN), observed, sampled, state.where(sampled, -1)
+    )
+
+
+def normalise_and_accumulate(rewards: RewardTable, scale_rewards: str) -> torch.Tensor:
+    """The construction to avoid: each turn index is normalised, then what follows a turn is summed."""
+    per_turn = norm(rewards.turn, G, scale_rewards)
+    return norm(rewards.outcome, G, scale_rewards)[:, None] + per_turn.flip(1).cumsum(1).flip(1)
+
+
+def stop_minus_go(advantages: torch.Tensor, rewards: RewardTable, k: int) -> tuple[float, float]:
+    """The difference of the means at turn k, and its standard error over groups, whose rollouts are not independent."""
+    at_k = advantages[:, k].double()
+    stops, goes = rewards.sampled[:, k] & ~rewards.observed[:, k], rewards.observed[:, k]
+    means = at_k[stops].mean(), at_k[goes].mean()
+    influence = (at_k - means[0]) * stops / stops.sum() - (at_k - means[1]) * goes / goes.sum()
+    return (means[0] - means[1]).item(), influence.view(GROUPS, G).sum(1).square().sum().sqrt().item()
+
+
+def estimate(name: str, rewards: RewardTable, scale: str) -> torch.Tensor:
+    return turn_advantages(rewards, name, G, 1.0, scale)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_says_nothing_about_stopping_where_stopping_is_worth_nothing(name, number, scale):
+    rewards = world(number)
+    advantages = estimate(name, rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert 0 < error < 0.02  # there is something to compare, and it is measured well
+        assert abs(difference) < 4 * error, k
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("number", [1, 2])
+def test_normalising_per_turn_and_accumulating_teaches_when_to_stop(number, scale):
+    rewards = world(number)
+    advantages = normalise_and_accumulate(rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert abs(difference) > 20 * error, k
+
+
+@pytest.mark.parametrize("name", ["merged", "turn_return"])
+def test_says_what_going_on_is_worth(name):
+    """World 3: going on from turn 0 pays 0.3, and 0.3 again with probability 1/2, where stopping pays nothing."""
+    rewards = world(3)
+    difference, error = stop_minus_go(estimate(name, rewards, "none"), rewards, 0)
+    assert abs(difference - -(0.3 + 0.5 * 0.3) * (G - 1) / G) < 4 * error
+
+
+def test_mt_grpo_says_half_of_it():
+    """Callers are compared with callers, and only the rollouts that never called with all: half of the 0.45 is lost."""
+    rewards = world(3)
+    difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
+    assert difference == pytest.approx(-0.197, abs=0.006) and error < 0.002
+
+
+# --- measured biases, as the docstrings state them; the tolerances are four standard errors --------------------------
+
+
+@pytest.mark.parametrize("number, bias", [(1, (0.124, 0.250)), (2, (-0.024, 0.024))])
+def test_the_bias_of_turn_credit(number, bias):
+    rewards = world(number)
+    advantages = estimate("turn_credit", rewards, "none")
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=0.008)
+        assert abs(difference) > 10 * error
+
+
+@pytest.mark.parametrize("number, scale, bias", [(1, "group", (0.047, 0.026)), (2, "none", (-0.012, -0.012))])
+def test_the_bias_of_gigpo_where_a_state_comes_back(number, scale, bias):
+    rewards = world(number)
+    recurring = replace(rewards, state=torch.zeros_like(rewards.state).where(rewards.sampled, -1))
+    advantages = estimate("gigpo", recurring, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=4 * error)
+        assert abs(difference) > 4 * error
+
+
+def test_the_bias_of_a_z_score_under_skewed_rewards():
+    """Stopping pays Bernoulli(0.3) and going on always 0.3: worth the same, but not once divided by the group's std."""
+    rewards = world(1)
+    generator = torch.Generator().manual_seed(7)
+    lottery = (torch.rand(GROUPS * G, generator=generator) < 0.3).float()
+    skewed = replace(rewards, outcome=torch.where(rewards.observed[:, 0], 0.3, lottery))
+    for scale, bias in (("group", -0.28), ("batch", 0.0), ("none", 0.0)):
+        difference, error = stop_minus_go(estimate("outcome", skewed, scale), skewed, 0)
+        assert difference == pytest.approx(bias, abs=0.01), scale
+        assert (abs(difference) > 20 * error) == (scale == "group")
