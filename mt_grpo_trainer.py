@@ -302,8 +302,8 @@ def check_config(args: MTGRPOConfig) -> None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.turn_discount != 1.0 and args.credit_assignment not in ("turn_return", "gigpo"):
         raise ValueError(
-            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: only "
-            "turn_return and gigpo sum what comes after a turn. Remove it, or use one of them."
+            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
+            "only turn_return and gigpo sum what comes after a turn. Remove it, or use one of them."
         )
     if args.credit_assignment not in ("outcome", "merged"):
         # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
@@ -544,17 +544,17 @@ class Rollout:
 # every statistic. With R^O the weighted outcome rewards, r_k those of turn k, R^T their sum over turns, c the coef,
 # gamma the turn_discount, and the return to go G_k = sum_{l >= k} gamma^(l-k) r_l:
 #
-#   outcome      norm(R^O)                               GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
-#   merged       norm(R^O + R^T)                         one advantage from the sum of everything (GRPO-MR)
-#   mt_grpo      norm(R^O) + c * norm(r_k)               turns that got an observation (eq. 5 of the paper)
-#                norm(R^O)                               the other turns of such a rollout
-#                norm(R^O + c * R^T)                     rollouts without any observation
-#   turn_return  norm(R^O) + c * norm(G_k)               over the rollouts of the group that sampled turn k
-#   gigpo        norm(R^O) + c * norm(G_k)               over the turns of the group in the same state (arXiv 2505.10978)
-#   turn_credit  norm(R^O) + c * (r_k - mean_l r_l)      shaping inside a rollout; turns without a reward: norm(R^O)
+#   outcome      norm(R^O)                           GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
+#   merged       norm(R^O + R^T)                     one advantage from the sum of everything (GRPO-MR)
+#   mt_grpo      norm(R^O) + c * norm(r_k)           turns that got an observation (eq. 5 of the paper)
+#                norm(R^O)                           the other turns of such a rollout
+#                norm(R^O + c * R^T)                 rollouts without any observation
+#   turn_return  norm(R^O) + c * norm(G_k)           over the rollouts of the group that sampled turn k
+#   gigpo        norm(R^O) + c * norm(G_k)           over the turns of the group in the same state (arXiv 2505.10978)
+#   turn_credit  norm(R^O) + c * (r_k - mean_l r_l)  shaping inside a rollout; turns without a reward: norm(R^O)
 #
-# A turn reward that is one number per rollout (the paper's form) is compared over the whole group, and its term goes to
-# the turns up to and including the first that got an observation; a rollout without any has it on all its turns.
+# A turn reward that is one number per rollout (the paper's form) is compared over the whole group, and its term goes
+# to the turns up to and including the first that got an observation; a rollout without any has it on all its turns.
 #
 # INVARIANT: a baseline of turn k may depend on what happened before turn k's own decision, never on how the rollout
 # ended: G_k first, then its mean over everyone who stood at k. Normalising r_k per turn index and then accumulating
@@ -661,7 +661,7 @@ class RewardTable:
 
 
 def example() -> RewardTable:
-    """The batch of the doctests: rollout A calls twice (0.2, 0.6), answers and is right; B calls once (0.4) and is not.
+    """The batch of the doctests: rollout A calls twice (0.2, 0.6) and answers right; B calls once (0.4), and wrong.
 
     Both begin in state 0; after their first calls they stand in the same state 1, A after its second in state 2.
     """
@@ -1891,9 +1891,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.env = env
         if args.credit_assignment == "gigpo" and env.state_key is None:
             logger.warning(
-                "credit_assignment: gigpo without state keys: a state is then the whole conversation so far, so turn 0 "
-                "is credited as by turn_return, and a later turn by the outcome alone unless another rollout has the "
-                "very same tokens before it. Define STATE_KEY = function_of_the_turns in tools_script, or use "
+                "credit_assignment: gigpo without state keys: a state is then the whole conversation so far, so turn "
+                "0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "
+                "the very same tokens before it. Define STATE_KEY = function_of_the_turns in tools_script, or use "
                 "turn_return."
             )
         self.backend = backend_of(args)
@@ -2632,8 +2632,8 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     """Training or test rows with `prompt` (messages), `question` and `answer`.
 
     Args:
-        name: `arithmetic` or `chain` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a folder with
-            `<split>.jsonl`.
+        name: `arithmetic` or `chain` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a
+            folder with `<split>.jsonl`.
         split: `train`, `test`, or what the dataset calls it.
         size: The first so many rows. None: all (4,096 generated ones).
         config: The Hub dataset's configuration; None: the one of the table above.

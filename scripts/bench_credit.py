@@ -4,12 +4,13 @@
     python scripts/bench_credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
     python scripts/bench_credit.py --report            # only docs/credit_results.json, docs/credit.png, README's table
 
-Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c) `sparse`,
-the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only outcome.
+Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
+`sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
+outcome.
 
-Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps. The learning
-rate of a method is the best of LEARNING_RATES on task (b), on a seed that is not reported, by the mean exact match of
-training.
+Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps. The
+learning rate of a method is the best of LEARNING_RATES on task (b), on a seed that is not reported, by the mean exact
+match of training.
 
 Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again.
 """
@@ -110,7 +111,7 @@ def curve_figures(exact_match: list[float]) -> dict[str, float | None]:
     """The area under the smoothed curve of a run (its mean) and the first step at which it passes the threshold.
 
     >>> curve_figures([0.0] * 5 + [1.0] * 5)
-    {'area': 0.5, 'steps_to_threshold': 10}
+    {'area': 0.3, 'steps_to_threshold': 10}
     >>> curve_figures([0.0, 1.0, 0.5])["steps_to_threshold"] is None
     True
     """
@@ -153,10 +154,10 @@ def name_of(job: Job) -> str:
     return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
 
 
-def finished(results: Path = RESULTS, runs: Path = RUNS) -> dict[str, dict[str, Any]]:
+def finished() -> dict[str, dict[str, Any]]:
     """All finished runs by name: those of the results file and those in files of their own, which are newer."""
-    rows = json.loads(results.read_text(encoding="utf-8"))["runs"] if results.is_file() else []
-    rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.is_file() else []
+    rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
     return {name_of(row): row for row in rows}
 
 
@@ -266,7 +267,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half width of its 95% interval over seeds (Student's t).
 
     >>> interval([1.0, 2.0, 3.0])
-    (2.0, 2.4842...)
+    (2.0, 2.48433820832296)
     """
     half = T_975.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
     return mean(values), half
@@ -329,7 +330,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("error: the plot needs matplotlib. Install it: .venv/bin/python -m pip install -e '.[bench]'")
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

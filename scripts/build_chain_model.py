@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, draw, next_turns, warm_start
+from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns, warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

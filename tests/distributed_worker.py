@@ -43,6 +43,11 @@ class Scripted:
         return Generation(self.tokenizer(text, add_special_tokens=False)["input_ids"], None, "stop")
 
 
+def state_key(turns):
+    """Two turns of a rollout can be in the same state; a text, whose hash differs between processes."""
+    return f"after {min(len(turns), 2)}"
+
+
 def per_turn(rollout_turns, **kwargs):
     return [[None if k == 1 else (len(t.text) + k + len(turns)) % 3 / 3 for k, t in enumerate(turns)]
             for turns in rollout_turns]  # fmt: skip
@@ -66,8 +71,9 @@ def run_case(model, out, group_size, credit):
         per_device_eval_batch_size=4, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abcdefghijklm"]
+    env = MultiTurnToolEnv([echo], system_prompt=None, max_steps=3, state_key=state_key)
     trainer = MTGRPOEnvTrainer(
-        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=3), [per_turn, per_rollout], [outcome],
+        model, env, [per_turn, per_rollout], [outcome],
         turn_reward_weights=[1.0, 0.5], args=args, train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows),
     )  # fmt: skip

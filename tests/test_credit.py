@@ -464,7 +464,7 @@ def expected_reward(parameters: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name, per_turn", [("mt_grpo", False), ("turn_return", True), ("merged", True)])
 def test_the_gradient_of_a_toy_policy(name, per_turn):
-    """Without scaling and at c = 1 the policy gradient is (G - 1) / G of the true one: the baseline includes itself."""
+    """Unscaled and at c = 1 the policy gradient is (G - 1) / G of the true one: the baseline includes the rollout."""
     groups, size = 60_000, 4
     parameters = torch.tensor([0.1, 0.4, -0.3, 0.5, -0.2, -0.4, 0.3]).double()
     step = 1e-5 * torch.eye(7).double()

@@ -195,6 +195,7 @@ READ_BACK = {
     "tool_timeout": lambda t: t.env.tool_timeout,
     "max_concurrent_tools": lambda t: t.env.max_concurrent_tools,
     "chat_template_kwargs": lambda t: t.env.chat_template_kwargs,
+    "outcome_reward_weights": lambda t: t.reward_weights[t.num_turn_funcs :].tolist(),
     "credit_assignment": lambda t: t.args.credit_assignment,
     "turn_advantage_coef": lambda t: t.turn_advantage_coef,
     "scale_rewards": lambda t: t.scale_rewards,
@@ -538,11 +539,25 @@ def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights
 def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
     """Refused where turns have their own, taken where a rollout has one."""
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
-    with pytest.raises(ValueError, match=f"{key}.*{words}"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+    for credit in ("mt_grpo", "turn_return", "gigpo", "turn_credit"):
+        with pytest.raises(ValueError, match=f"{key}.*{words}.*credit_assignment='{credit}'"):
+            mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
     for credit in ("outcome", "merged"):
         _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
         assert getattr(args, key) == value
+
+
+def test_turn_discount_where_nothing_reads_it(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
+    for credit in mt.CHOICES["credit_assignment"]:
+        path = write(tmp_path, recipe | {"credit_assignment": credit})
+        if credit in ("turn_return", "gigpo"):
+            assert mt.parse_arguments(["--config", path])[1].turn_discount == 0.9
+        else:
+            with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
+                mt.parse_arguments(["--config", path])
+    with pytest.raises(ValueError, match="turn_discount=1.5, expected a share from 0 to 1"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
 
 
 SAMPLING = {

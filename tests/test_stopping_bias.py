@@ -1,8 +1,9 @@
 """What each estimator does to the decision to stop, in worlds where the truth is known.
 
-60,000 groups of 8 rollouts of at most 3 turns; every turn is the last with probability 1/2. An estimator is unbiased if
-the mean advantage of turn k over the rollouts that stopped there, minus that over those that went on, is what stopping
-is worth: 0 in worlds 1 and 2, where rewards are drawn independently of it, and minus the return of going on in world 3.
+60,000 groups of 8 rollouts of at most 3 turns; every turn is the last with probability 1/2. An estimator is unbiased
+if the mean advantage of turn k over the rollouts that stopped there, minus that over those that went on, is what
+stopping is worth: 0 in worlds 1 and 2, where rewards are drawn independently of it, and minus the return of going on
+in world 3.
 """
 
 from dataclasses import replace
@@ -49,7 +50,7 @@ def normalise_and_accumulate(rewards: RewardTable, scale_rewards: str) -> torch.
 
 
 def stop_minus_go(advantages: torch.Tensor, rewards: RewardTable, k: int) -> tuple[float, float]:
-    """The difference of the means at turn k, and its standard error over groups, whose rollouts are not independent."""
+    """The difference of the means at turn k, and its standard error over groups: their rollouts are not independent."""
     at_k = advantages[:, k].double()
     stops, goes = rewards.sampled[:, k] & ~rewards.observed[:, k], rewards.observed[:, k]
     means = at_k[stops].mean(), at_k[goes].mean()
@@ -92,7 +93,7 @@ def test_says_what_going_on_is_worth(name):
 
 
 def test_mt_grpo_says_half_of_it():
-    """Callers are compared with callers, and only the rollouts that never called with all: half of the 0.45 is lost."""
+    """Callers are compared with callers, only rollouts that never called with all: half of the 0.45 is lost."""
     rewards = world(3)
     difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
     assert difference == pytest.approx(-0.197, abs=0.006) and error < 0.002
@@ -123,7 +124,7 @@ def test_the_bias_of_gigpo_where_a_state_comes_back(number, scale, bias):
 
 
 def test_the_bias_of_a_z_score_under_skewed_rewards():
-    """Stopping pays Bernoulli(0.3) and going on always 0.3: worth the same, but not once divided by the group's std."""
+    """Stopping pays Bernoulli(0.3) and going on always 0.3: worth the same, until divided by the group's std."""
     rewards = world(1)
     generator = torch.Generator().manual_seed(7)
     lottery = (torch.rand(GROUPS * G, generator=generator) < 0.3).float()

@@ -1,8 +1,10 @@
 """The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
 
+import asyncio
 import inspect
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo_trainer import (
+    CHOICES,
     Generation,
     MTGRPOConfig,
     MTGRPOEnvTrainer,
@@ -22,6 +25,8 @@ from mt_grpo_trainer import (
     Rollout,
     StopReason,
     Turn,
+    run_rewards,
+    state_numbers,
 )
 
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
@@ -139,6 +144,57 @@ def test_one_turn_without_tools_is_trl(random_model, tmp_path, loss_type, accumu
         assert (actual[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
     _, wrong = gradients_of(FixedMTGRPO, random_model, tmp_path, error=0.01, **changes)
     assert any((wrong[n] - expected[n]).norm() > 1e-6 * expected[n].norm() for n in expected)
+
+
+class TwoTurns(FixedMTGRPO):
+    """Conversations of two turns with an observation between them; the advantages of one turn can be left alone."""
+
+    only_turn, observation_advantage = None, 0.0
+
+    def _roll_out(self, prompts):
+        rollouts = super()._roll_out(prompts)
+        for rollout in rollouts:
+            ids = rollout.turns[0].token_ids
+            half = (len(ids) + 1) // 2
+            call = Turn(ids[:half], None, "", "stop", observation="6", observation_ids=[1, 2, 3])
+            rollout.turns = [call, Turn(ids[half:], None, "", "stop")]
+        return rollouts
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        for i, rollout in enumerate(self._rollouts):
+            for j, turn in enumerate(rollout.turn_ids):
+                if turn == -1:
+                    output["advantages"][i, j] = self.observation_advantage
+                elif self.only_turn not in (None, turn):
+                    output["advantages"][i, j] = 0.0
+        return output
+
+
+def call_reward(rollout_turns, **kwargs):
+    return [[sum(turns[0].token_ids) % 7 / 7, None] for turns in rollout_turns]
+
+
+@pytest.mark.parametrize("loss_type", [name for name in CHOICES["loss_type"] if name != "vespo"])
+def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_type):
+    """On-policy a loss is linear in the advantages: the gradient of all turns is the sum of each turn's own, none of
+    them nothing, and what stands on the environment's tokens has no part in it."""
+
+    def gradient(only_turn=None, observation_advantage=0.0):
+        callback = Gradients()
+        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9))
+        trainer = TwoTurns(
+            random_model, MultiTurnToolEnv([echo], system_prompt=None), [call_reward], [length_reward], args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}), callbacks=[callback],
+        )  # fmt: skip
+        trainer.only_turn, trainer.observation_advantage = only_turn, observation_advantage
+        trainer.train()
+        return torch.cat([values.flatten() for values in callback.values.values()])
+
+    whole, first, second = gradient(), gradient(only_turn=0), gradient(only_turn=1)
+    assert min(first.norm(), second.norm()) > 0.1 * whole.norm() > 1e-4
+    assert (first + second - whole).norm() < 1e-5 * whole.norm()
+    assert (gradient(observation_advantage=100.0) - whole).norm() < 1e-6 * whole.norm()
 
 
 def test_evaluation_during_training(random_model, tmp_path):
@@ -315,6 +371,106 @@ def test_wrong_reward_values_are_refused(random_model, tmp_path, values, message
     trainer.reward_funcs[1] = lambda **kwargs: values
     with pytest.raises(ValueError, match=message):
         trainer.train()
+
+
+def reward_columns():
+    return {"prompts": PROMPTS, "rollout_turns": [[] for _ in PROMPTS]}
+
+
+def test_async_rewards_wait_at_the_same_time():
+    """Each of three waits until all have begun, which one after another never happens."""
+    begun = []
+
+    def make(name):
+        async def reward(prompts, **kwargs):
+            begun.append(name)
+            while len(begun) < 3:
+                await asyncio.sleep(0.005)
+            return [name] * len(prompts)
+
+        return reward
+
+    values = run_rewards([make(1), make(2), make(3)], reward_columns(), 10.0, torch.device("cpu"))
+    assert values == [[1] * 6, [2] * 6, [3] * 6]
+
+
+def test_a_reward_that_hangs_ends_the_run_with_its_name(random_model, tmp_path):
+    async def hanging_judge(**kwargs):
+        await asyncio.sleep(60)
+
+    def hanging_request(**kwargs):
+        time.sleep(60)
+
+    for func in (hanging_judge, hanging_request):
+        trainer = make_trainer(random_model, tmp_path, reward_timeout=0.3)
+        trainer.reward_funcs[1] = func
+        started = time.perf_counter()
+        with pytest.raises(RuntimeError, match=rf"{func.__name__} took longer than reward_timeout=0.3 s for 8 roll"):
+            trainer.train()
+        assert time.perf_counter() - started < 30
+
+
+def test_a_reward_that_raises_is_named_and_ends_the_others():
+    cancelled = []
+
+    async def slow(**kwargs):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    def broken(**kwargs):
+        raise KeyError("gold")
+
+    with pytest.raises(RuntimeError, match="Reward broken raised KeyError: 'gold'"):
+        run_rewards([broken, slow], reward_columns(), 30.0, torch.device("cpu"))
+    for _ in range(200):
+        if cancelled:
+            break
+        time.sleep(0.01)
+    assert cancelled
+
+
+def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
+    def turn(ids, key=None):
+        return Turn(ids, None, "", "stop", observation_ids=[9], state_key=key)
+
+    plain = [state_numbers(Rollout([], [1], turns=[turn(a), turn(b), turn([5])])) for a, b in (
+        ([1], [2]), ([1], [3]), ([4], [2]))]  # fmt: skip
+    assert plain[0][0] == plain[1][0] == plain[2][0]  # nothing was said yet
+    assert plain[0][1] == plain[1][1] != plain[2][1]
+    assert len({numbers[2] for numbers in plain}) == 3
+    keyed = state_numbers(Rollout([], [1], turns=[turn([1], "a"), turn([2], "b"), turn([3], "a")]))
+    assert keyed[0] == keyed[2] != keyed[1] and min(keyed) >= 0
+    assert keyed[0] == 5747026578550324724  # the same in every process, on every rank
+    with pytest.raises(ValueError, match="expected a string, a number or a tuple"):
+        state_numbers(Rollout([], [1], turns=[turn([1], object())]))
+
+
+def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
+    make_trainer(random_model, tmp_path, credit_assignment="gigpo")
+    assert "without state keys" in caplog.text and "turn_return" in caplog.text
+
+
+def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
+    """With one state for all turns the table holds one number; the environment gets the turns so far."""
+    seen = []
+
+    def state_key(turns):
+        seen.append(len(turns))
+        return "everywhere"
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None, state_key=state_key), [turn_reward],
+        [length_reward], args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    assert "without state keys" not in caplog.text
+    assert set(seen) >= {0}
+    table = trainer._reward_table
+    assert len(table.state[table.sampled].unique()) == 1 and (table.state[~table.sampled] == -1).all()
 
 
 def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):

@@ -1,4 +1,4 @@
-"""A calculator that takes one operation per call: an expression of n operations needs n calls, each on the last result.
+"""A calculator that takes one operation per call: n operations need n calls, each on the last result.
 
 Needs: nothing beyond Python's standard library.
 
