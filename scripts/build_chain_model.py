@@ -3,8 +3,8 @@
     PYTHONPATH=. python scripts/build_chain_model.py --output_dir hf_recipes/tiny
 
 First the model imitates conversations without mistakes; then two copies of it go on with mistakes mixed in, so that
-they know the right behaviour and sample it only some of the time: `chain-model` answers about one problem in five
-right, `chain-sparse-model` fewer than one in fifty.
+they know the right behaviour and sample it only some of the time: `chain-model` answers about one problem in nine
+right, `chain-sparse-model` fewer than one in fifty. About three minutes on 2 cores.
 """
 
 import argparse

@@ -50,7 +50,7 @@ def normalise_and_accumulate(rewards: RewardTable, scale_rewards: str) -> torch.
 
 
 def stop_minus_go(advantages: torch.Tensor, rewards: RewardTable, k: int) -> tuple[float, float]:
-    """The difference of the means at turn k, and its standard error over groups: their rollouts are not independent."""
+    """The difference of the means at turn k, and its standard error over groups (a group's rollouts depend)."""
     at_k = advantages[:, k].double()
     stops, goes = rewards.sampled[:, k] & ~rewards.observed[:, k], rewards.observed[:, k]
     means = at_k[stops].mean(), at_k[goes].mean()

@@ -1,0 +1,135 @@
+"""The chain task: its problems, its tool, its rewards per turn, and the conversations that warmed its models up."""
+
+import importlib.util
+import random
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import build_chain_model as build
+import pytest
+
+import mt_grpo_trainer as mt
+
+ROOT = Path(__file__).resolve().parents[1]
+(calculator,) = mt.load_tools(str(ROOT / "tools/step_calculator.py"))
+state_key = mt.load_state_key(str(ROOT / "tools/step_calculator.py"))
+spec = importlib.util.spec_from_file_location("chain_reward", ROOT / "rewards/chain_reward.py")
+rewards = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rewards)
+
+
+def test_every_value_of_a_chain_follows_from_the_one_before():
+    rows = mt.make_chain(300, seed=5)
+    assert Counter(len(row["steps"]) for row in rows).keys() == {3, 4}
+    for row in rows:
+        words = row["question"].removesuffix(".").replace(",", "").split()
+        assert words[:2] == ["Start", "with"] and words[3::3] == ["then"] * len(row["steps"])
+        value = words[2]
+        for sign, number, step in zip(words[4::3], words[5::3], row["steps"], strict=True):
+            value = calculator(f"{value} {sign} {number}")
+            assert value == step and 0 <= int(value) <= 999
+        assert row["answer"] == value
+
+
+def test_no_test_problem_is_trained_on():
+    train, test = ({row["question"] for row in mt.make_chain(2000, 0, split)} for split in ("train", "test"))
+    assert len(train) == len(test) == 2000 and not train & test
+    assert all(zlib.crc32(question.removesuffix(".").encode()) % 10 == 0 for question in test)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("17 * 3", "51"), ("4-9", "-5"), (" -3 + -4 ", "-7"), ("999999999 * 2", "1999999998")]
+)
+def test_one_operation(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["1 + 2 + 3", "(1 + 2)", "7", "2 / 1", "1.5 + 1", "", "2 ** 9", "1" * 10 + " + 1"]
+)
+def test_anything_else_is_an_error_for_the_model(expression):
+    with pytest.raises(ValueError, match="expected one operation on two integers"):
+        calculator(expression)
+
+
+def turn(text="", observation=None, error=None):
+    call, _ = mt.parse_turn(text)
+    return mt.Turn([1], None, text, "stop", tool_call=call, observation=observation, error=error)
+
+
+def called(expression, observation, error=None):
+    return turn(build.call(expression), observation, error)
+
+
+# Start with 4, then * 3, then + 2, then * 2: 12 14 28.
+STEPS, GOLD = ["12", "14", "28"], "28"
+RIGHT = [called("4 * 3", "12"), called("12 + 2", "14"), called("14 * 2", "28"), turn("<answer>28</answer>")]
+DETOUR = [
+    called("4 * 3", "12"), called("12 * 2", "24"), called("12 + 2", "14"), called("14", "Error: bad", "tool"),
+    called("14 * 2", "28"), called("14 * 2", "28"), turn("<answer> 27 </answer>"),
+]  # fmt: skip
+EARLY = [turn("<answer>4</answer>")]
+SILENT = [called("4 * 3", "12"), turn("12 + 2")]
+ROLLOUTS = [RIGHT, DETOUR, EARLY, SILENT]
+
+
+def test_a_right_step_is_rewarded_once_and_in_order():
+    values = rewards.right_step_reward_func(ROLLOUTS, answer=[GOLD] * 4, steps=[STEPS] * 4)
+    assert values == [[0.3, 0.3, 0.3, None], [0.3, 0.0, 0.3, 0.0, 0.3, 0.0, None], [None], [0.3, None]]
+
+
+def test_without_steps_the_answer_is_the_only_step():
+    values = rewards.right_step_reward_func([SILENT, RIGHT], answer=["12", "28"])
+    assert values == [[0.3, None], [0.0, 0.0, 0.3, None]]
+
+
+def test_calls_that_run_are_rewarded():
+    values = rewards.call_executed_reward_func(ROLLOUTS)
+    assert values == [[0.1, 0.1, 0.1, None], [0.1, 0.1, 0.1, 0.0, 0.1, 0.1, None], [None], [0.1, None]]
+
+
+def test_outcomes():
+    gold = ["28", "28", "4", "14"]
+    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
+    in_a_call = turn('<tool>{"name": "x", "args": {}}</tool><answer>28</answer>')
+    assert rewards.exact_match_reward_func([[in_a_call], []], answer=["28", "28"]) == [0.0, 0.0]
+
+
+def test_the_state_is_the_number_of_turns_and_the_last_result():
+    keys = [state_key(DETOUR[:k]) for k in range(len(DETOUR))]
+    assert keys == [(0, None), (1, "12"), (2, "24"), (3, "14"), (4, "14"), (5, "28"), (6, "28")]
+
+
+ROW = {"question": "Start with 4, then * 3, then + 2, then * 2.", "steps": STEPS, "answer": GOLD}
+
+
+def test_a_warm_start_without_mistakes_is_the_right_conversation():
+    said = [m["content"] for m in build.make_conversation(ROW, 1.0, 1.0, random.Random(0))[2:]]
+    assert said == [
+        build.call("4 * 3"), "<result>\n12\n</result>", build.call("12 + 2"), "<result>\n14\n</result>",
+        build.call("14 * 2"), "<result>\n28\n</result>", "<answer>28</answer>",
+    ]  # fmt: skip
+
+
+def test_a_warm_start_with_mistakes_has_every_kind_of_them():
+    rng = random.Random(0)
+    firsts = Counter(build.make_conversation(ROW, 0.0, 0.0, rng)[2]["content"] for _ in range(500))
+    assert build.call("4 * 3") not in firsts
+    for mistake in (build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), "<answer>4</answer>", "4 * 3",
+                    build.call("4 * 3").replace('"}}', '"}')):  # fmt: skip
+        assert firsts[mistake] > 0, mistake
+    lasts = Counter(build.make_conversation(ROW, 1.0, 0.0, rng)[8]["content"] for _ in range(200))
+    assert lasts["<answer>28</answer>"] == 0 and lasts[build.call("28 * 2")] > 20 and lasts["28"] > 20
+
+
+@pytest.mark.parametrize(("recipe", "low", "high"), [("chain", 0.08, 0.25), ("chain-sparse", 0.0, 0.02)])
+def test_the_bundled_models_are_as_good_as_the_benchmark_says(recipe, low, high):
+    """Fewer than one in fifty for the sparse one; and both can do much more greedily, which is what RL brings out."""
+    from evaluate import evaluate, load_recipe
+
+    loaded = load_recipe(str(ROOT / f"hf_recipes/tiny/{recipe}.yaml"))
+    result = evaluate(str(ROOT / loaded[2].model_name_or_path), loaded, num_problems=512, progress=False)
+    assert low <= result["exact_match"] < high
+    assert result["tool_executed"] > 0.5
