@@ -2304,6 +2304,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rank, names = self.accelerator.process_index, self.reward_func_names
         first = rank * len(self._rollouts)
         rewards = self._logged_rewards[first : first + count].tolist()
+        turn_rewards = self._reward_table.turn[first : first + count].tolist()  # weighted, given per turn
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
         fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
@@ -2314,6 +2315,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     "step": self.state.global_step, "mode": mode, "index": rollout.index,
                     "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
                     "rewards": {n: None if r != r else r for n, r in zip(names, rewards[i], strict=True)},
+                    "turn_rewards": [None if r != r else r for r in turn_rewards[i][: len(rollout.turns)]],
                     "turn_advantages": advantages[i, : len(rollout.turns)].tolist(),
                     "answer": inputs[i].get("answer"),
                 }  # fmt: skip

@@ -116,9 +116,10 @@ def test_a_warm_start_without_mistakes_is_the_right_conversation():
 def test_a_warm_start_with_mistakes_has_every_kind_of_them():
     rng = random.Random(0)
     firsts = Counter(build.make_conversation(ROW, 0.0, 0.0, rng)[2]["content"] for _ in range(500))
-    assert build.call("4 * 3") not in firsts
-    for mistake in (build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), "<answer>4</answer>", "4 * 3",
-                    build.call("4 * 3").replace('"}}', '"}')):  # fmt: skip
+    right = build.call("4 * 3")
+    assert right not in firsts
+    mistakes = [build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), right.replace('"}}', '"}')]
+    for mistake in [*mistakes, "<answer>4</answer>", "4 * 3"]:
         assert firsts[mistake] > 0, mistake
     lasts = Counter(build.make_conversation(ROW, 1.0, 0.0, rng)[8]["content"] for _ in range(200))
     assert lasts["<answer>28</answer>"] == 0 and lasts[build.call("28 * 2")] > 20 and lasts["28"] > 20

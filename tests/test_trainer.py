@@ -315,7 +315,9 @@ def test_rollouts_can_be_looked_into(random_model, tmp_path):
     assert len(rows) == 2 * 3
     assert rows[0]["messages"][-1]["role"] == "assistant"
     assert set(rows[0]["rewards"]) == {"turn_reward", "length_reward"}
-    assert len(rows[0]["turn_advantages"]) >= 1 and rows[0]["stop_reason"] in set(StopReason)
+    assert len(rows[0]["turn_advantages"]) == len(rows[0]["turn_rewards"]) >= 1
+    assert 0 <= rows[0]["turn_rewards"][0] < 1 and len({tuple(row["turn_rewards"]) for row in rows}) > 1
+    assert rows[0]["stop_reason"] in set(StopReason)
 
 
 def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
