@@ -36,6 +36,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import os
 import queue
 import random
@@ -57,6 +58,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy
 import requests
 import torch
 import yaml
@@ -298,6 +300,7 @@ def check_config(args: MTGRPOConfig) -> None:
         if value is not None and not (0 <= value <= 1 and (value > 0 or key != "top_p")):
             raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
+    check_save_points(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.turn_discount != 1.0 and args.credit_assignment not in ("turn_return", "gigpo"):
@@ -317,6 +320,26 @@ def check_config(args: MTGRPOConfig) -> None:
                 f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
                 f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
             )
+
+
+def check_save_points(args: MTGRPOConfig) -> None:
+    """Raise `ValueError` where a checkpoint would fall between two updates from the same rollouts.
+
+    A resumed run rolls out anew, so only from a checkpoint between two batches of rollouts does it go on exactly.
+    """
+    if args.save_strategy != "steps" or args.save_steps < 1:
+        return
+    per_batch = args.steps_per_generation * args.num_iterations  # forward passes that one batch of rollouts serves
+    every = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
+    if args.save_steps % every:
+        below = int(args.save_steps // every * every)
+        raise ValueError(
+            f"save_steps={args.save_steps} would save in the middle of a batch of rollouts, from where a run cannot "
+            f"be resumed exactly: a batch lasts {every} optimizer steps "
+            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
+            f"Set save_steps to {f'{below} or ' if below else ''}{below + every}."
+        )
 
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
@@ -1818,6 +1841,24 @@ class WeightCounter(TrainerCallback):
 # =====================================================================================================================
 
 
+def get_rng_state() -> tuple:
+    """The state of every generator that sampling may draw from on this rank."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda
+
+
+def set_rng_state(state: tuple) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state(state[3])
+
+
+class RunError(RuntimeError):
+    """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
+
+
 class MTGRPOEnvTrainer(GRPOTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
@@ -1991,14 +2032,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 logger.debug("rollout failed", exc_info=True)
             verdicts = gather_object([(error, restarted)])
             if errors := [e for e, _ in verdicts if e]:
-                raise RuntimeError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
+                raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
             if not any(lost for _, lost in verdicts):
                 mode = "train" if self.model.training else "eval"
                 self._metrics[mode]["rollout/seconds"].append(time.perf_counter() - started)
                 return rollouts
             logger.warning("The vLLM server restarted during rollouts: pushing the weights and rolling out again.")
             self._pushed, self.client._nccl = None, None  # the restarted server is in no NCCL group
-        raise RuntimeError("The vLLM server restarted three times during one batch of rollouts. See its log.")
+        raise RunError("The vLLM server restarted three times during one batch of rollouts. See its log.")
 
     def _converse(self, rollouts: list[Rollout]) -> None:
         conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
@@ -2027,6 +2068,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return None
         device = self.accelerator.device
         return lambda flag: bool(self.accelerator.reduce(torch.tensor(int(flag), device=device)).item())
+
+    def save_where_it_stopped(self) -> str:
+        """Save a checkpoint after a `RunError` or `ServerError`, which find the model between two optimizer steps.
+
+        Collective. Returns what to tell the user.
+        """
+        step = self.state.global_step
+        if step == 0:
+            return "No step was finished, so there is nothing to save."
+        path = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        if not self._on_main(path.is_dir):  # one verdict for all ranks
+            set_rng_state(self._rng_state)  # the batch that failed is sampled again, and the same way
+            self._save_checkpoint(self.model, trial=None)
+        return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {path}"
 
     # -- 2. weights to the server --
 
@@ -2179,9 +2234,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                         whole[i, f] = float(value)
         except Exception as raised:  # told to the other ranks, which would wait in the gather below
             error = raised
-        errors = gather_object([error and f"{type(error).__name__}: {error}"])
+        errors = gather_object([error and f"rank {self.accelerator.process_index}: {error}"])
         if any(errors):
-            raise error or RuntimeError(f"A reward failed on another rank: {next(e for e in errors if e)}")
+            first = next(e for e in errors if e)
+            raise RunError(f"Rewards failed at step {self.state.global_step}: {first}") from error
         observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
         sampled, state = torch.zeros_like(observed), torch.full(observed.shape, -1, dtype=torch.long)
         for i, rollout in enumerate(self._rollouts):
@@ -2215,6 +2271,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's step (which calls the methods above), with its advantages replaced by one per token."""
+        self._rng_state = get_rng_state()  # of the last moment from which a run can be resumed
         output = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
@@ -2736,7 +2793,11 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, ServerError) as error:
         sys.exit(f"error: {error}")
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+    try:
+        trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+    except (RunError, ServerError) as error:
+        logger.error("training stopped", exc_info=error)
+        sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if args.push_to_hub:

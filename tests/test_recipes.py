@@ -560,6 +560,24 @@ def test_turn_discount_where_nothing_reads_it(tmp_path):
         mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
 
 
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ({"num_iterations": 3, "save_steps": 100}, "99 or 102"),
+        ({"num_iterations": 2, "save_steps": 1}, "save_steps to 2"),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "save_steps": 5}, "4 or 6"),
+    ],
+)
+def test_save_points_between_two_batches_of_rollouts_only(changes, nearest, tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    with pytest.raises(ValueError, match=f"save_steps={changes['save_steps']} would save in the middle.*{nearest}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
+    good = int(nearest.split()[-1])
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_steps": good})])
+    assert args.save_steps == good
+    mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_strategy": "no"})])
+
+
 SAMPLING = {
     "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1,
     "generation_kwargs": {"top_k": 5},

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +24,15 @@ from mt_grpo_trainer import (
     MultiTurnToolEnv,
     PolicyWeights,
     Rollout,
+    RunError,
     StopReason,
     Turn,
+    main,
     run_rewards,
     state_numbers,
 )
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
 
 
@@ -371,7 +375,7 @@ def test_limits_that_args_and_environment_give_differently_are_refused(random_mo
 def test_wrong_reward_values_are_refused(random_model, tmp_path, values, message):
     trainer = make_trainer(random_model, tmp_path)
     trainer.reward_funcs[1] = lambda **kwargs: values
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RunError, match=f"Rewards failed at step 0: rank 0: .*{message}"):
         trainer.train()
 
 
@@ -473,6 +477,56 @@ def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
     assert set(seen) >= {0}
     table = trainer._reward_table
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[~table.sampled] == -1).all()
+
+
+FAILING_REWARD = """
+import os
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step == 2 and os.environ.get("JUDGE_IS_DOWN"):
+        raise ConnectionError("the judge is down")
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+
+
+def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, monkeypatch):
+    """Nothing is lost when rewards fail for good, even with save_strategy no: the resumed run is the uninterrupted."""
+    (tmp_path / "rewards.py").write_text(FAILING_REWARD)
+
+    def train(output, *arguments):
+        recipe = ROOT / "hf_recipes/tiny/calculator.yaml"
+        main(["--config", str(recipe), "--model_name_or_path", str(random_model), "--output_dir",
+              str(tmp_path / output), "--reward_fn", str(tmp_path / "rewards.py"), "--max_steps", "4",
+              "--dataset_size", "64",
+              "--per_device_train_batch_size", "8", "--max_completion_length", "32", "--max_turn_tokens", "12",
+              "--max_tool_response_tokens", "10", "--disable_tqdm", "true", *arguments])  # fmt: skip
+        return json.loads((tmp_path / output / "trainer_state.json").read_text())["log_history"]
+
+    whole = train("whole")
+    monkeypatch.setenv("JUDGE_IS_DOWN", "1")
+    with pytest.raises(SystemExit) as stopped:
+        train("parts")
+    saved = tmp_path / "parts" / "checkpoint-2"
+    assert "Rewards failed at step 2: rank 0: Reward length_reward raised ConnectionError: the judge is down" in str(
+        stopped.value
+    )
+    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
+    monkeypatch.delenv("JUDGE_IS_DOWN")
+    resumed = train("parts", "--resume_from_checkpoint", str(saved))
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole]
+    for key in ("reward", "loss"):
+        expected = [row[key] for row in whole if key in row]
+        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 4
+
+
+def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
+    trainer = make_trainer(random_model, tmp_path)
+    assert trainer.save_where_it_stopped() == "No step was finished, so there is nothing to save."
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):
