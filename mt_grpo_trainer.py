@@ -28,6 +28,7 @@ Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P`
 import asyncio
 import atexit
 import bisect
+import concurrent.futures
 import dataclasses
 import difflib
 import functools
@@ -284,7 +285,7 @@ def check_config(args: MTGRPOConfig) -> None:
                 "max_concurrent_tools", "reward_timeout", "temperature")  # fmt: skip
     for key in positive:
         value = getattr(args, key)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # nor NaN
             raise ValueError(f"{key}={value} must be above 0.")
     if args.max_tool_response_tokens < 10:
         raise ValueError(f"max_tool_response_tokens={args.max_tool_response_tokens}, expected at least 10.")
@@ -307,6 +308,11 @@ def check_config(args: MTGRPOConfig) -> None:
         raise ValueError(
             f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
             "only turn_return and gigpo sum what comes after a turn. Remove it, or use one of them."
+        )
+    if args.turn_advantage_coef != 1.0 and args.credit_assignment in ("outcome", "merged"):
+        raise ValueError(
+            f"turn_advantage_coef={args.turn_advantage_coef} has no effect with "
+            f"credit_assignment={args.credit_assignment!r}, which has no turn's own term. Set it to 1.0 or remove it."
         )
     if args.credit_assignment not in ("outcome", "merged"):
         # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
@@ -581,7 +587,10 @@ class Rollout:
 #
 # INVARIANT: a baseline of turn k may depend on what happened before turn k's own decision, never on how the rollout
 # ended: G_k first, then its mean over everyone who stood at k. Normalising r_k per turn index and then accumulating
-# subtracts more from a rollout the longer it goes on, and so teaches when to stop whatever the rewards say.
+# subtracts more from a rollout the longer it goes on, and so teaches when to stop whatever the rewards say. mt_grpo
+# compares callers with callers, as in the paper, and so keeps this only where turn rewards do not depend on calling.
+# Scaling sets the exchange rate between the two terms: with `group` or `batch` an outcome that varies much and a turn
+# reward that varies little weigh the same. Only with `none` is the sum of rewards what is maximised.
 # INVARIANT: rewards are gathered over all ranks before any of this, because a group may straddle ranks.
 # FORK: change credit here; add a function to CREDIT_ASSIGNMENTS and its name to CHOICES.
 # =====================================================================================================================
@@ -621,7 +630,8 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     if scale_rewards == "group":
         centred = centred / (nanstd(groups, 1) + 1e-4)
     elif scale_rewards == "batch":
-        centred = centred / (nanstd(centred, tuple(range(centred.dim()))) + 1e-4)
+        compared = centred.where((~groups.isnan()).sum(1, keepdim=True) > 1, NAN)  # a value alone is no spread
+        centred = centred / (nanstd(compared, tuple(range(centred.dim()))) + 1e-4)
     # Equal values must give exactly 0, not a rounding error divided by 1e-4.
     return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
@@ -730,8 +740,9 @@ def mt_grpo_advantages(
 
     A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
     nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
-    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So of a return of 0.45 for going on (world 3 of
-    tests/test_stopping_bias.py) it credits half. Turn 0: 0.2 against 0.4; turn 1: A's call is alone.
+    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited times the share of the
+    group that calls: half of it in world 3 of tests/test_stopping_bias.py, little where calls are rare. Turn 0: 0.2
+    against 0.4; turn 1: A's call is alone.
 
     >>> mt_grpo_advantages(example(), 2, 1.0, "none", 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
@@ -765,10 +776,14 @@ def turn_return_advantages(
 def gigpo_advantages(
     rewards: RewardTable, group_size: int, coef: float, scale_rewards: str, discount: float
 ) -> torch.Tensor:
-    """GiGPO (arXiv 2505.10978): the return to go compared with the turns of the group that began in the same state.
+    """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
+
+    The paper's return also has the final reward in it, and its episode term all rewards; here, as everywhere in this
+    table, the outcome is the first term and turn rewards are the second. Without turn rewards it is `outcome`.
 
     Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
     the group, and a later turn only with those that have the very same tokens before them, in practice with none.
+    Memory: a few N G K^2 numbers.
     Where a state comes back within a rollout, a later visit is in the baseline of an earlier one, which is biased:
     with one state for all turns, stopping gets 0.012 less where it is worth nothing (world 2 of
     tests/test_stopping_bias.py, scale none; 0.047 more in world 1, scale group). Here state 1 is where A calls again
@@ -821,8 +836,15 @@ def turn_advantages(
     discount: float = 1.0,
 ) -> torch.Tensor:
     """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn."""
+    missing = rewards.outcome.isnan()[:, None]  # (N, 1): not trained on, so in nobody's baseline
+    rewards = dataclasses.replace(
+        rewards,
+        rollout_turn=rewards.rollout_turn.where(~missing[:, 0], NAN),
+        turn=rewards.turn.where(~missing, NAN),
+        sampled=rewards.sampled & ~missing,
+    )
     advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, group_size, coef, scale_rewards, discount)
-    return torch.where(rewards.outcome.isnan()[:, None], 0.0, advantages)
+    return torch.where(missing, 0.0, advantages)
 
 
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
@@ -960,8 +982,11 @@ def background_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def run_async(coroutine: Coroutine) -> Any:
-    """Run a coroutine on the background loop and wait for its result; cancels it when the wait is interrupted."""
+def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
+    """Run a coroutine on the background loop and wait for its result; cancels it when the wait is interrupted.
+
+    Raises `concurrent.futures.TimeoutError` after `timeout` seconds, also where the loop itself is blocked.
+    """
     if threading.current_thread().name == LOOP_THREAD:
         coroutine.close()
         raise RuntimeError(
@@ -969,7 +994,7 @@ def run_async(coroutine: Coroutine) -> Any:
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, background_loop())
     try:
-        return future.result()
+        return future.result(timeout)
     except BaseException:
         future.cancel()
         raise
@@ -1464,7 +1489,8 @@ class MultiTurnToolEnv:
         max_concurrent_tools: Calls at the same time.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
         state_key: From the turns so far to a string, number or tuple of them that names the state in which the next
-            turn begins, for `credit_assignment: gigpo`. None: each conversation so far is a state of its own.
+            turn begins, for `credit_assignment: gigpo`. It runs between a conversation's requests, so it must be
+            quick. None: each conversation so far is a state of its own.
 
     Raises:
         ValueError: a tool without name, type hints or docstring.
@@ -1611,7 +1637,7 @@ class MultiTurnToolEnv:
         generation = await llm.generate(history, budget, sampling_params, rollout.index)
         turn = self._as_turn(generation, tokenizer)
         turn.seconds = time.perf_counter() - started
-        turn.state_key = self.state_key(rollout.turns) if self.state_key else None
+        turn.state_key = self._state_key(rollout.turns)
         rollout.turns.append(turn)
         turn.tool_call, answered = parse_turn(turn.text)
         if answered:
@@ -1626,6 +1652,14 @@ class MultiTurnToolEnv:
         else:
             text, turn.error, turn.tool_seconds = await self.call_tool(turn.tool_call)
             self._observe(rollout, turn, text, tokenizer)
+
+    def _state_key(self, turns: list[Turn]) -> Any:
+        if self.state_key is None:
+            return None
+        try:
+            return self.state_key(turns)
+        except Exception as error:
+            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
 
     def _room(self, rollout: Rollout, used: int) -> tuple[float, float]:
         """Tokens left of the completion and of the model's context."""
@@ -2221,8 +2255,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         num_turns = int(self.accelerator.gather(torch.tensor([num_turns], device=device)).max())
         whole = torch.full((len(prompts), len(self.reward_funcs)), NAN)  # one number per rollout
         per_turn = torch.full((len(prompts), num_turns, self.num_turn_funcs), NAN)
+        observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
+        sampled, state = torch.zeros_like(observed), torch.full(observed.shape, -1, dtype=torch.long)
         error = None
         try:
+            for i, rollout in enumerate(self._rollouts):
+                observed[i, : len(rollout.turns)] = torch.tensor(
+                    [turn.observation is not None for turn in rollout.turns]
+                )
+                sampled[i, : len(rollout.turns)] = True
+                if self.args.credit_assignment == "gigpo":
+                    state[i, : len(rollout.turns)] = torch.tensor(state_numbers(rollout))
             outputs = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
             for f, (values, name) in enumerate(zip(outputs, self.reward_func_names, strict=True)):
                 check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
@@ -2238,13 +2281,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if any(errors):
             first = next(e for e in errors if e)
             raise RunError(f"Rewards failed at step {self.state.global_step}: {first}") from error
-        observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
-        sampled, state = torch.zeros_like(observed), torch.full(observed.shape, -1, dtype=torch.long)
-        for i, rollout in enumerate(self._rollouts):
-            observed[i, : len(rollout.turns)] = torch.tensor([turn.observation is not None for turn in rollout.turns])
-            sampled[i, : len(rollout.turns)] = True
-            if self.args.credit_assignment == "gigpo":
-                state[i, : len(rollout.turns)] = torch.tensor(state_numbers(rollout))
         whole, per_turn, observed, sampled, state = (
             self.accelerator.gather(t.to(device).contiguous()) for t in (whole, per_turn, observed, sampled, state)
         )
@@ -2420,19 +2456,34 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
                 "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
             ) from None
         except Exception as error:
-            hint = " (it runs in a thread of its own: signals cannot be used)" if "main thread" in str(error) else ""
-            raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {error}{hint}") from error
+            text = error_text(error)
+            hint = " (functions without async run in a thread, for the time limit)" if "thread" in text else ""
+            raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}") from error
 
-    async def run_all() -> list:
-        waiting = [asyncio.ensure_future(run(f)) if inspect.iscoroutinefunction(f) else None for f in funcs]
-        try:
-            return [await (task or run(func)) for func, task in zip(funcs, waiting, strict=True)]
-        finally:
-            for task in waiting:
-                if task is not None:
-                    task.cancel()
+    values: list = [None] * len(funcs)
 
-    return run_async(run_all())
+    async def run_in_turn(indices: list[int]) -> None:
+        for i in indices:
+            values[i] = await run(funcs[i])
+
+    in_turn = [i for i, func in enumerate(funcs) if not inspect.iscoroutinefunction(func)]
+    at_once = [[i] for i in range(len(funcs)) if i not in in_turn]
+    longest = timeout * max(1, len(in_turn)) + 30
+    try:
+        run_async(gather_all([run_in_turn(indices) for indices in (in_turn, *at_once)]), longest)
+    except concurrent.futures.TimeoutError:
+        raise RuntimeError(
+            f"Rewards took longer than {longest:g} s: an async function blocks the event loop, where no time limit "
+            "can reach it. Await inside it (aiohttp, asyncio.sleep), or remove `async` and it runs in a thread."
+        ) from None
+    return values
+
+
+def is_plain(key: Any) -> bool:
+    """Whether `repr` of a key is the same in every process: no sets, no objects with an address."""
+    if isinstance(key, (tuple, list)):
+        return all(is_plain(part) for part in key)
+    return key is None or isinstance(key, (str, int, float))
 
 
 def state_numbers(rollout: Rollout) -> list[int]:
@@ -2443,7 +2494,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
     numbers, history = [], []
     for turn in rollout.turns:
         key = history if turn.state_key is None else turn.state_key
-        if not isinstance(key, (str, int, float, tuple, list)):
+        if not is_plain(key):
             raise ValueError(f"A state key is {key!r}, expected a string, a number or a tuple of them.")
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         numbers.append(int.from_bytes(digest, "big") >> 1)  # -1 stays free for "no turn"
@@ -2580,7 +2631,8 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
 
 
 def module_name(path: str, key: str) -> str:
-    return f"mt_grpo_{key}_{Path(path).stem}"
+    """Under which a recipe's file is imported: its own, so that two files of one name do not meet."""
+    return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
 
 
 def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
@@ -2588,7 +2640,7 @@ def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
     if module_name(path, "tools_script") not in sys.modules:
         load_tools(path)
     state_key = getattr(sys.modules[module_name(path, "tools_script")], "STATE_KEY", None)
-    if state_key is not None and not callable(state_key):
+    if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
         raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
     return state_key
 
@@ -2781,7 +2833,7 @@ def build_env(
         tool_timeout=args.tool_timeout,
         max_concurrent_tools=args.max_concurrent_tools,
         chat_template_kwargs=args.chat_template_kwargs,
-        state_key=load_state_key(script_args.tools_script),
+        state_key=load_state_key(script_args.tools_script) if args.credit_assignment == "gigpo" else None,
     )
 
 

@@ -8,19 +8,25 @@ Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four call
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
 outcome.
 
-Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps. The
-learning rate of a method is the best of LEARNING_RATES on task (b), on a seed that is not reported, by the mean exact
-match of training.
+Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
+(the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
+best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
+choice.
 
-Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again.
+Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again, also
+after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
+says so if there are several.
 """
 
 import argparse
+import fcntl
+import hashlib
 import json
 import math
 import multiprocessing
 import os
 import queue
+import signal
 import statistics
 import sys
 import time
@@ -36,7 +42,7 @@ THRESHOLD = 0.8
 NUM_PROBLEMS = 256  # held out
 TASKS: dict[str, dict[str, Any]] = {
     "calculator": {
-        "steps": 30, "title": "(a) calculator, one call", "arguments": [
+        "steps": 25, "title": "(a) calculator, one call", "arguments": [
             "--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/chain_reward.py",
             "--lr_scheduler_type", "constant",
         ],
@@ -46,7 +52,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml"],
     },
     "sparse": {
-        "steps": 50, "title": "(c) the same chain, sparse outcome",
+        "steps": 40, "title": "(c) the same chain, sparse outcome",
         "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
     },
 }  # fmt: skip
@@ -89,9 +95,13 @@ def run(job: Job) -> dict[str, Any]:
     trainer.train()
     trained = time.perf_counter()
     steps = [log for log in trainer.state.log_history if "reward" in log]
-    row = {**job, "train_exact_match": [log["rewards/exact_match_reward_func/mean"] for log in steps],
-           "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
-           "train_turns": [round(log["turns/mean"], 3) for log in steps]}  # fmt: skip
+    row = {
+        **job,
+        "code": code_digest(job["task"]),
+        "train_exact_match": [log["rewards/exact_match_reward_func/mean"] for log in steps],
+        "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
+        "train_turns": [round(log["turns/mean"], 3) for log in steps],
+    }
     row |= curve_figures(row["train_exact_match"])
     trainer.model.eval()
     result = evaluate.evaluate(
@@ -154,8 +164,18 @@ def name_of(job: Job) -> str:
     return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
 
 
+def code_digest(task: str) -> str:
+    """Of everything that a run of the task depends on, the libraries' versions apart."""
+    import evaluate
+
+    script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
+    files = ["mt_grpo_trainer.py", TASKS[task]["arguments"][1], script_args.tools_script, script_args.reward_fn,
+             *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files)).hexdigest()[:12]
+
+
 def finished() -> dict[str, dict[str, Any]]:
-    """All finished runs by name: those of the results file and those in files of their own, which are newer."""
+    """All finished runs by name: those of the results file, and those in files of their own, which win."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.is_file() else []
     rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
     return {name_of(row): row for row in rows}
@@ -195,13 +215,13 @@ def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dic
 
 def work(jobs: Any, done: Any) -> None:
     """A process of one thread that takes runs until none is left."""
-    import ctypes
-    import signal
-
-    import torch
-
     if sys.platform == "linux":  # end with the parent, however it ends
+        import ctypes
+
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:  # it has ended already
+            return
+    import torch
 
     torch.set_num_threads(1)
     while (job := jobs.get()) is not None:
@@ -213,11 +233,20 @@ def work(jobs: Any, done: Any) -> None:
 
 def run_all(jobs: list[Job], num_workers: int) -> None:
     """Run what is not finished; each result goes into its own file at once. Raises `RuntimeError` if a run fails."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with open(RUNS / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"error: another benchmark is writing into {RUNS}. Wait for it, or raise its --jobs.")
+        _run_all(jobs, num_workers)
+
+
+def _run_all(jobs: list[Job], num_workers: int) -> None:
     there = finished()
     jobs = [job for job in jobs if name_of(job) not in there]
     if not jobs:
         return
-    RUNS.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
@@ -260,7 +289,9 @@ def wait_for(done: Any, workers: list) -> tuple:
 # The report
 # ---------------------------------------------------------------------------------------------------------------------
 
-T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t
+# Student's t, 97.5%, by degrees of freedom; beyond 15 the last, which is a little too wide.
+T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+                        2.145, 2.131), 1))  # fmt: skip
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -269,23 +300,24 @@ def interval(values: list[float]) -> tuple[float, float]:
     >>> interval([1.0, 2.0, 3.0])
     (2.0, 2.48433820832296)
     """
-    half = T_975.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+    half = T_975[min(len(values) - 1, max(T_975))] * statistics.stdev(values) / math.sqrt(len(values))
     return mean(values), half
 
 
 def median_steps(values: list[int | None], steps: int) -> str:
     """The median of the steps to the threshold; runs that never passed it are later than every other.
 
-    >>> median_steps([10, 30, 20], 50), median_steps([10, None, None], 50)
-    ('20', '> 50')
+    >>> median_steps([10, 30, 20], 50), median_steps([10, None, None], 50), median_steps([10, 20, 25, None], 50)
+    ('20', '> 50', '22.5')
     """
-    ordered = sorted(math.inf if v is None else v for v in values)
-    middle = ordered[len(ordered) // 2]
-    return f"> {steps}" if middle == math.inf else str(middle)
+    middle = statistics.median(math.inf if v is None else v for v in values)
+    return f"> {steps}" if middle == math.inf else f"{middle:g}"
 
 
 def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs that may be quoted: task and method to at least NUM_SEEDS runs with the chosen learning rate."""
+    """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least NUM_SEEDS seeds,
+    the same for all methods of a task.
+    """
     rates = best_learning_rates({name_of(row): row for row in rows})
     groups = {
         (task, method): [
@@ -295,7 +327,15 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
         ]
         for task in TASKS for method in METHODS
     }  # fmt: skip
-    return {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
+    groups = {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
+    common = {
+        task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
+        for task in {key[0] for key in groups}
+    }
+    return {
+        key: [row for row in found if row["seed"] in common[key[0]]]
+        for key, found in groups.items() if len(common[key[0]]) >= NUM_SEEDS
+    }  # fmt: skip
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -367,7 +407,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def report() -> None:
     """Write the results file, the plot and the README's table from all finished runs."""
-    rows = sorted(finished().values(), key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
+    known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in METHODS]
+    rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
                                                       r["seed"], r["learning_rate"]))  # fmt: skip
     if not rows:
         sys.exit("error: no finished runs in runs/credit or docs/credit_results.json. Run without --report first.")
@@ -377,6 +418,10 @@ def report() -> None:
                 "rollouts_per_step": 64, "num_problems": NUM_PROBLEMS}  # fmt: skip
     RESULTS.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n{body}\n]}}\n', encoding="utf-8")
     print(f"{RESULTS}: {len(rows)} runs")
+    for task in TASKS:
+        digests = {row.get("code") for row in rows if row["task"] == task}
+        if len(digests) > 1:
+            print(f"note: the runs of {task} were made by {len(digests)} versions of the code")
     table = markdown(rows)
     if not table:
         print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
@@ -414,6 +459,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.jobs < 1 or SEARCH_SEED in options.seeds:
         sys.exit(f"error: expected --jobs of at least 1, and seeds other than {SEARCH_SEED}, which is the search's.")
     if not options.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))
         run_all(search_jobs(options.methods), options.jobs)
         rates = best_learning_rates(finished())
         print(f"learning rates: {rates}", flush=True)

@@ -160,6 +160,8 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, output: dict[str, Any], num
         "credit_assignment": args.credit_assignment, "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
         "scale_rewards": str(trainer.scale_rewards),
     }  # fmt: skip
+    if args.turn_discount != 1.0:
+        credit["turn_discount"] = f"{args.turn_discount:g}"
     sampling = {
         "model": trainer.model.config._name_or_path, "training row": str(number_of_row),
         "rollouts": str(len(trainer._rollouts)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),

@@ -45,16 +45,18 @@ def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
     rows += [row("mt_grpo", seed, e, passed=p) for seed, (e, p) in enumerate(zip(exact, passed))]
     rows += [row("mt_grpo", 7, 0.0, learning_rate=3e-4)]  # not the rate that was chosen
     rows += [row("outcome", seed, 0.7, learning_rate=3e-4) for seed in range(4)]  # one seed short
+    rows += [row("mt_grpo", 9, 0.1)] + [row("merged", seed, 0.5) for seed in range(6)] + search("merged")  # not both
     write(rows)
     bench.report()
     text = bench.README.read_text()
     assert text.startswith(f"before\n{bench.BEGIN}\n\n**(b)") and text.endswith(f"{bench.END}\nafter\n")
     quoted = "| `mt_grpo` | 0.94 ± 0.04 | 0.50 ± 0.00 | 30 | 0.90 ± 0.00 | 1.00 ± 0.00 | 4.50 ± 0.00 | 0.10 ± 0.00 |"
     assert f"{quoted} 0.0006 |" in text
+    assert "| `merged` | 0.50 ± 0.00 |" in text
     assert "5 seeds" in text and "`outcome`" not in text and "old" not in text
     results = json.loads(bench.RESULTS.read_text())
     assert len(results["runs"]) == len(rows)
-    assert results["settings"]["learning_rates"] == {"outcome": 3e-4, "mt_grpo": 6e-4}
+    assert results["settings"]["learning_rates"] == {"outcome": 3e-4, "merged": 6e-4, "mt_grpo": 6e-4}
     assert bench.PICTURE.read_bytes().startswith(b"\x89PNG") and bench.PICTURE.stat().st_size > 10_000
 
 
@@ -85,10 +87,18 @@ def test_a_run_is_kept_and_not_run_again(folders, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "1/1  chain-turn_return-lr0.0003-steps1-seed3" in printed
     (kept,) = bench.finished().values()
-    assert kept.items() >= JOB.items() and len(kept["train_exact_match"]) == 1
+    assert kept.items() >= JOB.items() and re.fullmatch("[0-9a-f]{12}", kept["code"])
+    assert len(kept["train_exact_match"]) == 1
     assert 0 <= kept["exact_match"] < 0.5 and 1 < kept["mean_turns"] <= 6 and 0.5 < kept["tool_executed"] <= 1
     monkeypatch.setattr(bench.multiprocessing, "get_context", None)
     bench.run_all([JOB], 1)
+
+
+def test_two_benchmarks_do_not_share_a_folder(folders):
+    with open(bench.RUNS / "lock", "w") as lock:
+        bench.fcntl.flock(lock, bench.fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another benchmark is writing"):
+            bench.run_all([JOB], 1)
 
 
 def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders):

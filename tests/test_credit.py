@@ -268,12 +268,12 @@ def test_unequal_rollouts_in_one_group_scaled():
 
 
 def test_unequal_rollouts_scaled_by_the_batch():
-    # Turn rewards of both turns form one set: centred -0.2 0.2 | 0.5 (alone: 0), three values, std 0.2.
-    # 0.2 / 0.2001 = 0.999500. Outcomes 0.5 -0.5: std 0.707107, 0.5 / 0.707207 = 0.707007.
+    # Turn rewards of both turns form one set: centred -0.2 0.2 | 0.5 (alone: compared with none, and no spread), two
+    # values, std 0.282843; 0.2 / 0.282943 = 0.706857. Outcomes 0.5 -0.5: std 0.707107, 0.5 / 0.707207 = 0.707007.
     rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.5, None], [0.6, None]])
     assert_rows(
         turn_advantages(rewards, "mt_grpo", 2, 1.0, "batch"),
-        [[-0.292493, 0.707007, 0.707007], [0.292493, -0.707007]],
+        [[0.000150, 0.707007, 0.707007], [-0.000150, -0.707007]],
     )
 
 
@@ -363,12 +363,12 @@ def test_turn_return_scaled_by_the_group():
 
 @pytest.mark.parametrize("name", ["turn_return", "gigpo"])
 def test_returns_scaled_by_the_batch(name):
-    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3, 0; five values, std sqrt(0.26 / 4) = 0.254951, over
-    # 0.255051: 0.784157 and 1.176235. Outcomes 0.707007.
+    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3 and one alone; four values, std sqrt(0.26 / 3) = 0.294392,
+    # over 0.294492: 0.679136 and 1.018703. Outcomes 0.707007.
     rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.6, None], [0.4, None]])
     assert_rows(
         turn_advantages(rewards, name, 2, 1.0, "batch"),
-        [[1.491164, 1.883242, 0.707007], [-1.491164, -1.883242]],
+        [[1.386143, 1.725710, 0.707007], [-1.386143, -1.725710]],
     )
 
 
@@ -597,6 +597,26 @@ def test_without_any_outcome_the_advantage_is_zero(name, scale):
 def test_a_rollout_without_outcome_gets_zero_and_the_others_are_compared_without_it(name):
     rewards = table([1, None, 0], [[1, 0]] * 3)
     assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mt_grpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),  # 0.2 and 0.6, mean 0.4; the 10 is in no baseline
+        ("turn_return", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
+        ("gigpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
+        ("merged", [[-0.2, -0.2], [0.0, 0.0], [0.2, 0.2]]),
+    ],
+)
+@pytest.mark.parametrize("per_rollout", [False, True])
+def test_turn_rewards_of_a_rollout_without_outcome_are_in_no_baseline(name, expected, per_rollout):
+    values = [0.2, 10, 0.6]
+    rewards = (
+        table([1, None, 1], [[1, 0]] * 3, rollout_turn=values)
+        if per_rollout
+        else table([1, None, 1], [[1, 0]] * 3, turn=[[value, None] for value in values])
+    )
+    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -547,6 +547,17 @@ def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
         assert getattr(args, key) == value
 
 
+def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_advantage_coef": 0.5}
+    for credit in mt.CHOICES["credit_assignment"]:
+        path = write(tmp_path, recipe | {"credit_assignment": credit})
+        if credit in ("outcome", "merged"):
+            with pytest.raises(ValueError, match=f"coef=0.5 has no effect with credit_assignment='{credit}'"):
+                mt.parse_arguments(["--config", path])
+        else:
+            assert mt.parse_arguments(["--config", path])[1].turn_advantage_coef == 0.5
+
+
 def test_turn_discount_where_nothing_reads_it(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
     for credit in mt.CHOICES["credit_assignment"]:

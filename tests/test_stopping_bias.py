@@ -92,11 +92,37 @@ def test_says_what_going_on_is_worth(name):
     assert abs(difference - -(0.3 + 0.5 * 0.3) * (G - 1) / G) < 4 * error
 
 
-def test_mt_grpo_says_half_of_it():
-    """Callers are compared with callers, only rollouts that never called with all: half of the 0.45 is lost."""
+def test_mt_grpo_says_it_times_the_share_that_calls():
+    """Callers are compared with callers, only rollouts that never called with all: here half of the 0.45 is lost."""
     rewards = world(3)
     difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
     assert difference == pytest.approx(-0.197, abs=0.006) and error < 0.002
+
+
+def trade_off() -> RewardTable:
+    """World 4: stopping at turn 0 pays an outcome of Bernoulli(0.6), going on Bernoulli(0.3) and 0.3 for turn 0."""
+    rewards = world(1)
+    generator = torch.Generator().manual_seed(4)
+    goes = rewards.observed[:, 0]
+    outcome = (torch.rand(GROUPS * G, generator=generator) < torch.where(goes, 0.3, 0.6)).float()
+    turn = torch.zeros_like(rewards.turn).where(rewards.sampled, NAN)
+    turn[:, 0] = 0.3 * goes
+    # One state a turn: a set of n damps by (n - 1) / n, and the two terms balance only if both are damped alike.
+    return replace(rewards, outcome=outcome, turn=turn, state=torch.arange(K).where(rewards.sampled, -1))
+
+
+@pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
+def test_unscaled_rewards_are_exchanged_one_to_one(name):
+    rewards = trade_off()
+    difference, error = stop_minus_go(estimate(name, rewards, "none"), rewards, 0)
+    assert abs(difference) < 4 * error < 0.02
+
+
+def test_scaling_changes_what_a_turn_reward_is_worth():
+    """Both ways pay 0.6 in the mean, but a sure 0.3 over its std outweighs an uncertain one over its own."""
+    rewards = trade_off()
+    difference, error = stop_minus_go(estimate("turn_return", rewards, "group"), rewards, 0)
+    assert difference == pytest.approx(-1.21, abs=0.02) and error < 0.005
 
 
 # --- measured biases, as the docstrings state them; the tolerances are four standard errors --------------------------

@@ -12,10 +12,11 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+import mt_grpo_trainer
 from mt_grpo_trainer import (
     CHOICES,
     Generation,
@@ -30,6 +31,7 @@ from mt_grpo_trainer import (
     main,
     run_rewards,
     state_numbers,
+    turn_advantages,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -450,8 +452,9 @@ def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
     keyed = state_numbers(Rollout([], [1], turns=[turn([1], "a"), turn([2], "b"), turn([3], "a")]))
     assert keyed[0] == keyed[2] != keyed[1] and min(keyed) >= 0
     assert keyed[0] == 5747026578550324724  # the same in every process, on every rank
-    with pytest.raises(ValueError, match="expected a string, a number or a tuple"):
-        state_numbers(Rollout([], [1], turns=[turn([1], object())]))
+    for key in (object(), ("a", {1, 2}), ({"a": 1},), [turn([1])]):
+        with pytest.raises(ValueError, match="expected a string, a number or a tuple"):
+            state_numbers(Rollout([], [1], turns=[turn([1], key)]))
 
 
 def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
@@ -459,12 +462,69 @@ def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path
     assert "without state keys" in caplog.text and "turn_return" in caplog.text
 
 
+def test_the_environment_names_the_state_in_which_each_turn_begins():
+    """It is asked before every turn with the turns so far, and its answer is kept with the turn."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
+    env = MultiTurnToolEnv([echo], system_prompt=None, tokenizer=tokenizer, state_key=lambda turns: ("at", len(turns)))
+    said = ['<tool>{"name": "echo", "args": {"text": "a"}}</tool>'] * 2 + ["<answer>a</answer>"]
+
+    class Scripted:
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            return Generation(tokenizer(said.pop(0), add_special_tokens=False)["input_ids"], None, "stop")
+
+    (rollout,) = env.generate(["go"], Scripted())["rollouts"]
+    assert [turn.state_key for turn in rollout.turns] == [("at", 0), ("at", 1), ("at", 2)]
+
+
+def test_a_state_key_that_raises_is_named(random_model, tmp_path):
+    env = MultiTurnToolEnv([echo], system_prompt=None, state_key=lambda turns: {}["board"])
+    trainer = MTGRPOEnvTrainer(
+        random_model, env, [turn_reward], [length_reward], train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
+    )  # fmt: skip
+    with pytest.raises(RunError, match="The state key raised KeyError: 'board'"):
+        trainer.train()
+
+
+def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
+    async def blocking(prompts, **kwargs):
+        time.sleep(1.0)
+        return [1.0] * len(prompts)
+
+    original = mt_grpo_trainer.run_async
+    monkeypatch.setattr(mt_grpo_trainer, "run_async", lambda coroutine, timeout: original(coroutine, timeout - 29.8))
+    started = time.perf_counter()
+    with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
+        run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))
+    assert time.perf_counter() - started < 0.9  # told while it still blocks
+    time.sleep(1.0)  # leave the loop free
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, discount):
+    """The advantages of a step are those of the pure function with the recipe's coefficient, scale and discount."""
+    args = settings(tmp_path, credit_assignment="turn_return", turn_discount=discount, turn_advantage_coef=0.7,
+                    scale_rewards="none")  # fmt: skip
+    trainer = TwoTurns(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
+        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
+    table = trainer._reward_table
+    expected = turn_advantages(table, "turn_return", 4, 0.7, "none", discount)
+    for i, rollout in enumerate(trainer._rollouts):
+        turns = torch.tensor(rollout.turn_ids)
+        for k in (0, 1):
+            assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
+    other = turn_advantages(table, "turn_return", 4, 0.7, "none", 1.5 - discount)
+    assert (expected - other).abs().max() > 0.01
+
+
 def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
     """With one state for all turns the table holds one number; the environment gets the turns so far."""
-    seen = []
 
     def state_key(turns):
-        seen.append(len(turns))
         return "everywhere"
 
     trainer = MTGRPOEnvTrainer(
@@ -474,7 +534,6 @@ def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
     )  # fmt: skip
     trainer.train()
     assert "without state keys" not in caplog.text
-    assert set(seen) >= {0}
     table = trainer._reward_table
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[~table.sampled] == -1).all()
 
