@@ -6,7 +6,7 @@
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
-outcome.
+outcome. `unscaled`: (b) again without dividing rewards by their spread.
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
 (the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
@@ -54,6 +54,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "sparse": {
         "steps": 40, "title": "(c) the same chain, sparse outcome",
         "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
+    },
+    "unscaled": {
+        "steps": 40, "title": "(b) again, with scale_rewards: none",
+        "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
     },
 }  # fmt: skip
 RESULTS, PICTURE, README = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("README.md")
@@ -450,7 +454,7 @@ def with_section(text: str, table: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["chain", "sparse", "calculator"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["chain", "sparse", "calculator", "unscaled"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(NUM_SEEDS)))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
