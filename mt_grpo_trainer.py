@@ -637,7 +637,7 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
 
 
 def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str) -> torch.Tensor:
-    """`norm` of x (N, K) over the turns of a group whose `state` (N, K) is the same number.
+    """`norm` of x (N, K) over the turns of a group whose `state` (N, K) is the same number. Memory: some N G K^2.
 
     >>> norm_by_state(torch.tensor([[1., 5.], [3., 9.]]), torch.tensor([[7, 8], [7, 7]]), 2, "none")
     tensor([[-3.3333,  0.0000],
@@ -783,7 +783,7 @@ def gigpo_advantages(
 
     Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
     the group, and a later turn only with those that have the very same tokens before them, in practice with none.
-    Memory: a few N G K^2 numbers.
+
     Where a state comes back within a rollout, a later visit is in the baseline of an earlier one, which is biased:
     with one state for all turns, stopping gets 0.012 less where it is worth nothing (world 2 of
     tests/test_stopping_bias.py, scale none; 0.047 more in world 1, scale group). Here state 1 is where A calls again

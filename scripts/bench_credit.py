@@ -385,8 +385,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(5.2 * len(tasks), 4), squeeze=False, sharey=True)
-    for axis, task in zip(axes[0], tasks):
+    columns = min(2, len(tasks))
+    height = math.ceil(len(tasks) / columns)
+    figure, axes = pyplot.subplots(height, columns, figsize=(5.2 * columns, 3.7 * height), squeeze=False, sharey=True)
+    for axis in axes.flat[len(tasks) :]:
+        axis.set_visible(False)
+    for axis, task in zip(axes.flat, tasks):
         for method in METHODS:
             if (task, method) not in groups:
                 continue
@@ -401,7 +405,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel(f"exact match of the batch, mean over {SMOOTHED_OVER} steps")
+    for row_of_axes in axes:
+        row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
     axes[0][0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
