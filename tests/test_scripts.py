@@ -276,7 +276,7 @@ class Launch:
         return found
 
     def end(self):
-        output, _ = self.process.communicate(timeout=60)
+        output, _ = self.process.communicate(timeout=120)
         return self.process.returncode, output
 
 
