@@ -762,7 +762,7 @@ def turn_return_advantages(
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
     Those that ended at turn k are among them with what they got there, so to go on is credited with what comes of it:
-    with `scale_rewards: group` and a reward for every call it learned to call for ever (README).
+    with `scale_rewards: group` and a reward for every call it learned to call for ever, not with `none` (README).
     Turn 0: 0.8 against 0.4; turn 1: 0.6 against 0; turn 2: A is alone.
 
     >>> turn_return_advantages(example(), 2, 1.0, "none", 1.0)
