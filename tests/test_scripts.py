@@ -253,8 +253,9 @@ class Launch:
             ["bash", str(ROOT / "scripts/train.sh"), recipe, "--max_steps", "2"], cwd="/", text=True,
             env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
-            # A shell that starts the tests in the background has them ignore SIGINT, which bash then cannot trap.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP, which bash then
+            # cannot trap.
+            preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in (signal.SIGINT, signal.SIGHUP)],
         )  # fmt: skip
 
     def wait_for(self, text):
