@@ -645,10 +645,9 @@ def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_r
     """
     size = group_size * x.shape[1]
     flat, keys = x.reshape(-1, size), state.reshape(-1, size)  # (N/G, GK)
-    first = (
-        (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)
-    )  # the group's first turn in that state
-    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)  # a column per state
+    # Which of the group's turns was the first in this one's state; each first turn names a column of its own.
+    first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
+    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)
     return norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first).view(x.shape)
 
 

@@ -88,6 +88,7 @@ def run(job: Job) -> dict[str, Any]:
     import mt_grpo_trainer as mt
 
     disable_progress_bar()
+    code = code_digest(job["task"])  # before a long run in which a file may be edited
     started = time.perf_counter()
     recipe = mt.parse_arguments([
         *TASKS[job["task"]]["arguments"], "--credit_assignment", job["method"], "--seed", str(job["seed"]),
@@ -101,7 +102,7 @@ def run(job: Job) -> dict[str, Any]:
     steps = [log for log in trainer.state.log_history if "reward" in log]
     row = {
         **job,
-        "code": code_digest(job["task"]),
+        "code": code,
         "train_exact_match": [log["rewards/exact_match_reward_func/mean"] for log in steps],
         "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
         "train_turns": [round(log["turns/mean"], 3) for log in steps],

@@ -13,10 +13,11 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns, warm_start
+from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns, print_table, warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -80,6 +81,11 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
             if value.startswith("-"):  # not seen in the right chains; what follows would be noise
                 break
     return messages
+
+
+def drawing(rows: list[dict], good_step: float, good_answer: float, rng: random.Random) -> Callable[[], list]:
+    """Conversations about random rows, one per call."""
+    return lambda: make_conversation(rng.choice(rows), good_step, good_answer, rng)
 
 
 def build_tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast:
@@ -161,21 +167,16 @@ def main() -> None:
     tokenizer = build_tokenizer([make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]])
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
-    warm_start(base, tokenizer, lambda: make_conversation(rng.choice(rows), 1.0, 1.0, rng), args.steps)
+    warm_start(base, tokenizer, drawing(rows, 1.0, 1.0, rng), args.steps)
     print(measure(base, tokenizer, held_out, do_sample=False))
     for name, (good_step, good_answer) in MODELS.items():
         model = copy.deepcopy(base)
-        warm_start(
-            model, tokenizer, lambda: make_conversation(rng.choice(rows), good_step, good_answer, rng),  # noqa: B023
-            args.mixed_steps, peak_lr=1e-3,
-        )  # fmt: skip
+        warm_start(model, tokenizer, drawing(rows, good_step, good_answer, rng), args.mixed_steps, peak_lr=1e-3)
         model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
         model.save_pretrained(args.output_dir / name)
         tokenizer.save_pretrained(args.output_dir / name)
         sampled, greedy = (measure(model.float(), tokenizer, held_out, do_sample) for do_sample in (True, False))
-        print(f"\n| {name}, {len(held_out)} held-out problems | temperature 1 | greedy |\n|---|---|---|")
-        for key, value in sampled.items():
-            print(f"| {key} | {value:.3f} | {greedy[key]:.3f} |", flush=True)
+        print_table(f"{name}, {len(held_out)} held-out problems", sampled, greedy)
 
 
 if __name__ == "__main__":

@@ -279,6 +279,12 @@ def measure(model, tokenizer, rows: list[dict[str, str]], do_sample: bool, max_t
     return {name: totals[name] / len(rows) for name in names} | first
 
 
+def print_table(title: str, sampled: dict[str, float], greedy: dict[str, float]) -> None:
+    print(f"\n| {title} | temperature 1 | greedy |\n|---|---|---|")
+    for name, value in sampled.items():
+        print(f"| {name} | {value:.3f} | {greedy[name]:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("hf_recipes/tiny/calculator-model"))
@@ -299,9 +305,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.output_dir)
 
     sampled, greedy = (measure(model, tokenizer, held_out, do_sample) for do_sample in (True, False))
-    print(f"\n| {len(held_out)} held-out problems | temperature 1 | greedy |\n|---|---|---|")
-    for name, value in sampled.items():
-        print(f"| {name} | {value:.3f} | {greedy[name]:.3f} |")
+    print_table(f"{len(held_out)} held-out problems", sampled, greedy)
 
 
 if __name__ == "__main__":

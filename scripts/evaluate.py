@@ -9,7 +9,6 @@ Any further argument overrides the recipe, as in training: `--temperature 0.5 --
 
 import argparse
 import contextlib
-import inspect
 import json
 import sys
 import time
@@ -167,7 +166,7 @@ def evaluate(
     with tqdm(total=len(prompts), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         rollouts = roll_out(backend, env, prompts, sampling_params(args), seed, batch_size, bar)
     columns = {key: [v for v in rows[key] for _ in range(k)] for key in rows.column_names if key != "prompt"}
-    scores = {f.__name__: score(f, rollouts, columns) for f in turn_funcs + outcome_funcs}
+    scores = score(turn_funcs + outcome_funcs, rollouts, columns, args.reward_timeout)
 
     exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
     found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
@@ -220,16 +219,19 @@ def roll_out(
     return rollouts
 
 
-def score(func: Callable, rollouts: list[mt.Rollout], columns: dict[str, list]) -> list[float | None]:
-    """A reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply."""
-    values = func(
-        prompts=[r.prompt_messages for r in rollouts], completions=[r.messages for r in rollouts],
-        completion_ids=[r.completion_ids for r in rollouts], rollout_turns=[r.turns for r in rollouts],
-        trainer_state=TrainerState(), log_extra=lambda *_: None, log_metric=lambda *_: None, **columns,
-    )  # fmt: skip
-    values = mt.run_async(values) if inspect.iscoroutine(values) else values
-    mt.check_reward_values(values, func.__name__, rollouts, per_turn=True)
-    return [total(value) for value in values]
+def score(
+    funcs: list[Callable], rollouts: list[mt.Rollout], columns: dict[str, list], timeout: float
+) -> dict[str, list[float | None]]:
+    """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply."""
+    columns = {
+        "prompts": [r.prompt_messages for r in rollouts], "completions": [r.messages for r in rollouts],
+        "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
+        "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,
+    }  # fmt: skip
+    outputs = mt.run_rewards(funcs, columns, timeout, torch.device("cpu"))
+    for func, values in zip(funcs, outputs, strict=True):
+        mt.check_reward_values(values, func.__name__, rollouts, per_turn=True)
+    return {func.__name__: [total(value) for value in values] for func, values in zip(funcs, outputs, strict=True)}
 
 
 def total(value: float | list[float | None] | None) -> float | None:

@@ -111,6 +111,11 @@ def test_repeated_helpers_are_identical(name):
     assert inspect.getsource(calculator._number) == inspect.getsource(gsm8k._number)
 
 
+@pytest.mark.parametrize("name", ["_block", "_texts", "_answer"])
+def test_the_judges_helpers_are_those_of_the_others(name):
+    assert inspect.getsource(getattr(load("judge_reward"), name)) == inspect.getsource(getattr(triviaqa, name))
+
+
 def test_lists_of_functions():
     def names(funcs):
         return [func.__name__ for func in funcs]
