@@ -33,6 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench_common import write_section
+
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
@@ -437,25 +439,8 @@ def report() -> None:
         print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
         return
     plot(rows, PICTURE)
-    text = README.read_text(encoding="utf-8")
-    README.write_text(with_section(text, table), encoding="utf-8")
+    write_section("credit", table, README)
     print(f"{PICTURE} and the table in {README}\n\n{table}")
-
-
-BEGIN, END = "<!-- credit results: made by scripts/bench_credit.py --report -->", "<!-- end of credit results -->"
-
-
-def with_section(text: str, table: str) -> str:
-    """The text with the table between its markers.
-
-    >>> with_section(f"a {BEGIN}old{END} b", "new") == f"a {BEGIN}\\n\\nnew\\n\\n{END} b"
-    True
-    """
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or END not in rest:
-        raise ValueError(f"README.md has no lines {BEGIN!r} and {END!r}. Put them where the table belongs.")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,6 +5,9 @@ import re
 
 import bench_credit as bench
 import pytest
+from bench_common import markers, with_section
+
+BEGIN, END = markers("credit")
 
 
 @pytest.fixture
@@ -14,7 +17,7 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results.json")
     monkeypatch.setattr(bench, "PICTURE", tmp_path / "docs/credit.png")
     monkeypatch.setattr(bench, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text(f"before\n{bench.BEGIN}\nold\n{bench.END}\nafter\n")
+    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     (tmp_path / "runs").mkdir()
     return tmp_path
 
@@ -49,7 +52,7 @@ def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
     write(rows)
     bench.report()
     text = bench.README.read_text()
-    assert text.startswith(f"before\n{bench.BEGIN}\n\n**(b)") and text.endswith(f"{bench.END}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN}\n\n**(b)") and text.endswith(f"{END}\nafter\n")
     quoted = "| `mt_grpo` | 0.94 ± 0.04 | 0.50 ± 0.00 | 30 | 0.90 ± 0.00 | 1.00 ± 0.00 | 4.50 ± 0.00 | 0.10 ± 0.00 |"
     assert f"{quoted} 0.0006 |" in text
     assert "| `merged` | 0.50 ± 0.00 |" in text
@@ -110,6 +113,6 @@ def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders):
 def test_readme_has_the_table_of_the_results_file():
     rows = json.loads(bench.RESULTS.read_text(encoding="utf-8"))["runs"]
     text = bench.README.read_text(encoding="utf-8")
-    assert bench.with_section(text, bench.markdown(rows)) == text
+    assert with_section(text, "credit", bench.markdown(rows)) == text
     quoted = re.findall(r"^\| `(\w+)` \| \d\.\d\d ± ", text, re.M)
     assert quoted and set(quoted) <= set(bench.METHODS)
