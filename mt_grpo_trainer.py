@@ -28,9 +28,11 @@ Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P`
 import asyncio
 import atexit
 import bisect
+import collections
 import concurrent.futures
 import dataclasses
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -44,6 +46,7 @@ import random
 import re
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -52,7 +55,7 @@ import types
 import typing
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -65,6 +68,7 @@ import torch
 import yaml
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, load_dataset
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
@@ -151,6 +155,13 @@ class MTGRPOConfig(GRPOConfig):
         default=10,
         metadata={"help": "Compare logprobs with the server at the first sync and every n-th; 0: first only"},
     )
+    vllm_request_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
+    )
+    overlap_rollouts: bool = field(
+        default=False,
+        metadata={"help": "Roll out the next batch while this one is optimised: one step off-policy; server only"},
+    )
     log_rollouts: int = field(
         default=16, metadata={"help": "Rollouts per rank and batch that go to output_dir/rollouts.*.jsonl; 0: none"}
     )
@@ -209,7 +220,7 @@ COLOCATE_KEYS = (
 )  # fmt: skip
 SERVER_KEYS = (
     "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
-    "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "overlap_rollouts",
 )  # fmt: skip
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -282,7 +293,8 @@ def check_config(args: MTGRPOConfig) -> None:
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
     positive = ("max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "tool_timeout",
-                "max_concurrent_tools", "reward_timeout", "temperature")  # fmt: skip
+                "max_concurrent_tools", "reward_timeout", "temperature", "vllm_server_timeout",
+                "vllm_request_timeout")  # fmt: skip
     for key in positive:
         value = getattr(args, key)
         if value is not None and not value > 0:  # nor NaN
@@ -304,6 +316,14 @@ def check_config(args: MTGRPOConfig) -> None:
     check_save_points(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    if backend == "server" and not alone and args.vllm_server_timeout >= args.ddp_timeout:
+        raise ValueError(
+            f"vllm_server_timeout={args.vllm_server_timeout:g} s: a rank that waits so long for the server would be "
+            f"given up by the others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+        )
+    if args.overlap_rollouts:
+        check_overlap(args)
     if args.turn_discount != 1.0 and args.credit_assignment not in ("turn_return", "gigpo"):
         raise ValueError(
             f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
@@ -326,6 +346,22 @@ def check_config(args: MTGRPOConfig) -> None:
                 f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
                 f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
             )
+
+
+def check_overlap(args: MTGRPOConfig) -> None:
+    """Raise `ValueError` where rollouts one step behind the weights would be trained as if they were not."""
+    if not args.vllm_importance_sampling_correction:
+        raise ValueError(
+            "overlap_rollouts trains on rollouts of the weights before the last step, which needs their importance "
+            "ratio. Set vllm_importance_sampling_correction: true, or remove overlap_rollouts."
+        )
+    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"overlap_rollouts with several batches of rollouts in one optimizer step "
+            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
+            f"steps_per_generation to a multiple of gradient_accumulation_steps."
+        )
 
 
 def check_save_points(args: MTGRPOConfig) -> None:
@@ -536,6 +572,7 @@ class Rollout:
     index: int = 0  # position in the whole batch: rank * B + i
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason | None = None  # None: still open
+    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
 
     @property
     def completion_ids(self) -> list[int]:
@@ -1014,6 +1051,19 @@ class ServerError(RuntimeError):
     """The generation server failed: the message holds URL, status, and what to do."""
 
 
+class ServerLost(ServerError):
+    """It does not answer, or only with 5xx, or no longer holds what was pushed: it may come back."""
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be a sample: ids and logprobs that do not match, or NaN."""
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a server's number can be the logprob of a sampled token: finite, and not above 0 but for rounding."""
+    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
 def sampling_defaults() -> dict[str, Any]:
     """Every sampling field: an unset one would take the model's own generation_config.json on the server."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -1028,11 +1078,14 @@ class VLLMServerClient:
         base_url: In place of host and port, for example behind TLS.
         api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
         timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
-        request_timeout: Seconds that one request may take.
+        request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
         transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL weight group.
     """
+
+    BAD_ANSWERS = 3  # in a row, until a server is taken to be broken
+    WATCH_SECONDS = 1.0  # between two looks at the server's version; no server restarts in so short a time
 
     def __init__(
         self,
@@ -1056,6 +1109,7 @@ class VLLMServerClient:
         self.sync_dir = sync_dir
         self.group_port = group_port
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
+        self.retries = 0  # requests that were sent again, since the last who asked set it to 0
         self._control = requests.Session()
         self._control.trust_env = False  # as aiohttp below: no HTTP_PROXY between the trainer and its own server
         api_key = api_key or os.environ.get("VLLM_API_KEY")
@@ -1063,21 +1117,26 @@ class VLLMServerClient:
         self._control.headers.update(self._headers)
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._nccl = None  # TRL's client, which holds the NCCL group
+        self._folder: Path | None = None  # of the disk transport, this client's own
         atexit.register(self.close)
 
     # -- control calls (synchronous) --
 
     def request(self, method: str, path: str, timeout: float = 60.0, **kwargs) -> Any:
-        """One control call; returns the JSON answer. Raises `ServerError` with URL, status and body."""
+        """One control call; returns the JSON answer. Raises `ServerError` with URL, status and body.
+
+        `ServerLost` where it may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
+        """
         url = f"{self.base_url}{path}"
         try:
             response = self._control.request(method, url, timeout=(10.0, timeout), **kwargs)
         except requests.RequestException as error:
-            raise ServerError(f"{method} {url}: {error}. Is the vLLM server running?") from error
+            raise ServerLost(f"{method} {url}: {error}. Is the vLLM server running?") from error
         if response.status_code == 404:
             raise ServerError(f"{method} {url}: 404. Start the vLLM server with VLLM_SERVER_DEV_MODE=1.")
         if not response.ok:
-            raise ServerError(f"{method} {url}: {response.status_code} {response.text[:2000]}")
+            kind = ServerLost if response.status_code == 429 or response.status_code >= 500 else ServerError
+            raise kind(f"{method} {url}: {response.status_code} {response.text[:2000]}")
         try:
             return response.json() if response.content else {}
         except ValueError:
@@ -1117,8 +1176,8 @@ class VLLMServerClient:
 
     # -- generation --
 
-    async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """POST with retries: connection errors, 429 and 5xx are tried again with backoff for `timeout` seconds."""
+    def _session(self) -> aiohttp.ClientSession:
+        """This event loop's connections."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
             self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
@@ -1126,23 +1185,93 @@ class VLLMServerClient:
                 connector=aiohttp.TCPConnector(limit=0), headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )  # fmt: skip
-        url, deadline, wait = f"{self.base_url}{path}", time.monotonic() + self.timeout, 0.5
+        return self._sessions[loop]
+
+    async def _post(
+        self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    ) -> Any:
+        """POST, and what `read` makes of the JSON answer.
+
+        Sent again with backoff, for `timeout` seconds from the first failure: connection errors (one that closes in
+        mid-answer too), 429 and 5xx, and requests without an answer. An answer that is no JSON, or that `read`
+        refuses with `BadAnswer`, is asked for `BAD_ANSWERS` times. Raises `ServerError`.
+        """
+        url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.5, 0
         while True:
+            sent = failed = time.monotonic()
             try:
-                async with self._sessions[loop].post(url, json=payload) as response:
+                async with self._session().post(url, json=payload) as response:
                     if response.status == 200:
-                        return await response.json()
-                    problem = f"{response.status} {(await response.text())[:2000]}"
+                        return read(json.loads(await response.read()))
+                    problem = f"{response.status} {(await response.text(errors='replace'))[:2000]}"
                     if response.status not in (429, 500, 502, 503, 504):
                         raise ServerError(f"POST {url}: {problem}")
-            except TimeoutError:
-                raise ServerError(f"POST {url}: no answer within request_timeout={self.request_timeout:g} s") from None
-            except (aiohttp.ClientError, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if time.monotonic() + wait > deadline:
-                raise ServerError(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+                failed = time.monotonic()
+            except aiohttp.ClientError as error:
+                problem, failed = f"{type(error).__name__}: {error}", time.monotonic()
+            except TimeoutError:  # the wait for it counts: a server that hangs is given up after `timeout` too
+                problem, failed = f"no answer within vllm_request_timeout={self.request_timeout:g} s", sent
+            except ValueError as error:
+                problem, failed, bad_answers = f"{type(error).__name__}: {error}", time.monotonic(), bad_answers + 1
+                if bad_answers == self.BAD_ANSWERS:
+                    raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
+            give_up = give_up or failed + self.timeout
+            if time.monotonic() + wait > give_up:
+                raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+            self.retries += 1
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, 10.0)
+
+    async def _held_version(self) -> str | None:
+        """The version of the weights that the server holds; None while it does not say."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=10.0)
+            async with self._session().get(f"{self.base_url}/weight_info", timeout=timeout) as response:
+                return (await response.json())["weight_version"] if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+            return None
+
+    async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
+        """Results of `coroutines` that are proven to come from the weights `version`; None for each other one.
+
+        A server that restarts holds its first weights, and no version. So whatever was finished before a question
+        was asked to which the server answered `version` was sampled from it; and once it answers anything else the
+        rest is cancelled, not sampled from weights that nobody trains. Raises the first error of a coroutine, and
+        `ServerLost` where the server says nothing for `timeout` seconds after the last of them.
+        """
+        finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
+
+        async def finish(index: int, coroutine: Awaitable) -> None:
+            result = await coroutine
+            finished[index] = time.monotonic(), result
+
+        running = asyncio.ensure_future(gather_all([finish(i, c) for i, c in enumerate(coroutines)]))
+        confirmed, give_up = float("-inf"), None
+        try:
+            while True:
+                await asyncio.wait({running}, timeout=self.WATCH_SECONDS)
+                asked, done = time.monotonic(), running.done()
+                if done:
+                    running.result()
+                held = await self._held_version()
+                if held == version:
+                    confirmed = asked
+                    if done:
+                        break
+                elif held is not None:
+                    break
+                elif done:
+                    give_up = give_up or asked + self.timeout
+                    if asked > give_up:
+                        raise ServerLost(f"{self.base_url} does not say which weights it holds: see its log.")
+                    await asyncio.sleep(self.WATCH_SECONDS)
+        finally:
+            running.cancel()
+        unproven = float("inf"), None
+        return [
+            result if ended <= confirmed else None
+            for ended, result in (finished.get(i, unproven) for i in range(len(coroutines)))
+        ]
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
@@ -1157,18 +1286,21 @@ class VLLMServerClient:
             **(sampling_params or {}), "model": self.model_card["id"], "prompt": prompt_ids, "max_tokens": max_tokens,
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
-        answer = await self._post("/v1/completions", payload)
-        try:
-            choice = answer["choices"][0]
-            token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            seen = answer["usage"]["prompt_tokens"]
-        except (KeyError, IndexError, TypeError):
-            raise ServerError(f"{self.base_url} answered without token ids: {str(answer)[:500]}") from None
-        if len(token_ids) != len(logprobs) or not token_ids or any(p is None or p != p for p in logprobs):
-            raise ServerError(f"{self.base_url} gave {len(token_ids)} ids and logprobs {logprobs[:5]}...: no match")
-        if seen != len(prompt_ids):
-            raise ServerError(f"{self.base_url} saw {seen} prompt tokens of {len(prompt_ids)}: the prompt was changed")
-        return Generation(token_ids, logprobs, "length" if choice["finish_reason"] == "length" else "stop")
+
+        def read(answer: dict[str, Any]) -> Generation:
+            try:
+                choice = answer["choices"][0]
+                token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+                seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+            except (KeyError, IndexError, TypeError):
+                raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+            if not token_ids or len(token_ids) != len(logprobs) or not all(map(is_logprob, logprobs)):
+                raise BadAnswer(f"{len(token_ids)} ids and {len(logprobs)} logprobs {logprobs[:5]}...: no match")
+            if seen != len(prompt_ids):
+                raise BadAnswer(f"the server saw {seen} prompt tokens of {len(prompt_ids)}: the prompt was changed")
+            return Generation(token_ids, logprobs, "length" if finish_reason == "length" else "stop")
+
+        return await self._post("/v1/completions", payload, read)
 
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
@@ -1233,10 +1365,12 @@ class VLLMServerClient:
             device: This process's accelerator, for NCCL.
 
         Returns:
-            Seconds by phase: `gather`, `load`.
+            Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
 
         Raises:
-            ServerError: with disk, a push that failed leaves the server's weights as they were.
+            ServerError: before the load, the server's weights are as they were; in the load, its version is
+                `loading-` and this one, which nobody expects.
+            ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
         try:
             if self.resolve_transport(torch.device(device)) == "nccl":
@@ -1248,26 +1382,58 @@ class VLLMServerClient:
 
     def _push_disk(self, named_weights, version, expected) -> dict[str, float]:
         start = time.perf_counter()
-        root = self.sync_dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        # Each tensor is copied before the next is asked for: the iterator may change it in place.
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        gathered = time.perf_counter()
+        folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix=f"mt-grpo-{self.instance}-", dir=root))
-        except OSError as error:
-            raise ServerError(f"The weights cannot be written below {root}: {error}. Set weight_sync_dir.") from error
-        try:
-            # Each tensor is copied before the next is asked for: the iterator may change it in place.
-            tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
-            self._check_names(tensors.keys(), expected)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            folder = self._versions_folder(sum(t.nbytes for t in tensors.values())) / version
+            partial = folder.with_name(f"partial-{version}")
+            try:
+                partial.mkdir()
+                save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+                del tensors
+                (partial / "model.safetensors").chmod(0o644)
+                partial.rename(folder)  # INVARIANT: what has a version's name is complete
+                written = time.perf_counter()
+                load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                self._while_paused(version, lambda: self.request("POST", "/collective_rpc", timeout=600.0, json=load))
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, SafetensorError, ServerError) as error:
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            raise kind(f"Weight push to {self.base_url} through {folder or 'no folder'} failed: {error}") from error
+        return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+
+    def _versions_folder(self, size: int) -> Path:
+        """This client's own folder, where the next version of `size` bytes has room. Raises `OSError`.
+
+        What runs that were killed left behind is removed: a folder belongs to nobody once its lock is free.
+        """
+        if self._folder is None:
+            shared = [Path(d) for d in ([self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()])]
+            shared = [d for d in shared if self.sync_dir or os.access(d, os.W_OK)]
+            for root in shared:
+                for lock in root.glob("mt-grpo-weights-*/lock"):
+                    with suppress(OSError), open(lock) as file:  # another user's, or locked by a run that lives
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(lock.parent, ignore_errors=True)
+            free = {root: shutil.disk_usage(root).free for root in shared}
+            root = next((root for root in shared if free[root] > 1.05 * size), None)
+            if root is None:
+                raise OSError(
+                    f"the weights need {size / 2**30:.2f} GiB, and there are "
+                    + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
+                    + ". Set weight_sync_dir to a directory with room that the server sees too"
+                )
+            folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
+            self._folder_lock = open(folder / "lock", "w")
+            fcntl.flock(self._folder_lock, fcntl.LOCK_EX)  # before others know the folder by its name
             folder.chmod(0o755)
-            (folder / "model.safetensors").chmod(0o644)
-            written = time.perf_counter()
-            load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._while_paused(version, lambda: self.request("POST", "/collective_rpc", timeout=600.0, json=load))
-        except (OSError, ServerError) as error:
-            raise ServerError(f"Weight push to {self.base_url} through {folder} failed: {error}") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return {"gather": written - start, "load": time.perf_counter() - written}
+            self._folder = folder.rename(root / f"mt-grpo-weights-{self.instance}")
+        return self._folder
 
     def _push_nccl(self, named_weights, version, expected, device) -> dict[str, float]:
         from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
@@ -1293,6 +1459,8 @@ class VLLMServerClient:
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
         try:
             self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})
+            # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
+            self.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
             load()
             answer = self.request("POST", "/reset_prefix_cache")
             if answer.get("success") is False:  # answered with status 200 all the same
@@ -1308,10 +1476,14 @@ class VLLMServerClient:
             await session.close()
 
     def close(self) -> None:
-        """Close the connections; a later call opens new ones."""
+        """Close the connections and remove the folder of the weights; a later call makes new ones."""
         atexit.unregister(self.close)
         run_async(self._close_sessions())
         self._control.close()
+        if self._folder is not None:
+            self._folder_lock.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class ServeSession:
@@ -1893,6 +2065,93 @@ class RunError(RuntimeError):
     """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
 
 
+class RunStopped(RunError):
+    """A signal asked the run to stop; `signum` says which."""
+
+    def __init__(self, signum: int, where: str = ""):
+        super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
+        self.signum = signum
+
+
+class Flight:
+    """This rank's conversations on their way, all from the same weights.
+
+    `land` waits for them and returns them in order, None in place of each that cannot be proven to come from those
+    weights since the server restarted.
+    """
+
+    def __init__(self, rollouts: list[Rollout], conversations: list[Coroutine], llm: Any, version: str | None):
+        self.prompts: list | None = None  # that it was started with, ahead of their time
+        self._rollouts, self._conversations, self._llm = rollouts, conversations, llm
+        self._began, self.seconds, self._future = time.perf_counter(), 0.0, None
+        if not isinstance(llm, InProcessBackend):
+            watched = isinstance(llm, VLLMServerClient)
+            results = llm.gather_from(version, conversations) if watched else gather_all(conversations)
+            self._future = asyncio.run_coroutine_threadsafe(self._timed(results), background_loop())
+
+    async def _timed(self, results: Awaitable) -> list[Rollout | None]:
+        try:
+            return await results
+        finally:
+            self.seconds = time.perf_counter() - self._began
+
+    def land(self) -> list[Rollout | None]:
+        """In the thread that may start collectives. Raises what a conversation raised."""
+        if self._future is None:
+            landed = self._llm.serve(self._conversations)
+            self.seconds = time.perf_counter() - self._began
+            return landed
+        try:
+            return self._future.result()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def wait(self) -> None:
+        """Until no conversation is open, whatever became of them: `land` tells."""
+        if self._future is not None:
+            concurrent.futures.wait([self._future])
+
+    def cancel(self) -> None:
+        if self._future is not None:
+            self._future.cancel()
+
+
+class LookAhead:
+    """An epoch's batches for `Trainer`, of which the ones to come can be seen before they are handed out.
+
+    >>> epoch = LookAhead(iter("aabbcc"), every=2)  # a batch of rollouts lasts two forward passes
+    >>> next(epoch), epoch.next_rollouts(), next(epoch), next(epoch), epoch.next_rollouts(), next(epoch)
+    ('a', 'b', 'a', 'b', 'c', 'b')
+    >>> epoch.next_rollouts() is None, list(epoch)
+    (True, ['c', 'c'])
+    """
+
+    def __init__(self, batches: Iterator, every: int):
+        self.source, self._every = batches, every
+        self._ahead: collections.deque = collections.deque()
+        self._taken = self._rollouts = 0
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._ahead.popleft() if self._ahead else next(self.source)
+        self._taken += 1
+        return batch
+
+    def next_rollouts(self) -> Any | None:
+        """To be called once per batch of rollouts: the inputs of the next one, None at the epoch's end."""
+        self._rollouts += 1
+        place = self._rollouts * self._every - self._taken
+        while len(self._ahead) <= place:
+            try:
+                self._ahead.append(next(self.source))
+            except StopIteration:
+                return None
+        return self._ahead[place]
+
+
 class MTGRPOEnvTrainer(GRPOTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
@@ -1911,6 +2170,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
+    MAX_RESTARTS = 3  # of the server, in one batch of rollouts or one push
 
     def __init__(
         self,
@@ -1982,11 +2242,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._num_syncs = 0
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
+        self._flight: Flight | None = None  # the next batch's conversations, with overlap_rollouts
+        self._epoch: LookAhead | None = None
+        self._next_prompts: list | None = None
+        self._stop_signal: int | None = None
+        self._interruptible = False
         if self.backend == "server":
             self.client = VLLMServerClient(
                 vllm_server_host or args.vllm_server_host, vllm_server_port or args.vllm_server_port, tokenizer,
                 base_url=None if vllm_server_host or vllm_server_port else args.vllm_server_base_url,
-                timeout=args.vllm_server_timeout, transport=args.weight_sync, sync_dir=args.weight_sync_dir,
+                timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
+                transport=args.weight_sync, sync_dir=args.weight_sync_dir,
                 group_port=args.vllm_group_port,
             )  # fmt: skip
             check_server(self.client, env, model_config, args, train_dataset)
@@ -2040,47 +2306,144 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )  # fmt: skip
 
     def _roll_out(self, prompts: list) -> list[Rollout]:
-        """All conversations of this rank, from weights that the server is known to hold.
+        """All conversations of this rank, each one from weights that the server is known to have held throughout.
 
-        Ranks meet once, after their conversations: whatever failed on one raises the same message on all, and a
-        server that restarted meanwhile (it then holds its first weights) is synced again and asked again.
+        Ranks meet once, after their conversations: whatever failed on one raises the same message on all, and where
+        a server restarted (it then holds its first weights) all push again, and what is missing is rolled out again.
         """
-        first = self.accelerator.process_index * len(prompts)
-        for _ in range(3):
-            self._sync_weights()
-            started, error, rollouts = time.perf_counter(), None, []
+        mode = "train" if self.model.training else "eval"
+        rollouts: list[Rollout | None] = [None] * len(prompts)
+        restarted, waited = 0, 0.0
+        flight, ahead = (self._flight, self._flight is not None) if mode == "train" else (None, False)
+        if ahead:
+            self._flight = None
+            if flight.prompts != prompts:
+                raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+        for _ in range(self.MAX_RESTARTS):
+            if flight is None:
+                self._sync_weights()
+            error, stopped, began = None, None, time.perf_counter()
             try:
-                try:
-                    rollouts = self.env.start(prompts)
-                finally:
-                    if not rollouts and isinstance(self.llm, InProcessBackend):
-                        self.llm.serve([])  # other ranks may be in a collective generate
-                for i, rollout in enumerate(rollouts):
-                    rollout.index = first + i
-                    if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
-                        raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
-                self._converse(rollouts)
-                restarted = self.backend == "server" and self.client.weight_version() != self._pushed
+                with self._interruptions():
+                    flight = flight or self._set_off(prompts, [i for i, r in enumerate(rollouts) if r is None])
+                    for rollout in flight.land():
+                        if rollout is not None:
+                            rollouts[rollout.index - self.accelerator.process_index * len(prompts)] = rollout
+            except RunStopped as raised:
+                stopped = raised.signum
             except Exception as raised:  # told to the other ranks, which would wait for this one for ever
-                error, restarted = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}", False
+                error = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}"
                 logger.debug("rollout failed", exc_info=True)
-            verdicts = gather_object([(error, restarted)])
-            if errors := [e for e, _ in verdicts if e]:
+            waited += time.perf_counter() - began
+            if retries := getattr(self.llm, "retries", 0):
+                self.llm.retries = 0
+            verdicts = gather_object([(error, stopped, rollouts.count(None), retries)])
+            if signals := [signum for _, signum, _, _ in verdicts if signum]:
+                raise RunStopped(signals[0], f" at step {self.state.global_step}")
+            if errors := [e for e, _, _, _ in verdicts if e]:
                 raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
-            if not any(lost for _, lost in verdicts):
-                mode = "train" if self.model.training else "eval"
-                self._metrics[mode]["rollout/seconds"].append(time.perf_counter() - started)
-                return rollouts
-            logger.warning("The vLLM server restarted during rollouts: pushing the weights and rolling out again.")
-            self._pushed, self.client._nccl = None, None  # the restarted server is in no NCCL group
-        raise RunError("The vLLM server restarted three times during one batch of rollouts. See its log.")
-
-    def _converse(self, rollouts: list[Rollout]) -> None:
-        conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
-        if isinstance(self.llm, InProcessBackend):
-            self.llm.serve(conversations)
+            self._metrics[mode]["rollout/retries"].append(sum(retries for _, _, _, retries in verdicts))
+            missing = sum(count for _, _, count, _ in verdicts)
+            if not missing:
+                break
+            logger.warning(
+                f"Step {self.state.global_step}: the vLLM server restarted during rollouts. Pushing the weights "
+                f"again; {missing} unfinished conversations start over."
+            )
+            restarted += missing
+            self._pushed, self.client._nccl, flight = None, None, None  # the restarted server is in no NCCL group
         else:
-            run_async(gather_all(conversations))
+            raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
+        self._metrics[mode]["rollout/restarted"].append(restarted)
+        self._metrics[mode]["rollout/seconds"].append(flight.seconds)
+        self._metrics[mode]["rollout/wait_seconds"].append(waited)
+        self._metrics[mode]["rollout/staleness"].append(
+            sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
+        )
+        if mode == "train" and self._next_prompts is not None:
+            self._sync_weights()
+            self._flight = self._set_off(self._next_prompts, list(range(len(self._next_prompts))))
+            self._flight.prompts, self._next_prompts = self._next_prompts, None
+        return rollouts
+
+    def _set_off(self, prompts: list, which: list[int]) -> Flight:
+        """Start the conversations of these prompts of this rank. Raises `ValueError` for a prompt without room."""
+        rollouts = []
+        try:
+            rollouts = self.env.start([prompts[i] for i in which])
+        finally:
+            if not rollouts and isinstance(self.llm, InProcessBackend):
+                self.llm.serve([])  # other ranks may be in a collective generate
+        for i, rollout in zip(which, rollouts):
+            rollout.index = self.accelerator.process_index * len(prompts) + i
+            rollout.policy_version = self._weight_counter.version
+            if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
+                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
+        conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
+        return Flight(rollouts, conversations, self.llm, self._pushed)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
+        """`Trainer`'s; with `overlap_rollouts` the prompts after these can be seen already."""
+        if self.args.overlap_rollouts:
+            if self._epoch is None or self._epoch.source is not epoch_iterator:
+                every = self.args.steps_per_generation * self.num_iterations
+                self._epoch = LookAhead(epoch_iterator, every)
+            epoch_iterator = self._epoch
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _look_ahead(self) -> None:
+        """Note the prompts of the next batch of rollouts, unless this is the run's or the epoch's last."""
+        inputs = self._epoch.next_rollouts()
+        per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+        last = self.state.global_step + per_batch >= self.state.max_steps
+        self._next_prompts = None if last or inputs is None else [row["prompt"] for row in inputs]
+
+    # -- stopping --
+
+    @contextmanager
+    def stop_on_signals(self) -> Iterator[None]:
+        """While training: SIGTERM and Ctrl-C end the run by `RunStopped`, from which it can be saved and resumed.
+
+        Rollouts are interrupted; an optimizer step is finished first. A Ctrl-C more than a second later ends at once.
+        """
+        asked = 0.0
+
+        def handle(signum, frame):
+            nonlocal asked
+            if self._stop_signal is None:
+                asked, self._stop_signal = time.monotonic(), signum
+                logger.warning(f"{signal.Signals(signum).name}: stopping before the next optimizer step.")
+                if self._interruptible:
+                    raise RunStopped(signum)
+            elif signum == signal.SIGINT and time.monotonic() > asked + 1:  # launchers send the first one twice
+                raise KeyboardInterrupt
+
+        previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    @contextmanager
+    def _interruptions(self) -> Iterator[None]:
+        """Where a signal may raise `RunStopped`; not in a generation that other ranks take part in."""
+        self._interruptible = not (isinstance(self.llm, InProcessBackend) and self._any_rank())
+        try:
+            if self._stop_signal is not None:
+                raise RunStopped(self._stop_signal)
+            yield
+        finally:
+            self._interruptible = False
+
+    def train(self, *args, **kwargs) -> Any:
+        """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._flight is not None:
+                self._flight.cancel()
+                self._flight = None
 
     def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
         """One batch by TRL's own generation, for `InProcessBackend`."""
@@ -2132,14 +2495,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
         if self.backend != "server" or self._pushed == version:
             return
-        started = time.perf_counter()
-        if self._num_syncs == 0:
-            self._check_that_pushes_arrive(version)
-        seconds = self._push(version)
-        every = self.args.weight_check_every
-        gap = None
-        if self._num_syncs == 0 or (every and self._num_syncs % every == 0):
-            gap = self._check_logprobs()
+        if self._flight is not None:  # INVARIANT: no conversation is open on any rank while weights change
+            self._flight.wait()
+            self.accelerator.wait_for_everyone()
+        started, self._pushed = time.perf_counter(), None
+        for attempt in range(1, self.MAX_RESTARTS + 1):
+            try:
+                seconds, gap = self._push_and_check(version)
+                break
+            except ServerLost as error:  # on all ranks
+                if attempt == self.MAX_RESTARTS:
+                    raise
+                logger.warning(f"{error}. Waiting for the server, then pushing again.")
+                self.client._nccl = None
+                self._on_main(self.client.wait_until_healthy)
         self._num_syncs += 1
         self._pushed = version
         mode = "train" if self.model.training else "eval"
@@ -2148,6 +2517,24 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._metrics[mode][f"sync/{phase}_seconds"].append(value)
         if gap is not None:
             self._metrics[mode]["sync/logprob_difference"].append(gap)
+
+    def _push_and_check(self, version: str) -> tuple[dict[str, float], float | None]:
+        """Seconds by phase, and the difference in logprobs where it was time to compare."""
+        if self._num_syncs == 0:
+            self._check_that_pushes_arrive(version)
+        seconds, every = self._push(version), self.args.weight_check_every
+        if self._num_syncs and (not every or self._num_syncs % every):
+            return seconds, None
+        pushed = time.perf_counter()
+        try:
+            gap = self._check_logprobs()
+        except ServerLost:
+            raise
+        except ServerError:
+            if self._on_main(self.client.weight_version) != version:
+                raise ServerLost(f"{self.client.base_url} restarted between the push and the check of it") from None
+            raise
+        return {**seconds, "check": time.perf_counter() - pushed}, gap
 
     def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
         weights = self.vllm_generation.named_weights(norm_scale)
@@ -2163,15 +2550,16 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _on_main(self, function: Callable[[], Any]) -> Any:
         """Run on rank 0; every rank returns its result or raises its error."""
-        verdict = [None, None]
+        verdict = [None, None, ServerError]
         if self.accelerator.is_main_process:
             try:
                 verdict[0] = function()
             except Exception as error:  # every rank raises it below
-                verdict[1] = f"{type(error).__name__}: {error}"
+                kind = ServerLost if isinstance(error, ServerLost) else ServerError
+                verdict[1:] = f"{type(error).__name__}: {error}", kind
         broadcast_object_list(verdict, from_process=0)
         if verdict[1]:
-            raise ServerError(f"Step {self.state.global_step}: {verdict[1]}")
+            raise verdict[2](f"Step {self.state.global_step}: {verdict[1]}")
         return verdict[0]
 
     def _check_that_pushes_arrive(self, version: str) -> None:
@@ -2308,6 +2696,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's step (which calls the methods above), with its advantages replaced by one per token."""
         self._rng_state = get_rng_state()  # of the last moment from which a run can be resumed
+        if self.args.overlap_rollouts and self.model.training:
+            self._look_ahead()
         output = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
@@ -2845,11 +3235,15 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, ServerError) as error:
         sys.exit(f"error: {error}")
     resume = args.resume_from_checkpoint
-    try:
-        trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
-    except (RunError, ServerError) as error:
-        logger.error("training stopped", exc_info=error)
-        sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
+    with trainer.stop_on_signals():
+        try:
+            trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+        except RunStopped as stopped:
+            print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
+            sys.exit(128 + stopped.signum)
+        except (RunError, ServerError) as error:
+            logger.error("training stopped", exc_info=error)
+            sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if args.push_to_hub:

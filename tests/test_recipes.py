@@ -455,6 +455,7 @@ REFUSED = {
 REFUSED_BY_BACKEND = [
     *(("transformers", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
         ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
         ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
@@ -469,6 +470,7 @@ REFUSED_BY_BACKEND = [
     )),
     *(("colocate", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("cache_implementation", "static"),
         ("use_transformers_continuous_batching", True), ("vllm_server_port", 9000),
     )),

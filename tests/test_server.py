@@ -225,10 +225,8 @@ def test_records_are_what_the_server_saw_and_sampled(client):
     calls = []
     original = client._post
 
-    async def recorded(path, payload):
-        answer = await original(path, payload)
-        calls.append((payload["prompt"], answer["choices"][0]))
-        return answer
+    async def recorded(path, payload, read):
+        return await original(path, payload, lambda answer: calls.append((payload["prompt"], answer)) or read(answer))
 
     client._post = recorded
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
@@ -236,7 +234,8 @@ def test_records_are_what_the_server_saw_and_sampled(client):
     result = env.generate([f"What is {a} * 37?" for a in range(20, 52)], client, {"temperature": 1.0})
     assert len(result["ids"]) == 32 and max(len(r.turns) for r in result["rollouts"]) >= 2
     by_prompt = {}
-    for prompt, choice in calls:
+    for prompt, answer in calls:
+        choice = answer["choices"][0]
         assert choice["prompt_token_ids"] == prompt
         by_prompt.setdefault(tuple(prompt), []).append(choice)
     for i, rollout in enumerate(result["rollouts"]):
@@ -284,17 +283,20 @@ def test_chat_for_people(client):
 def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
     """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
-    original, attempts = trainer._converse, []
+    original, attempts = trainer._set_off, []
 
-    def converse(rollouts):
-        original(rollouts)
-        attempts.append(len(rollouts))
+    def set_off(prompts, which):
+        attempts.append(len(which))
+        flight = original(prompts, which)
         if len(attempts) == 2:
             client.request("POST", "/update_weight_version", json={"new_version": "default"})
+        return flight
 
-    trainer._converse = converse
+    trainer._set_off = set_off
     trainer.train()
     assert attempts == [16, 16, 16] and trainer.state.global_step == 2
+    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
+    assert [row["rollout/restarted"] for row in rows] == [0, 16]
     assert trainer._num_syncs == 3
 
 
