@@ -1581,8 +1581,22 @@ class InProcessBackend:
 # =====================================================================================================================
 
 
-async def run_tool(tool: Callable, arguments: dict[str, Any], timeout: float) -> Any:
+HUNG = "hung-tool-"  # how the threads of abandoned calls are called
+
+
+def as_text(result: Any) -> str:
+    """A tool's result as the model reads it: text as it is, bytes as UTF-8, anything else as JSON."""
+    if isinstance(result, bytes):
+        return result.decode("utf-8", "replace")
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+
+async def run_tool(
+    tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
+) -> Any:
     """Run one tool: an async one as a task, a synchronous one in a daemon thread of its own.
+
+    `finish` is what to make of the result, in that thread: a large one takes its time, and the loop is everybody's.
 
     Whatever it raises, `SystemExit` included, comes out as an ordinary exception. A call that takes longer than
     `timeout` seconds raises `ToolTimeout` and is abandoned, with its thread or as a cancelled task.
@@ -1599,7 +1613,8 @@ async def run_tool(tool: Callable, arguments: dict[str, Any], timeout: float) ->
 
     def work():
         try:
-            outcome = tool(**arguments), None
+            result = tool(**arguments)
+            outcome = result if inspect.isawaitable(result) else finish(result), None
         except BaseException as error:
             outcome = None, error
         if not loop.is_closed():
@@ -1607,16 +1622,17 @@ async def run_tool(tool: Callable, arguments: dict[str, Any], timeout: float) ->
 
     async def wait_for(awaitable):
         try:
-            deliver(await awaitable, None)
+            deliver(finish(await awaitable), None)
         except BaseException as error:  # a SystemExit here would end the loop that all conversations share
             deliver(None, error)
 
-    task, deadline = None, loop.time() + timeout
+    task, thread, deadline = None, None, loop.time() + timeout
     try:
         if inspect.iscoroutinefunction(tool):
             task = loop.create_task(wait_for(tool(**arguments)))
         else:
-            threading.Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
+            thread = threading.Thread(target=work, name=f"tool-{tool.__name__}", daemon=True)
+            thread.start()
         await asyncio.wait({done}, timeout=timeout)
         if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
             awaitable, done = done.result()[0], loop.create_future()
@@ -1626,6 +1642,8 @@ async def run_tool(tool: Callable, arguments: dict[str, Any], timeout: float) ->
         if task is not None:
             task.cancel()
     if not done.done():
+        if thread is not None:
+            thread.name = f"{HUNG}{tool.__name__}"
         raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
     result, error = done.result()
     if error is not None:
@@ -1855,8 +1873,7 @@ class MultiTurnToolEnv:
         async with slots:
             started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
             try:
-                result = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout)
-                text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+                text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
             except ToolTimeout as raised:
                 text, error = f"Error: {raised}", "timeout"
             except Exception as raised:  # any failure of a tool is an observation, never the end of a run
@@ -1868,7 +1885,9 @@ class MultiTurnToolEnv:
         used = len(rollout.prompt_ids) + len(rollout.completion_ids)
         completion_left, context_left = self._room(rollout, used)
         room = min(completion_left, context_left) - self.MIN_ANSWER_TOKENS
-        text, limit = neutralise(text, tokenizer), self.max_tool_response_tokens
+        limit = self.max_tool_response_tokens
+        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
+        text = neutralise(text[: 64 * limit + 1], tokenizer)
         while (cut := cut_to_tokens(text, limit, tokenizer)) is not None:
             ids = self.message_ids(cut, tokenizer, turn.token_ids)
             if len(ids) <= room:
@@ -2761,6 +2780,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         metrics["tools/malformed_frequency"].append((malformed.sum() / attempted).item())
         metrics["tools/timeout_frequency"].append((timeouts.sum() / attempted).item())
         metrics["tools/mean_seconds"].append((seconds.sum() / attempted).item())
+        metrics["tools/hung_threads"].append(sum(t.name.startswith(HUNG) for t in threading.enumerate()))
         for i, reason in enumerate(reasons):
             metrics[f"stop/{reason}"].append((stop == i).float().mean().item())
 
@@ -3178,6 +3198,29 @@ def read_jsonl(path: Path, size: int | None) -> list[dict[str, Any]]:
 # =====================================================================================================================
 
 
+@contextmanager
+def output_lock(path: str) -> Iterator[None]:
+    """Hold the output directory for this run. Raises `ValueError` where another run writes there; rank 0 decides."""
+    if int(os.environ.get("RANK", 0)):
+        yield
+        return
+    Path(path).mkdir(parents=True, exist_ok=True)
+    with open(Path(path) / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"output_dir={path!r} is in use by another run{file.read()}. Set another output_dir, or wait for it."
+            ) from None
+        except OSError as error:  # a file system without locks
+            logger.warning(f"output_dir={path!r} cannot be locked ({error}): keep other runs out of it.")
+        file.truncate(0)
+        file.write(f" (process {os.getpid()})")
+        file.flush()
+        yield
+
+
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
     """Everything a recipe says, put together. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script)
@@ -3231,9 +3274,15 @@ def main(argv: list[str] | None = None) -> None:
     """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`."""
     try:
         script_args, args, model_args = parse_arguments(argv)
-        trainer = build_trainer(script_args, args, model_args)
+        with output_lock(args.output_dir):
+            run(build_trainer(script_args, args, model_args), script_args)
     except (ValueError, ServerError) as error:
         sys.exit(f"error: {error}")
+
+
+def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
+    """Train to the end, or save what there is and exit: 1 after a failure, 128 + its number after a signal."""
+    args = trainer.args
     resume = args.resume_from_checkpoint
     with trainer.stop_on_signals():
         try:

@@ -14,6 +14,9 @@
 #                         zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
 #   VLLM_ARGS             further flags for the server, separated by spaces
 #   SERVER_TIMEOUT        seconds that the server may take to start (default 1800)
+#   SERVER_RESTARTS       how often a server that dies during training is started again (default 3); the trainer waits
+#                         for it for vllm_server_timeout seconds, pushes its weights, and goes on
+#   STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
 #   PYTHON                the interpreter (default: .venv/bin/python)
 set -euo pipefail
 
@@ -70,7 +73,7 @@ keeper() {
         printf 'train: stopping the server\n'
         kill -TERM $left 2>/dev/null
     fi
-    deadline=$((SECONDS + 15))
+    deadline=$((SECONDS + $3))
     while left="$(members "$sessions" "$1")" && [[ -n "$left" ]] && ((SECONDS < deadline)); do sleep 0.2; done
     deadline=$((SECONDS + 10))
     while [[ -n "$left" ]] && ((SECONDS < deadline)); do
@@ -87,7 +90,7 @@ if ((starts_server)) && [[ -z "$weight_sync_dir" ]]; then
     [[ -w /dev/shm ]] && sync_dir=/dev/shm || sync_dir="${TMPDIR:-/tmp}"
     sync_dir="$(mktemp -d "$sync_dir/mt-grpo-sync.XXXXXX")"
 fi
-exec {pipe}> >(exec setsid bash -c "$(declare -f members keeper); keeper \"\$@\"" keeper "$mark" "$sync_dir")
+exec {pipe}> >(exec setsid bash -c "$(declare -f members keeper); keeper \"\$@\"" keeper "$mark" "$sync_dir" "${STOP_TIMEOUT:-60}")
 keeper_pid=$!
 waiting=0
 
@@ -114,6 +117,13 @@ export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost" NO_PROXY="${NO_PROX
 arguments=(mt_grpo_trainer.py --config "$recipe" "$@")
 
 if ((starts_server)); then
+    # Two runs that start together both see the same port free: whoever has its lock may use it, as long as it lives.
+    while command -v flock >/dev/null; do
+        exec {port_lock}>"${TMPDIR:-/tmp}/mt-grpo-$UID-port-$port.lock"
+        flock -n "$port_lock" && ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break
+        exec {port_lock}>&-
+        port=$((port + 1))
+    done
     [[ "$port" == "$wanted_port" ]] || say "port $wanted_port is taken: using $port"
     arguments+=(--vllm_server_port "$port" ${sync_dir:+--weight_sync_dir "$sync_dir"})
     server_log="$output_dir/vllm_server.log"
@@ -131,9 +141,14 @@ if ((starts_server)); then
         server+=(--enforce-eager --max-num-seqs 128)
     fi
     read -r -a further <<<"${VLLM_ARGS:-}"
+    : >"$server_log"
+    start_server() {
+        start env "${server_environment[@]}" "${server[@]}" "${further[@]}" >>"$server_log" 2>&1
+        server_pid=$!
+    }
+    server_environment=("${environment[@]}")
     say "starting the vLLM server on ${server_gpus:+GPU }${server_gpus:-the CPU}, port $port; log: $server_log"
-    start env "${environment[@]}" "${server[@]}" "${further[@]}" >"$server_log" 2>&1
-    server_pid=$!
+    start_server
 
     show_log() {
         printf 'train: the last lines of %s:\n' "$server_log"
@@ -196,6 +211,17 @@ fi
 say "training with $num_processes process(es) on ${trainer_gpus:+GPU }${trainer_gpus:-the CPU}, ${config:+by $config, }output: $output_dir"
 start env "${environment[@]}" "${launch[@]}" "${arguments[@]}"
 trainer_pid=$!
+restarts=0
+while alive "$trainer_pid"; do
+    if ((starts_server && restarts < ${SERVER_RESTARTS:-3})) && ! alive "$server_pid"; then
+        restarts=$((restarts + 1))
+        show_log
+        kill -KILL -- "-$server_pid" 2>/dev/null || true # what it left behind, such as its engine
+        say "the vLLM server ended; starting it again ($restarts of ${SERVER_RESTARTS:-3})"
+        start_server
+    fi
+    sleep 1
+done
 status=0
 wait "$trainer_pid" || status=$?
 

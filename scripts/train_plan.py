@@ -118,6 +118,8 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
     check_for_processes(argv, num_processes)
+    with mt.output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
+        pass
     plan = {
         "starts_server": int(starts_server), "uses_server": int(uses_server), "output_dir": args.output_dir,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),

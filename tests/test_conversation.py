@@ -854,7 +854,7 @@ def returns(value, name="give"):
         (True, "true"),
         ({"a": [1, None]}, '{"a": [1, null]}'),
         ({"city": "Zürich"}, '{"city": "Zürich"}'),
-        (b"abc", "\"b'abc'\""),
+        (b"abc", "abc"),
         ((1, "x"), '[1, "x"]'),
     ],
 )

@@ -228,8 +228,9 @@ elif kind == "vllm":
     if os.environ.get("STAND_IN_SERVER") == "dies":
         sys.exit("no memory left")
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # an engine
+    first = not os.path.exists(os.environ["STAND_IN_OUT"] + "/up")
     open(os.environ["STAND_IN_OUT"] + "/up", "w").close()
-    time.sleep(600)
+    time.sleep(1 if first and os.environ.get("STAND_IN_SERVER") == "dies once" else 600)
 elif kind == "accelerate":
     if "STAND_IN_TRAINER" in os.environ:
         sys.exit(int(os.environ["STAND_IN_TRAINER"]))
@@ -316,6 +317,39 @@ def test_a_server_that_dies_is_reported_with_its_log(tmp_path, recipe):
     code, output = launch.end()
     assert code == 1 and "no memory left" in output
     assert "accelerate" not in launch.calls.read_text() and launch.living() == []
+
+
+def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
+    """On the same port, with what it left behind gone; its log goes on."""
+    launch = Launch(tmp_path, recipe, STAND_IN_SERVER="dies once")
+    launch.wait_for("the vLLM server ended; starting it again (1 of 3)")
+    deadline = time.monotonic() + 20
+    while launch.calls.read_text().count("vllm -m") < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ports = [
+        line.split("--port ")[1].split()[0] for line in launch.calls.read_text().splitlines() if line[:4] == "vllm"
+    ]
+    assert len(ports) == 2 and ports[0] == ports[1]
+    engines = [line for line in launch.living() if b"time.sleep(600)" in line]
+    assert len(engines) == 2  # that of the second server, and the worker of the trainer
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n" * 2
+
+
+def test_two_launches_take_two_ports(tmp_path, recipe):
+    """Both are told by their plans that port 2 is free."""
+    launches = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        launches.append(Launch(tmp_path / name, recipe))
+    for launch in launches:
+        launch.wait_for("training\n")
+    ports = [launch.calls.read_text().split("--port ")[1].split()[0] for launch in launches]
+    for launch in launches:
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.end()[0] == 143
+    assert len(set(ports)) == 2
 
 
 @pytest.mark.parametrize("arguments, message", [

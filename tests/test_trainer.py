@@ -4,6 +4,8 @@ import asyncio
 import inspect
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from mt_grpo_trainer import (
     StopReason,
     Turn,
     main,
+    output_lock,
     run_rewards,
     state_numbers,
     turn_advantages,
@@ -659,3 +662,23 @@ def test_contract_with_trl(name):
     source = inspect.getsource(inspect.unwrap(method))
     for fragment in fragments:
         assert fragment in source, f"{where} no longer has {fragment!r}"
+
+
+def test_two_runs_do_not_write_into_one_directory(tmp_path):
+    """The second is told who is there; what ended holds nothing."""
+    holder = (
+        "import sys, mt_grpo_trainer as mt\n"
+        "with mt.output_lock(sys.argv[1]):\n"
+        "    print('held', flush=True)\n"
+        "    input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=ROOT, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"in use by another run .process {process.pid}.. Set another output_dir"):
+        with output_lock(str(tmp_path)):
+            pass
+    process.kill()
+    process.wait()
+    with output_lock(str(tmp_path)):
+        pass
