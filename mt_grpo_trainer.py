@@ -25,6 +25,7 @@ Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P`
 `loss_mask` = sampled by the policy (loss), `turn_ids` = which turn owns a token (credit, -1 for the environment's).
 """
 
+import array
 import asyncio
 import atexit
 import bisect
@@ -37,6 +38,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -557,6 +559,11 @@ class Turn:
     tool_seconds: float = 0.0
 
 
+def join(parts: typing.Iterable[list]) -> list:
+    """One list of them all."""
+    return list(itertools.chain.from_iterable(parts))
+
+
 @dataclass
 class Rollout:
     """One conversation. All ids and masks are derived from the turns, so they cannot disagree.
@@ -574,23 +581,27 @@ class Rollout:
     stop_reason: StopReason | None = None  # None: still open
     policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
 
+    # Parts are joined in C: every step runs these over every token of the batch.
+
     @property
     def completion_ids(self) -> list[int]:
-        return [t for turn in self.turns for t in turn.token_ids + turn.observation_ids]
+        return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
 
     @property
     def loss_mask(self) -> list[int]:
-        return [m for t in self.turns for m in [1] * len(t.token_ids) + [0] * len(t.observation_ids)]
+        return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
 
     @property
     def turn_ids(self) -> list[int]:
-        return [i for k, t in enumerate(self.turns) for i in [k] * len(t.token_ids) + [-1] * len(t.observation_ids)]
+        return join(
+            part for k, t in enumerate(self.turns) for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids))
+        )
 
     @property
     def logprobs(self) -> list[float] | None:
         if any(turn.logprobs is None for turn in self.turns):
             return None
-        return [p for t in self.turns for p in t.logprobs + [0.0] * len(t.observation_ids)]
+        return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -601,6 +612,34 @@ class Rollout:
             if turn.observation is not None:
                 messages.append({"role": "user", "content": result_message(turn.observation)})
         return messages
+
+
+def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of unequal length as one tensor, (B, width).
+
+    >>> pad_rows([[1, 2], [3]], 3, -1, torch.long)
+    tensor([[ 1,  2, -1],
+            [ 3, -1, -1]])
+    """
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
+
+
+def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
+    """The `turn_ids` of all rollouts, (B, width), -1 where there is padding.
+
+    >>> rollout = Rollout([], [], turns=[Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "")])
+    >>> pad_turn_ids([rollout], 6)
+    tensor([[ 0,  0, -1,  1, -1, -1]])
+    """
+    owners, lengths = [], []
+    for rollout in rollouts:
+        start = len(lengths)
+        for k, turn in enumerate(rollout.turns):
+            owners += (k, -1)
+            lengths += (len(turn.token_ids), len(turn.observation_ids))
+        owners.append(-1)
+        lengths.append(width - sum(lengths[start:]))
+    return torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(len(rollouts), width)
 
 
 # =====================================================================================================================
@@ -2662,26 +2701,23 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         num_turns = int(self.accelerator.gather(torch.tensor([num_turns], device=device)).max())
         whole = torch.full((len(prompts), len(self.reward_funcs)), NAN)  # one number per rollout
         per_turn = torch.full((len(prompts), num_turns, self.num_turn_funcs), NAN)
-        observed = torch.zeros(len(prompts), num_turns, dtype=torch.bool)
-        sampled, state = torch.zeros_like(observed), torch.full(observed.shape, -1, dtype=torch.long)
+        has_observation = [[turn.observation is not None for turn in rollout.turns] for rollout in self._rollouts]
+        observed = pad_rows(has_observation, num_turns, False, torch.bool)
+        sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
+        state = torch.full(observed.shape, -1, dtype=torch.long)
         error = None
         try:
-            for i, rollout in enumerate(self._rollouts):
-                observed[i, : len(rollout.turns)] = torch.tensor(
-                    [turn.observation is not None for turn in rollout.turns]
-                )
-                sampled[i, : len(rollout.turns)] = True
-                if self.args.credit_assignment == "gigpo":
-                    state[i, : len(rollout.turns)] = torch.tensor(state_numbers(rollout))
+            if self.args.credit_assignment == "gigpo":
+                state = pad_rows([state_numbers(rollout) for rollout in self._rollouts], num_turns, -1, torch.long)
             outputs = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
             for f, (values, name) in enumerate(zip(outputs, self.reward_func_names, strict=True)):
                 check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
-                for i, value in enumerate(values):
-                    if isinstance(value, (list, tuple)):
-                        row = [NAN if v is None else float(v) for v in value]
-                        per_turn[i, : len(row), f] = torch.tensor(row)
-                    elif value is not None:
-                        whole[i, f] = float(value)
+                rows = [value if isinstance(value, (list, tuple)) else [] for value in values]
+                if any(rows):
+                    numbers = [[NAN if v is None else float(v) for v in row] for row in rows]
+                    per_turn[:, :, f] = pad_rows(numbers, num_turns, NAN)
+                missing = (list, tuple, type(None))
+                whole[:, f] = torch.tensor([NAN if isinstance(v, missing) else float(v) for v in values])
         except Exception as raised:  # told to the other ranks, which would wait in the gather below
             error = raised
         errors = gather_object([error and f"rank {self.accelerator.process_index}: {error}"])
@@ -2726,9 +2762,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )  # fmt: skip
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
-        turn_ids = torch.full(output["completion_ids"].shape, -1, dtype=torch.long)  # (B, C), C as TRL padded it
-        for i, rollout in enumerate(self._rollouts):
-            turn_ids[i, : len(rollout.turn_ids)] = torch.tensor(rollout.turn_ids)
+        turn_ids = pad_turn_ids(self._rollouts, output["completion_ids"].shape[1])  # (B, C), C as TRL padded it
         output["advantages"] = token_advantages(local, turn_ids.to(local.device))  # (B, C)
         self._log_credit(output, advantages, group_size, mode)
         self._write_rollouts(inputs, local, mode)
@@ -2748,7 +2782,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         columns = torch.tensor(
             [
                 [
-                    len(r.prompt_ids), sum(r.loss_mask), len(r.completion_ids), len(r.turns),
+                    len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),
+                    sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
                     reasons.index(r.stop_reason),
                     sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
                     sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
@@ -2808,6 +2843,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         first = rank * len(self._rollouts)
         rewards = self._logged_rewards[first : first + count].tolist()
         turn_rewards = self._reward_table.turn[first : first + count].tolist()  # weighted, given per turn
+        turn_advantages = advantages[:count].tolist()
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
         fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
@@ -2819,7 +2855,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
                     "rewards": {n: None if r != r else r for n, r in zip(names, rewards[i], strict=True)},
                     "turn_rewards": [None if r != r else r for r in turn_rewards[i][: len(rollout.turns)]],
-                    "turn_advantages": advantages[i, : len(rollout.turns)].tolist(),
+                    "turn_advantages": turn_advantages[i][: len(rollout.turns)],
                     "answer": inputs[i].get("answer"),
                 }  # fmt: skip
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
@@ -2901,14 +2937,15 @@ def state_numbers(rollout: Rollout) -> list[int]:
 
     The same on every rank and in every process, which Python's own `hash` of a text is not.
     """
-    numbers, history = [], []
+    numbers, history = [], hashlib.blake2b(digest_size=8)  # of the tokens so far, in 8 bytes each
     for turn in rollout.turns:
-        key = history if turn.state_key is None else turn.state_key
-        if not is_plain(key):
-            raise ValueError(f"A state key is {key!r}, expected a string, a number or a tuple of them.")
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-        numbers.append(int.from_bytes(digest, "big") >> 1)  # -1 stays free for "no turn"
-        history = history + turn.token_ids + turn.observation_ids
+        state = history
+        if turn.state_key is not None:
+            if not is_plain(turn.state_key):
+                raise ValueError(f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them.")
+            state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
+        numbers.append(int.from_bytes(state.digest(), "big") >> 1)  # -1 stays free for "no turn"
+        history.update(array.array("q", turn.token_ids + turn.observation_ids))
     return numbers
 
 
@@ -2930,7 +2967,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
         if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
             raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
         for number in value if isinstance(value, (list, tuple)) else [value]:
-            if number is not None and not abs(float(number)) < float("inf"):
+            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # nor NaN
                 raise ValueError(
                     f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
                 )
