@@ -951,7 +951,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> int
         text = tokenizer.decode(token_ids[:length])
         return any(tag in text for tag in CLOSING_TAGS)
 
-    if not closed(len(token_ids)):
+    if not closed(len(token_ids)) or not closed(len(token_ids) - 1):  # the second where a server's `stop` ended it
         return len(token_ids)
     return 1 + bisect.bisect_left(range(1, len(token_ids) + 1), True, key=closed)
 
@@ -1004,18 +1004,23 @@ def parse_call(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+@functools.cache
+def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
+    """A tool's signature and type hints."""
+    return inspect.signature(tool), typing.get_type_hints(tool)
+
+
 def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
     """Why this call cannot be run (the policy's mistake), or None."""
     if call.error:
         return f"{call.error}. Expected: {CALL_FORMAT}"
     if call.name not in tools:
         return f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
-    signature = inspect.signature(tools[call.name])
+    signature, hints = signature_of(tools[call.name])
     try:
         signature.bind(**call.arguments)
     except TypeError as error:
         return f"{error}. Usage: {call.name}{signature}"
-    hints = typing.get_type_hints(tools[call.name])
     for name, value in call.arguments.items():
         if name in hints and not fits_type(value, hints[name]):
             expected = getattr(hints[name], "__name__", str(hints[name]))
@@ -1189,10 +1194,10 @@ class VLLMServerClient:
             return False
         return True
 
-    def wait_until_healthy(self) -> None:
-        """Wait up to `timeout` seconds. Raises `ServerError`."""
+    def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
+        """Wait up to `timeout` seconds, or until `unless` is true. Raises `ServerError`."""
         deadline = time.monotonic() + self.timeout
-        while not self.healthy():
+        while not unless() and not self.healthy():
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
@@ -1221,7 +1226,8 @@ class VLLMServerClient:
         if loop not in self._sessions:
             self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
             self._sessions[loop] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers=self._headers,
+                # vLLM closes connections that were idle for 5 s: a request on one that is about to be closed is lost.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )  # fmt: skip
         return self._sessions[loop]
@@ -1235,7 +1241,7 @@ class VLLMServerClient:
         mid-answer too), 429 and 5xx, and requests without an answer. An answer that is no JSON, or that `read`
         refuses with `BadAnswer`, is asked for `BAD_ANSWERS` times. Raises `ServerError`.
         """
-        url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.5, 0
+        url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
             sent = failed = time.monotonic()
             try:
@@ -1255,10 +1261,12 @@ class VLLMServerClient:
                 if bad_answers == self.BAD_ANSWERS:
                     raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
             give_up = give_up or failed + self.timeout
-            if time.monotonic() + wait > give_up:
+            left = give_up - time.monotonic()
+            if left <= 0:
                 raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
             self.retries += 1
-            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            logger.debug("POST %s: %s; sending it again", url, problem)
+            await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last one when the time is up
             wait = min(2 * wait, 10.0)
 
     async def _held_version(self) -> str | None:
@@ -1267,7 +1275,7 @@ class VLLMServerClient:
             timeout = aiohttp.ClientTimeout(total=10.0)
             async with self._session().get(f"{self.base_url}/weight_info", timeout=timeout) as response:
                 return (await response.json())["weight_version"] if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
     async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
@@ -1331,13 +1339,16 @@ class VLLMServerClient:
                 choice = answer["choices"][0]
                 token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
                 seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+                counts = len(token_ids), len(logprobs)
             except (KeyError, IndexError, TypeError):
                 raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-            if not token_ids or len(token_ids) != len(logprobs) or not all(map(is_logprob, logprobs)):
-                raise BadAnswer(f"{len(token_ids)} ids and {len(logprobs)} logprobs {logprobs[:5]}...: no match")
+            if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
+                raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
             if seen != len(prompt_ids):
                 raise BadAnswer(f"the server saw {seen} prompt tokens of {len(prompt_ids)}: the prompt was changed")
-            return Generation(token_ids, logprobs, "length" if finish_reason == "length" else "stop")
+            if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: by a pause or a shutdown
+                raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
+            return Generation(token_ids, logprobs, finish_reason)
 
         return await self._post("/v1/completions", payload, read)
 
@@ -1443,7 +1454,11 @@ class VLLMServerClient:
                 shutil.rmtree(folder, ignore_errors=True)
         except (OSError, SafetensorError, ServerError) as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            raise kind(f"Weight push to {self.base_url} through {folder or 'no folder'} failed: {error}") from error
+            advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
+            raise kind(
+                f"Weight push to {self.base_url} through {folder or self.sync_dir or 'no folder'} failed: {error}."
+                + ("" if isinstance(error, ServerError) else advice)
+            ) from error
         return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
 
     def _versions_folder(self, size: int) -> Path:
@@ -1451,6 +1466,9 @@ class VLLMServerClient:
 
         What runs that were killed left behind is removed: a folder belongs to nobody once its lock is free.
         """
+        if self._folder is not None and not self._folder.is_dir():  # cleaned away, as temporary directories are
+            self._folder_lock.close()
+            self._folder = None
         if self._folder is None:
             shared = [Path(d) for d in ([self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()])]
             shared = [d for d in shared if self.sync_dir or os.access(d, os.W_OK)]
@@ -1465,7 +1483,6 @@ class VLLMServerClient:
                 raise OSError(
                     f"the weights need {size / 2**30:.2f} GiB, and there are "
                     + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
-                    + ". Set weight_sync_dir to a directory with room that the server sees too"
                 )
             folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
             self._folder_lock = open(folder / "lock", "w")
@@ -1517,7 +1534,8 @@ class VLLMServerClient:
     def close(self) -> None:
         """Close the connections and remove the folder of the weights; a later call makes new ones."""
         atexit.unregister(self.close)
-        run_async(self._close_sessions())
+        with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
+            run_async(self._close_sessions(), timeout=5.0)
         self._control.close()
         if self._folder is not None:
             self._folder_lock.close()
@@ -2371,7 +2389,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         mode = "train" if self.model.training else "eval"
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        restarted, waited = 0, 0.0
+        restarted, repeated, waited = 0, 0, 0.0
         flight, ahead = (self._flight, self._flight is not None) if mode == "train" else (None, False)
         if ahead:
             self._flight = None
@@ -2379,6 +2397,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         for _ in range(self.MAX_RESTARTS):
             if flight is None:
+                self._stop_if_asked()  # not only after a push to a server that may be gone as well
                 self._sync_weights()
             error, stopped, began = None, None, time.perf_counter()
             try:
@@ -2392,6 +2411,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             except Exception as raised:  # told to the other ranks, which would wait for this one for ever
                 error = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}"
                 logger.debug("rollout failed", exc_info=True)
+            if flight is not None and (stopped or error):
+                flight.cancel()
             waited += time.perf_counter() - began
             if retries := getattr(self.llm, "retries", 0):
                 self.llm.retries = 0
@@ -2400,7 +2421,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 raise RunStopped(signals[0], f" at step {self.state.global_step}")
             if errors := [e for e, _, _, _ in verdicts if e]:
                 raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
-            self._metrics[mode]["rollout/retries"].append(sum(retries for _, _, _, retries in verdicts))
+            repeated += sum(retries for _, _, _, retries in verdicts)
             missing = sum(count for _, _, count, _ in verdicts)
             if not missing:
                 break
@@ -2413,6 +2434,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         self._metrics[mode]["rollout/restarted"].append(restarted)
+        self._metrics[mode]["rollout/retries"].append(repeated)
         self._metrics[mode]["rollout/seconds"].append(flight.seconds)
         self._metrics[mode]["rollout/wait_seconds"].append(waited)
         self._metrics[mode]["rollout/staleness"].append(
@@ -2494,6 +2516,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         finally:
             self._interruptible = False
 
+    def _stop_if_asked(self) -> None:
+        """Collective: raises `RunStopped` on all ranks if a signal came to any."""
+        if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
+            raise RunStopped(signals[0], f" at step {self.state.global_step}")
+
     def train(self, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
         try:
@@ -2566,7 +2593,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     raise
                 logger.warning(f"{error}. Waiting for the server, then pushing again.")
                 self.client._nccl = None
-                self._on_main(self.client.wait_until_healthy)
+                self._on_main(lambda: self.client.wait_until_healthy(unless=lambda: self._stop_signal))
+                self._stop_if_asked()
         self._num_syncs += 1
         self._pushed = version
         mode = "train" if self.model.training else "eval"
