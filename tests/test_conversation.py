@@ -1128,7 +1128,7 @@ def test_many_hung_tools_do_not_keep_the_process_alive():
     rollouts, elapsed = run_many([hang, add], [[call("hang"), ANSWER]] * 20 + [[ADD, ANSWER]], tool_timeout=0.3)
     assert [r.turns[0].error for r in rollouts] == ["timeout"] * 20 + [None]
     assert elapsed < 3
-    left = [t for t in threading.enumerate() if t.name == "tool-hang"]
+    left = [t for t in threading.enumerate() if t.name == "hung-tool-hang"]
     assert len(left) == 20 and all(t.daemon for t in left)  # Python does not wait for these at exit
     release.set()
 
