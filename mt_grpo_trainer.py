@@ -57,7 +57,7 @@ import types
 import typing
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -1248,7 +1248,7 @@ class VLLMServerClient:
                 async with self._session().post(url, json=payload) as response:
                     if response.status == 200:
                         return read(json.loads(await response.read()))
-                    problem = f"{response.status} {(await response.text(errors='replace'))[:2000]}"
+                    problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
                     if response.status not in (429, 500, 502, 503, 504):
                         raise ServerError(f"POST {url}: {problem}")
                 failed = time.monotonic()
@@ -2389,12 +2389,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         mode = "train" if self.model.training else "eval"
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        restarted, repeated, waited = 0, 0, 0.0
-        flight, ahead = (self._flight, self._flight is not None) if mode == "train" else (None, False)
-        if ahead:
-            self._flight = None
-            if flight.prompts != prompts:
-                raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+        started_over, retries, waited = 0, 0, 0.0
+        flight = self._take_flight(prompts) if mode == "train" else None
         for _ in range(self.MAX_RESTARTS):
             if flight is None:
                 self._stop_if_asked()  # not only after a push to a server that may be gone as well
@@ -2414,37 +2410,60 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             if flight is not None and (stopped or error):
                 flight.cancel()
             waited += time.perf_counter() - began
-            if retries := getattr(self.llm, "retries", 0):
+            again = getattr(self.llm, "retries", 0)
+            if again:
                 self.llm.retries = 0
-            verdicts = gather_object([(error, stopped, rollouts.count(None), retries)])
-            if signals := [signum for _, signum, _, _ in verdicts if signum]:
-                raise RunStopped(signals[0], f" at step {self.state.global_step}")
-            if errors := [e for e, _, _, _ in verdicts if e]:
-                raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
-            repeated += sum(retries for _, _, _, retries in verdicts)
-            missing = sum(count for _, _, count, _ in verdicts)
+            missing, again = self._meet(error, stopped, (rollouts.count(None), again))
+            retries += again
             if not missing:
                 break
             logger.warning(
                 f"Step {self.state.global_step}: the vLLM server restarted during rollouts. Pushing the weights "
                 f"again; {missing} unfinished conversations start over."
             )
-            restarted += missing
+            started_over += missing
             self._pushed, self.client._nccl, flight = None, None, None  # the restarted server is in no NCCL group
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        self._metrics[mode]["rollout/restarted"].append(restarted)
-        self._metrics[mode]["rollout/retries"].append(repeated)
-        self._metrics[mode]["rollout/seconds"].append(flight.seconds)
-        self._metrics[mode]["rollout/wait_seconds"].append(waited)
-        self._metrics[mode]["rollout/staleness"].append(
-            sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
-        )
+        staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
+        for name, value in (
+            ("restarted", started_over), ("retries", retries), ("seconds", flight.seconds), ("wait_seconds", waited),
+            ("staleness", staleness),
+        ):  # fmt: skip
+            self._metrics[mode][f"rollout/{name}"].append(value)
         if mode == "train" and self._next_prompts is not None:
-            self._sync_weights()
-            self._flight = self._set_off(self._next_prompts, list(range(len(self._next_prompts))))
-            self._flight.prompts, self._next_prompts = self._next_prompts, None
+            self._set_off_ahead(self._next_prompts)
         return rollouts
+
+    def _set_off_ahead(self, prompts: list) -> None:
+        """Push the weights, and start the next batch's conversations. Raises `RunError` on all ranks."""
+        self._sync_weights()
+        error, self._next_prompts = None, None
+        try:
+            self._flight = self._set_off(prompts, list(range(len(prompts))))
+            self._flight.prompts = prompts
+        except Exception as raised:  # told to the other ranks
+            error = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}"
+        self._meet(error)
+
+    def _take_flight(self, prompts: list) -> Flight | None:
+        """The conversations that were started ahead of this batch, if there are any."""
+        flight, self._flight = self._flight, None
+        if flight is not None and flight.prompts != prompts:
+            raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+        return flight
+
+    def _meet(self, error: str | None, stopped: int | None = None, counts: tuple[int, ...] = ()) -> list[int]:
+        """Where ranks meet after what can fail on any of them; returns their counts added up.
+
+        Raises `RunStopped` or `RunError` on all of them, with what happened on any.
+        """
+        verdicts = gather_object([(error, stopped, counts)])
+        if signals := [signum for _, signum, _ in verdicts if signum]:
+            raise RunStopped(signals[0], f" at step {self.state.global_step}")
+        if errors := [e for e, _, _ in verdicts if e]:
+            raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
+        return [sum(column) for column in zip(*(counts for _, _, counts in verdicts))]
 
     def _set_off(self, prompts: list, which: list[int]) -> Flight:
         """Start the conversations of these prompts of this rank. Raises `ValueError` for a prompt without room."""
@@ -2664,6 +2683,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         expected = (scaled - true).abs().mean().item()
         missed = (served - scaled).abs().mean().item()
         if missed > max(0.2 * expected, self._logprob_tolerance()):
+            if self._on_main(self.client.weight_version) != f"{version}-probe":
+                raise ServerLost(f"{self.client.base_url} restarted between the first push and the check of it")
             raise ServerError(
                 f"A changed weight did not arrive at {self.client.base_url}: the trainer's logprobs moved by "
                 f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
@@ -3337,12 +3358,14 @@ def build_env(
 
 def main(argv: list[str] | None = None) -> None:
     """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`."""
-    try:
-        script_args, args, model_args = parse_arguments(argv)
-        with output_lock(args.output_dir):
-            run(build_trainer(script_args, args, model_args), script_args)
-    except (ValueError, ServerError) as error:
-        sys.exit(f"error: {error}")
+    with ExitStack() as stack:
+        try:
+            script_args, args, model_args = parse_arguments(argv)
+            stack.enter_context(output_lock(args.output_dir))
+            trainer = build_trainer(script_args, args, model_args)
+        except (ValueError, ServerError) as error:
+            sys.exit(f"error: {error}")
+        run(trainer, script_args)
 
 
 def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:

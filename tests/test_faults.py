@@ -1,0 +1,850 @@
+"""What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from bench_common import VLLMServer
+from datasets import Dataset
+from fault_proxy import Fault, FaultProxy, first
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mt_grpo_trainer
+from mt_grpo_trainer import (
+    MTGRPOConfig,
+    MTGRPOEnvTrainer,
+    MultiTurnToolEnv,
+    ServerError,
+    ServerLost,
+    StopReason,
+    VLLMServerClient,
+    background_loop,
+    main,
+    run_async,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+CONTEXT = 640
+COMPLETIONS = "/v1/completions"
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
+
+
+# =====================================================================================================================
+# What the tests share
+# =====================================================================================================================
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    with VLLMServer(MODEL, "--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(shared_server):
+    with FaultProxy(shared_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server that answers; a test may kill it."""
+    if not shared_server.healthy():
+        shared_server.stop()
+        shared_server.start().wait()
+    return shared_server
+
+
+@pytest.fixture
+def proxy(server, shared_proxy):
+    """In front of the server, without faults yet."""
+    shared_proxy.forget()
+    yield shared_proxy
+    shared_proxy.forget()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture
+def client(proxy, tokenizer):
+    client = VLLMServerClient("127.0.0.1", proxy.port, tokenizer, timeout=20, request_timeout=60)
+    yield client
+    client.close()
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """Whatever a test does to the process, the next one starts without it."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    assert {s: signal.getsignal(s) for s in handlers} == handlers
+
+
+def replace_server(server, after=0.0):
+    """Kill the server now, and have another one on its port in about half a minute; returns the thread."""
+    server.kill()
+
+    def start():
+        time.sleep(after)
+        server.start().wait()
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    return thread
+
+
+def calculator(expression: str) -> str:
+    """Evaluate a product of two integers.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def slow_calculator(seconds):
+    """The calculator with a delay: `seconds(expression)`."""
+
+    def calculator(expression: str) -> str:
+        """Evaluate a product of two integers.
+
+        Args:
+            expression: Such as `6 * 7`.
+        """
+        time.sleep(seconds(expression))
+        left, _, right = expression.partition("*")
+        return str(int(left) * int(right))
+
+    return calculator
+
+
+def answered(completions, answer, **kwargs):
+    return [
+        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c[-1]["content"]) / 100
+        for c, gold in zip(completions, answer)
+    ]
+
+
+class Watched(MTGRPOEnvTrainer):
+    """Keeps each batch's rollouts, the weights of every version, and which rollouts were set off when."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.weights, self.set_off, self.synced_with_flight = [], {}, [], []
+
+    def _set_off(self, prompts, which):
+        if self._weight_counter.version not in self.weights:
+            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            self.weights[self._weight_counter.version] = state
+        flight = super()._set_off(prompts, which)
+        if self.model.training:
+            self.set_off.append((self.state.global_step, list(which)))
+        return flight
+
+    def _sync_weights(self):
+        self.synced_with_flight.append((self.model.training, self._flight is not None))
+        super()._sync_weights()
+
+    def _roll_out(self, prompts):
+        rollouts = super()._roll_out(prompts)
+        if self.model.training:
+            self.batches.append(rollouts)
+        return rollouts
+
+    def rows(self, key):
+        return [row[key] for row in self.state.log_history if key in row]
+
+
+def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=False, **changes):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
+        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+        weight_sync_dir=str(tmp_path),
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
+            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
+    tmp_path.mkdir(exist_ok=True)
+    return Watched(
+        str(MODEL), MultiTurnToolEnv([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
+        vllm_server_host="127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def logprobs_under(state, rollout):
+    """What a model with these weights gives the rollout's sampled tokens."""
+    if not hasattr(logprobs_under, "model"):
+        logprobs_under.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = logprobs_under.model
+    model.load_state_dict(state)
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(rollout.prompt_ids) - 1 :][torch.tensor(rollout.loss_mask, dtype=torch.bool)]
+
+
+def assert_from_the_weights_of_its_version(trainer):
+    """Every sampled token has the logprob that the weights of the rollout's version give it, and no other's."""
+    first_weights = {
+        n: t.detach().clone() for n, t in AutoModelForCausalLM.from_pretrained(MODEL).state_dict().items()
+    }
+    apart = 0.0
+    for rollout in (rollout for batch in trainer.batches for rollout in batch):
+        sampled = torch.tensor([p for p, m in zip(rollout.logprobs, rollout.loss_mask) if m])
+        expected = logprobs_under(trainer.weights[rollout.policy_version], rollout)
+        assert (sampled - expected).abs().max() < 1e-3, rollout.policy_version
+        if rollout in trainer.batches[-1]:
+            apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
+    assert apart > 0.01  # tokens of the first weights would have shown
+
+
+def assert_whole(rollouts, limit=CONTEXT):
+    """Records whose parts fit each other."""
+    for rollout in rollouts:
+        completion = rollout.completion_ids
+        assert len(completion) == len(rollout.loss_mask) == len(rollout.turn_ids) == len(rollout.logprobs)
+        assert rollout.stop_reason in set(StopReason)
+        assert all(len(turn.token_ids) == len(turn.logprobs) for turn in rollout.turns)
+        assert len(rollout.prompt_ids) + len(completion) <= limit
+
+
+def paused(server) -> bool:
+    return requests.get(f"{server.url}/is_paused", timeout=10).json()["is_paused"]
+
+
+# =====================================================================================================================
+# Answers that are late, wrong or missing
+# =====================================================================================================================
+
+
+def changed(**values):
+    """A fault's `change`: these keys of the answer's only choice are others."""
+
+    def change(answer):
+        answer["choices"][0].update(values)
+        return answer
+
+    return change
+
+
+def fewer_logprobs(answer):
+    answer["choices"][0]["logprobs"]["token_logprobs"].pop()
+    return answer
+
+
+def nan_logprob(answer):
+    answer["choices"][0]["logprobs"]["token_logprobs"][0] = float("nan")
+    return answer
+
+
+def without_ids(answer):
+    del answer["choices"][0]["token_ids"]
+    return answer
+
+
+def another_prompt(answer):
+    answer["usage"]["prompt_tokens"] += 1
+    return answer
+
+
+def longer_than_asked(answer):
+    choice = answer["choices"][0]
+    choice["token_ids"] = choice["token_ids"] * 60
+    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"] * 60
+    return answer
+
+
+PASSING = {
+    "429": Fault("429", status=429),
+    "500": Fault("500", status=500),
+    "503": Fault("503", status=503, body=b"<html>come back later</html>"),
+    "closed before the answer": Fault("closed", status=0),
+    "closed in mid-answer": Fault("cut", cut=True),
+    "no answer": Fault("silence", delay=60),
+}
+NO_SAMPLES = {
+    "malformed JSON": Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2'),
+    "no JSON": Fault("no JSON", change=lambda answer: b"\xff\xfe<html>"),
+    "another JSON": Fault("list", change=lambda answer: [answer]),
+    "NaN": Fault("NaN", change=nan_logprob),
+    "fewer logprobs": Fault("fewer logprobs", change=fewer_logprobs),
+    "no logprobs": Fault("no logprobs", change=changed(logprobs={"token_logprobs": None})),
+    "without token ids": Fault("without ids", change=without_ids),
+    "token ids null": Fault("null ids", change=changed(token_ids=None)),
+    "no tokens": Fault("empty", change=changed(token_ids=[], logprobs={"token_logprobs": []})),
+    "another prompt": Fault("another prompt", change=another_prompt),
+    "longer than asked for": Fault("longer", change=longer_than_asked),
+    "aborted": Fault("aborted", change=changed(finish_reason="abort")),
+}
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", [*PASSING, *NO_SAMPLES])
+def test_a_fault_that_passes_costs_a_retry(proxy, client, kind):
+    """Requests that fail once are sent again, are counted, and leave nothing in the records."""
+    fault = {**PASSING, **NO_SAMPLES}[kind]
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
+                           max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
+    if kind == "no answer":
+        client.request_timeout = 4.0
+    proxy.faults = first(3, fault, COMPLETIONS)
+    rollouts = env.generate([f"What is {a} * 37?" for a in range(20, 28)], client, {"temperature": 0.0})["rollouts"]
+    assert_whole(rollouts)
+    assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
+    assert client.retries == proxy.counts[fault.name] == 3
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", NO_SAMPLES)
+def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, kind):
+    """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
+    proxy.faults = first(99, NO_SAMPLES[kind], COMPLETIONS)
+    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    with pytest.raises(ServerError, match=f"POST {proxy.url}{COMPLETIONS}: 3 answers in a row") as raised:
+        run_async(client.generate(prompt, 24))
+    assert not isinstance(raised.value, ServerLost)
+    assert sum(proxy.counts.values()) == 3
+
+
+@needs_vllm
+def test_a_request_that_is_wrong_is_not_repeated(proxy, client):
+    """400 cannot become better."""
+    proxy.faults = first(99, Fault("400", status=400), COMPLETIONS)
+    with pytest.raises(ServerError, match=f"POST {proxy.url}{COMPLETIONS}: 400 .*injected") as raised:
+        run_async(client.generate([5, 6, 7], 24))
+    assert not isinstance(raised.value, ServerLost) and proxy.counts["400"] == 1
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", [Fault("503", status=503), Fault("closed", status=0)], ids=["503", "closed"])
+def test_a_server_that_stays_away_is_given_up_in_time(proxy, client, fault):
+    """Not before `timeout`, for the server may come back until then, and hardly after it."""
+    client.timeout = 3.0
+    proxy.faults = first(999, fault, COMPLETIONS)
+    began = time.monotonic()
+    with pytest.raises(ServerLost, match=f"POST {proxy.url}{COMPLETIONS}: .*gave up after vllm_server_timeout=3 s"):
+        run_async(client.generate([5, 6, 7], 24))
+    assert 2.9 < time.monotonic() - began < 4.5
+
+
+@needs_vllm
+def test_every_request_fits_the_context(proxy, client):
+    """Prompts and tool results of all sizes: the server refuses none, and what fills the context says so."""
+    sizes = iter(range(0, 10_000, 7))
+
+    def calculator(expression: str) -> str:
+        """Evaluate a product of two integers.
+
+        Args:
+            expression: Such as `6 * 7`.
+        """
+        return "1 2 3 4 5 6 7 8 9 " * (next(sizes) // 9) + "0"
+
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_steps=20, max_completion_length=5000,
+                           max_tool_response_tokens=2000, max_model_len=CONTEXT, max_turn_tokens=100)  # fmt: skip
+    length = len(env.start(["What is 12 * 34?"], client)[0].prompt_ids)
+    longer = [f"{'5 ' * n}What is 12 * 34?" for n in range(0, CONTEXT - length, 9)]
+    near = [f"{'5 ' * n}What is 12 * 34?" for n in range((CONTEXT - length) // 2 - 24, CONTEXT - length)]
+    prompts = ["What is 12 * 34?"] * 96 + longer + near
+    prompts = [p for p in prompts if len(env.start([p], client)[0].prompt_ids) <= CONTEXT]
+    rollouts = env.generate(prompts, client, {"temperature": 1.0})["rollouts"]
+    assert_whole(rollouts)
+    statuses = proxy.statuses(COMPLETIONS)
+    assert set(statuses) == {200} and statuses[200] > len(prompts), statuses
+    by_reason = Counter(r.stop_reason for r in rollouts)
+    assert by_reason[StopReason.CONTEXT_LENGTH] > 20, by_reason
+    lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
+    assert max(lengths) == CONTEXT  # not one token given away
+    assert {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT} <= {
+        StopReason.CONTEXT_LENGTH, StopReason.ANSWERED, StopReason.NO_TOOL_CALL}  # fmt: skip
+    assert StopReason.MAX_TOKENS not in {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT}
+
+
+# =====================================================================================================================
+# A server that dies
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
+    """Killed amid rollouts, with another on its port: finished conversations stay, the others start over.
+
+    The weights were changed by two steps before, so a token of the new server's first weights would show.
+    """
+    times, new = {}, []
+
+    def seconds(expression):
+        if trainer.state.global_step != 2:
+            return 0.0
+        if "began" not in times:
+            times["began"] = time.monotonic()
+            threading.Timer(2.5, lambda: new.append(replace_server(server))).start()
+        return 0.0 if times.setdefault(expression, len(times) % 2) else 4.0  # by problem, every other one waits
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), max_steps=3)
+    trainer.train()
+    new[0].join()
+    assert trainer.state.global_step == 3 and len(trainer.batches) == 3
+    assert trainer.rows("rollout/restarted")[:2] == [0, 0] and 0 < trainer.rows("rollout/restarted")[2] < 16
+    assert trainer.rows("rollout/retries")[2] > 0
+    again = [which for step, which in trainer.set_off if step == 2]
+    assert len(again) == 2 and again[0] == list(range(16)) and len(again[1]) == trainer.rows("rollout/restarted")[2]
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert [r.index for r in trainer.batches[2]] == list(range(16))
+    assert_whole(trainer.batches[2])
+    assert_from_the_weights_of_its_version(trainer)
+    assert trainer.client.weight_version() == trainer._pushed and not paused(server)
+
+
+@needs_vllm
+def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
+    """An error of the server in one push; its death between pause and reload in another: both are repeated."""
+    new = []
+
+    def rule(request):
+        if request.path != "/collective_rpc" or trainer.state.global_step == 0:
+            return None
+        if trainer.state.global_step == 1 and not proxy.counts["500"]:
+            return Fault("500", status=500)
+        if trainer.state.global_step == 2 and not new:
+            new.append(replace_server(server))
+            return Fault("killed")
+        return None
+
+    trainer = make_trainer(proxy.port, tmp_path)
+    proxy.faults = rule
+    trainer.train()
+    new[0].join()
+    assert trainer.state.global_step == 3 and proxy.counts["500"] == proxy.counts["killed"] == 1
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert trainer.client.weight_version() == trainer._pushed and not paused(server)
+    assert_from_the_weights_of_its_version(trainer)
+    trainer.client.close()
+    assert not list(tmp_path.glob("*mt-grpo*"))
+
+
+STOPPING = """
+import os
+import signal
+import threading
+import time
+
+
+def calculator(expression: str) -> str:
+    '''Evaluate a product.
+
+    Args:
+        expression: Such as `6 * 7`.
+    '''
+    if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
+        os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
+    if os.environ.get("RANK") == "1":
+        time.sleep(float(os.environ.get("SLOW_RANK", 0)))
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+TOOL_FUNCTIONS = [calculator]
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+
+
+def recipe_arguments(recipe, folder, *arguments):
+    """Of the trainer's command line: a recipe made small, its output in `folder`."""
+    (folder / "stopping.py").write_text(STOPPING)
+    return ["--config", str(ROOT / "hf_recipes/tiny" / recipe), "--model_name_or_path", str(MODEL), "--output_dir",
+            str(folder / "out"), "--tools_script", str(folder / "stopping.py"), "--reward_fn",
+            str(folder / "stopping.py"), "--max_steps", "4", "--dataset_size", "64", "--per_device_train_batch_size",
+            "8", "--max_completion_length", "96", "--max_turn_tokens", "40", "--disable_tqdm", "true",
+            *map(str, arguments)]  # fmt: skip
+
+
+def history(folder):
+    """The log, once the run has ended by itself."""
+    rows = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
+    return [row for row in rows if "reward" in row]
+
+
+@needs_vllm
+def test_a_server_that_stays_dead_ends_the_run_saved(server, tmp_path, monkeypatch, capfd):
+    """The exit code says that it failed, the message where to go on; with a new server it goes on to the end."""
+    monkeypatch.setenv("KILL_AT_STEP", "2")
+    monkeypatch.setenv("KILL_GROUP", str(server.process.pid))
+    monkeypatch.setenv("AT_STEP", "0")
+    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
+                                 "--weight_sync_dir", tmp_path)  # fmt: skip
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--vllm_server_timeout", "3"])
+    saved = tmp_path / "out/checkpoint-2"
+    assert f"127.0.0.1:{server.port}" in str(stopped.value) and "step 2" in str(stopped.value)
+    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
+    assert time.monotonic() - began < 60
+    server.process.wait()
+    server.start().wait()
+    main([*arguments, "--resume_from_checkpoint", str(saved)])
+    rows = history(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+
+
+@needs_vllm
+def test_a_server_that_is_away_at_a_push_ends_the_run_saved(proxy, tmp_path):
+    """The wait for it is as long as `vllm_server_timeout`, and what was trained is kept."""
+
+    def rule(request):
+        if request.path == "/pause" and len([r for r in proxy.requests if r.path == "/pause"]) == 4:
+            proxy.reachable = False  # probe, first push, second push; the fourth is that of step 2
+        return None
+
+    proxy.faults = rule
+    with pytest.raises(SystemExit, match="Step 2: ServerError: No vLLM server answers .* after 3 s") as stopped:
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path))  # fmt: skip
+    assert (tmp_path / "out/checkpoint-2").is_dir() and "--resume_from_checkpoint" in str(stopped.value)
+
+
+@needs_vllm
+@pytest.mark.parametrize("where", ["push", "rollouts"])
+def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
+    """Where server and trainer are told to go together, the trainer does not spend its grace on the server."""
+
+    def rule(request):
+        pushes = len([r for r in proxy.requests if r.path == "/pause"])
+        if pushes == 4 and proxy.reachable and (where == "push" or request.path == COMPLETIONS):
+            proxy.reachable = False
+            times.append(time.monotonic())
+            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return None
+
+    times = []
+    proxy.faults = rule
+    with pytest.raises(SystemExit) as stopped:
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", "25", "--weight_sync_dir", tmp_path))  # fmt: skip
+    assert time.monotonic() - times[0] < 12
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert (tmp_path / "out/checkpoint-2").is_dir()
+
+
+# =====================================================================================================================
+# Rollouts that overlap with the optimisation
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
+    """From one version each, the last batch leaves none in the air, and evaluation waits for those that are."""
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), evaluates=True, max_steps=6,
+                           overlap_rollouts=True, eval_strategy="steps", eval_steps=2,
+                           per_device_eval_batch_size=16)  # fmt: skip
+    trainer.train()
+    assert trainer.rows("rollout/staleness") == [0, 1, 1, 1, 1, 1]
+    assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
+    assert trainer._flight is None and len(trainer.set_off) == 6
+    assert len(trainer.rows("eval_reward")) == 3
+    assert (False, True) in trainer.synced_with_flight  # an evaluation's push came upon a flight
+    assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
+    """Killed while the next batch is in the air and this one is optimised: only that batch starts over."""
+    new = []
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2:
+            new.append(replace_server(server))
+        return answered(completions, **kwargs)
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), reward, max_steps=5,
+                           overlap_rollouts=True)  # fmt: skip
+    trainer.train()
+    new[0].join()
+    assert trainer.state.global_step == 5 and trainer._flight is None
+    restarted = trainer.rows("rollout/restarted")
+    assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
+    assert trainer.rows("rollout/staleness")[3] == pytest.approx(1 - restarted[3] / 16)
+    assert_from_the_weights_of_its_version(trainer)
+
+
+# =====================================================================================================================
+# The folder of the weights
+# =====================================================================================================================
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full: a write beyond `size` bytes of a file fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", ["missing", "a file", "read-only", "no room", "full half-way", "write error"])
+def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path, monkeypatch, fault):
+    """The error has the directory and what to do; the server keeps its weights, the directory none of ours."""
+    root = tmp_path / "shared"
+    if fault == "a file":
+        root.write_text("not a directory")
+    elif fault != "missing":
+        root.mkdir()
+    client.sync_dir = str(root)
+    limits = contextlib.nullcontext()
+    if fault == "read-only":
+
+        def mkdtemp(*args, **kwargs):  # root may write where others may not
+            raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+        monkeypatch.setattr(mt_grpo_trainer.tempfile, "mkdtemp", mkdtemp)
+    elif fault == "no room":
+        usage = shutil.disk_usage(root)._replace(free=1000)
+        monkeypatch.setattr(mt_grpo_trainer.shutil, "disk_usage", lambda path: usage)
+    elif fault == "full half-way":
+
+        def save_file(tensors, path, metadata):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        monkeypatch.setattr(mt_grpo_trainer, "save_file", save_file)
+    elif fault == "write error":
+        limits = files_of_at_most(2**20)
+    ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
+    before, version = client.score(ids), client.weight_version()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with limits, pytest.raises(ServerError) as raised:
+        client.update_weights(((n, t * 1.1) for n, t in model.state_dict().items()), "v-failed")
+    assert not isinstance(raised.value, ServerLost)
+    assert str(root) in str(raised.value) and "weight_sync_dir" in str(raised.value)
+    assert client.score(ids) == pytest.approx(before, abs=1e-6) and client.weight_version() == version
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" or "v-failed" in path.name]
+    client.close()
+    assert fault in ("missing", "a file") or not list(root.iterdir())
+
+
+def is_complete(path):
+    """Whether a safetensors file is as long as its header says."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return len(data) == 8 + size + max(entry["data_offsets"][1] for n, entry in header.items() if n != "__metadata__")
+
+
+@needs_vllm
+def test_what_has_a_versions_name_is_complete(client, tmp_path):
+    """Somebody who looks all the time never finds a version without its file, nor with a part of it."""
+    client.sync_dir, seen, wrong, stop = str(tmp_path), set(), [], threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            for folder in tmp_path.glob("mt-grpo-weights-*/*"):
+                if folder.name == "lock" or folder.name.startswith("partial-") or folder.name in seen:
+                    continue  # what was complete once may be on its way out
+                try:
+                    complete = is_complete(folder / "model.safetensors")
+                except (OSError, ValueError) as error:
+                    wrong.append((folder.name, repr(error)))
+                else:
+                    seen.add(folder.name) if complete else wrong.append((folder.name, "not complete"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    try:
+        for i in range(8):
+            client.update_weights(iter(model.state_dict().items()), f"v-{i}")
+    finally:
+        stop.set()
+        watcher.join()
+    assert not wrong and len(seen) >= 6
+    assert [path.name for path in next(tmp_path.glob("mt-grpo-weights-*")).iterdir()] == ["lock"]
+
+
+HOLDER = """
+import sys, time
+from mt_grpo_trainer import VLLMServerClient
+client = VLLMServerClient(port=9, sync_dir=sys.argv[1])
+folder = client._versions_folder(1000)
+(folder / "version").mkdir()
+(folder / "version" / "model.safetensors").write_bytes(b"x" * 1000)
+print(folder, flush=True)
+time.sleep(600)
+"""
+
+
+@needs_vllm
+def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
+    """A push clears away what a killed run left in the shared directory, and nothing of one that lives."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+    def push():
+        client = VLLMServerClient("127.0.0.1", proxy.port, tokenizer, sync_dir=str(tmp_path))
+        client.update_weights(iter(model.state_dict().items()), "v")
+        client.close()
+
+    try:
+        folder = Path(process.stdout.readline().strip())
+        push()
+        assert (folder / "version/model.safetensors").is_file()
+        process.kill()
+        process.wait()
+        push()
+        assert not list(tmp_path.iterdir())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@needs_vllm
+def test_a_folder_that_was_cleaned_away_is_made_again(client, tmp_path):
+    """A run of weeks outlives the janitor of the temporary directory."""
+    client.sync_dir = str(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "v-1")
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    client.update_weights(iter(model.state_dict().items()), "v-2")
+    assert client.weight_version() == "v-2"
+
+
+# =====================================================================================================================
+# Stopping
+# =====================================================================================================================
+
+
+def test_closing_does_not_wait_for_a_blocked_loop():
+    """A run that ends since something blocks the loop must end: `close` runs at exit."""
+    client, free = VLLMServerClient(port=9), threading.Event()
+    background_loop().call_soon_threadsafe(free.wait)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    hung = closing.is_alive()
+    free.set()
+    closing.join(20)
+    assert not hung
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The log of a run in process that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    main(recipe_arguments("calculator.yaml", folder))
+    return history(folder)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
+    """Within seconds, with the shell's exit code for it; the resumed run is the uninterrupted one."""
+    arguments = recipe_arguments("calculator.yaml", tmp_path)
+    process = subprocess.Popen([sys.executable, mt_grpo_trainer.__file__, *arguments], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    try:
+        log, deadline = tmp_path / "out/rollouts.rank0.jsonl", time.monotonic() + 120
+        while not log.is_file() or '"step": 1' not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+            time.sleep(0.02)
+        process.send_signal(signum)
+        began = time.monotonic()
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signum, said[-3000:]
+    assert time.monotonic() - began < 20
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert f"stopped by {signum.name}" in said and f"--resume_from_checkpoint {saved}" in said
+    assert "Traceback" not in said and "never awaited" not in said
+    main([*arguments, "--resume_from_checkpoint", "last"])
+    resumed = history(tmp_path)
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    for key in ("reward", "loss"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
+
+
+# =====================================================================================================================
+# Two ranks
+# =====================================================================================================================
+
+TWO_RANKS = """
+import os, signal, sys, threading
+import mt_grpo_trainer as m
+
+original = m.MTGRPOEnvTrainer._set_off
+
+
+def set_off(self, prompts, which):
+    if os.environ["RANK"] == "1" and self.state.global_step == 2:
+        if os.environ["FAULT"] == "dead port":
+            self.client.base_url = "http://127.0.0.1:9"
+        else:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return original(self, prompts, which)
+
+
+m.MTGRPOEnvTrainer._set_off = set_off
+m.main()
+"""
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", ["dead port", "signal"])
+def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
+    """A slow rank is waited for; one that cannot go on, or is told to stop, stops both, saved, with one message."""
+    (tmp_path / "worker.py").write_text(TWO_RANKS)
+    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
+                                 "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path)  # fmt: skip
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
+    env = {**os.environ, "FAULT": fault, "SLOW_RANK": "1.0", "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    said = result.stdout + result.stderr
+    assert result.returncode != 0, said[-3000:]
+    saved = tmp_path / "out/checkpoint-2"
+    assert saved.is_dir(), said[-3000:]
+    if fault == "dead port":
+        message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
+    else:
+        message = "stopped by SIGTERM at step 2"
+    assert said.count(message) == 2, said[-3000:]
+    assert said.count(f"Continue with --resume_from_checkpoint {saved}") == 2
+    rows = [row for row in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert rows[0]["rollout/seconds"] > 0
