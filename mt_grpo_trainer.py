@@ -1641,6 +1641,47 @@ class InProcessBackend:
 HUNG = "hung-tool-"  # how the threads of abandoned calls are called
 
 
+class ToolThreads:
+    """Daemon threads for synchronous tools: as many as there are calls at the same time, used again afterwards.
+
+    Not a thread per call: starting one waits until it runs, which holds up the event loop, and with it every
+    conversation, for milliseconds where cores are busy. Not asyncio's or `concurrent.futures`' pool: those are of a
+    fixed size and joined at exit, so that hung tools would starve the others and hang the end of the process.
+    """
+
+    IDLE_SECONDS = 300.0  # until a thread without work ends
+
+    def __init__(self):
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0  # INVARIANT: threads that wait, less the work that waits for them
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have `work`, which must not raise, run in a thread at once."""
+        with self._lock:
+            reuse = self._idle > 0
+            self._idle -= reuse
+        self._work.put(work)
+        if not reuse:
+            threading.Thread(target=self._run, name="tool-idle", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._work.get(timeout=self.IDLE_SECONDS)()
+            except queue.Empty:
+                with self._lock:
+                    if self._idle > 0:
+                        self._idle -= 1
+                        return
+                continue  # work that was just handed in counts on this thread
+            with self._lock:
+                self._idle += 1
+
+
+TOOL_THREADS = ToolThreads()
+
+
 def as_text(result: Any) -> str:
     """A tool's result as the model reads it: text as it is, bytes as UTF-8, anything else as JSON."""
     if isinstance(result, bytes):
@@ -1651,15 +1692,12 @@ def as_text(result: Any) -> str:
 async def run_tool(
     tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
 ) -> Any:
-    """Run one tool: an async one as a task, a synchronous one in a daemon thread of its own.
+    """Run one tool: an async one as a task, a synchronous one in a daemon thread.
 
     `finish` is what to make of the result, in that thread: a large one takes its time, and the loop is everybody's.
 
     Whatever it raises, `SystemExit` included, comes out as an ordinary exception. A call that takes longer than
     `timeout` seconds raises `ToolTimeout` and is abandoned, with its thread or as a cancelled task.
-
-    Not asyncio's default pool: that has few threads on few cores, and joins them at exit, so that one hung tool would
-    hang the end of the process.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future = loop.create_future()  # of (result, error): a future refuses StopIteration as exception
@@ -1668,13 +1706,19 @@ async def run_tool(
         if not done.done():
             done.set_result((result, error))
 
+    thread = None
+
     def work():
+        nonlocal thread
+        thread = threading.current_thread()
+        thread.name = f"tool-{tool.__name__}"
         try:
             result = tool(**arguments)
             outcome = result if inspect.isawaitable(result) else finish(result), None
         except BaseException as error:
             outcome = None, error
-        if not loop.is_closed():
+        thread.name = "tool-idle"
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
             loop.call_soon_threadsafe(deliver, *outcome)
 
     async def wait_for(awaitable):
@@ -1683,13 +1727,12 @@ async def run_tool(
         except BaseException as error:  # a SystemExit here would end the loop that all conversations share
             deliver(None, error)
 
-    task, thread, deadline = None, None, loop.time() + timeout
+    task, deadline = None, loop.time() + timeout
     try:
         if inspect.iscoroutinefunction(tool):
             task = loop.create_task(wait_for(tool(**arguments)))
         else:
-            thread = threading.Thread(target=work, name=f"tool-{tool.__name__}", daemon=True)
-            thread.start()
+            TOOL_THREADS.submit(work)
         await asyncio.wait({done}, timeout=timeout)
         if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
             awaitable, done = done.result()[0], loop.create_future()

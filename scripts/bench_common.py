@@ -25,6 +25,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def end_with_parent() -> None:
+    """In a child process: be told to end when the parent does, however that ends. Linux only."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 class VLLMServer:
     """A vLLM server on the CPU in a process group of its own; `with VLLMServer(model) as server: server.port`.
 
@@ -66,7 +74,12 @@ class VLLMServer:
             command = ["taskset", "-c", ",".join(map(str, sorted(self.cores))), *command]
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         return self
 

@@ -500,7 +500,8 @@ def section(results: dict[str, Any]) -> str:
         "chain of tool waits of one conversation, over the engine's time; 1 is about as good as it gets. *Lockstep "
         "takes*: the time of a loop that samples everybody's turn, runs the tools one after another and samples the "
         "next turn, over the engine's. The wait of 0.2 s is 0.05 s for four calls in five and 0.8 s for the fifth. "
-        "Client and server share the cores, so the client's own work counts fully.",
+        "Client and server share the cores, so the client's own work counts fully."
+        + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
         "", *table(runs),
     ]  # fmt: skip
     if sharing := sharing_table(results["sharing"]):
@@ -536,8 +537,8 @@ def main(argv: list[str] | None = None) -> None:
         bench = Bench(server, options.max_concurrent_tools)
         bench.warm_up()
         measured = measure(bench, plan(options.short), 1 if options.short else 5)
-    settings = {"model": model, "parameters": "0.9M parameters", "group": GROUP,
-                "max_concurrent_tools": bench.args.max_concurrent_tools}  # fmt: skip
+    settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters",
+                "group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}  # fmt: skip
     results = {"machine": machine(), "settings": settings, **measured}
     write_results(SHORT_RESULTS if options.short else RESULTS, results)
     if options.short:
