@@ -143,7 +143,7 @@ class MTGRPOConfig(GRPOConfig):
         default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
     )
     tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
-    max_concurrent_tools: int = field(default=64, metadata={"help": "Tool calls at the same time, per rank"})
+    max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
     )
@@ -1800,7 +1800,7 @@ class MultiTurnToolEnv:
         max_tool_response_tokens: int = 512,
         max_model_len: int | None = None,
         tool_timeout: float = 30.0,
-        max_concurrent_tools: int = 64,
+        max_concurrent_tools: int = 256,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
     ):
@@ -1866,11 +1866,14 @@ class MultiTurnToolEnv:
     def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
         """Open conversations, for `step`."""
         tokenizer = self._tokenizer(llm)
-        states = []
+        states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             messages = self.with_system_prompt(messages)
-            states.append(Rollout(messages, self.prompt_ids(messages, tokenizer), index))
+            if messages != previous:  # the rollouts of a group have the same prompt
+                ids = self.prompt_ids(messages, tokenizer)
+            states.append(Rollout(messages, list(ids), index))
+            previous = messages
         return states
 
     def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:

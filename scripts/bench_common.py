@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ class VLLMServer:
                    "--max-num-seqs", "128", *self.flags]  # fmt: skip
         if self.cores:
             command = ["taskset", "-c", ",".join(map(str, sorted(self.cores))), *command]
+        # Linux tells the child when the thread that made it ends, not only the process.
+        main = threading.current_thread() is threading.main_thread()
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 command,
@@ -79,7 +82,7 @@ class VLLMServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=end_with_parent if main else None,
             )
         return self
 

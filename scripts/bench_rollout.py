@@ -1,7 +1,7 @@
 """Measure rollouts on one real vLLM server: this engine, the time that its own requests need at least, and a lockstep
 loop.
 
-    python scripts/bench_rollout.py            # everything, about an hour on two cores; then the report
+    python scripts/bench_rollout.py            # everything, about 25 minutes on two cores; then the report
     python scripts/bench_rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
     python scripts/bench_rollout.py --report   # only README's section, from docs/rollout_results.json
 

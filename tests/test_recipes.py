@@ -612,10 +612,10 @@ def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tm
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     sent = {}
 
-    async def post(path, payload):
+    async def post(path, payload, read):
         sent.update(payload)
         choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-        return {"choices": [choice], "usage": {"prompt_tokens": 2}}
+        return read({"choices": [choice], "usage": {"prompt_tokens": 2}})
 
     monkeypatch.setattr(trainer.client, "_post", post)
     trainer.client.model_card = {"id": "model"}
