@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,15 @@ def with_section(text: str, name: str, section: str) -> str:
 def write_section(name: str, section: str, path: Path = README) -> None:
     """Put a benchmark's section into the README."""
     path.write_text(with_section(path.read_text(encoding="utf-8"), name, section), encoding="utf-8")
+
+
+def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], readme: Path = README) -> None:
+    """`bench_<name>.py --report`: the README's section from the results file."""
+    if not results.is_file():
+        sys.exit(f"error: no {results}. Run without --report first.")
+    text = section(json.loads(results.read_text(encoding="utf-8")))
+    write_section(name, text, readme)
+    print(f"the section in {readme}\n\n{text}")
 
 
 @contextlib.contextmanager

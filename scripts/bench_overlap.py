@@ -17,10 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, spread, write_results, write_section
+from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -111,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
     if options.report:
-        write_section("overlap", section(json.loads(RESULTS.read_text())))
-        return
+        return report("overlap", RESULTS, section)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
@@ -131,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {"machine": machine(), "steps": steps, "minutes": (time.monotonic() - began) / 60,
                "summary": summary(runs), "runs": runs}  # fmt: skip
     path = ROOT / "runs/bench_overlap_short.json" if options.short else RESULTS
-    write_results(Path(path), results)
+    write_results(path, results)
     total = results["summary"]
     print(json.dumps(total, indent=1))
     print(f"overlap {total['ratio']['median']:.2f}x the longer half, {total['gain']['median']:.2f}x faster")

@@ -32,7 +32,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from typing import Any
 
 import aiohttp
 import requests
-from bench_common import README, ROOT, VLLMServer, machine, spread, stopwatch, write_results, write_section
+from bench_common import README, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
@@ -513,15 +512,6 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def report() -> None:
-    """README's section from the results file."""
-    if not RESULTS.is_file():
-        sys.exit(f"error: no {RESULTS}. Run without --report first.")
-    text = section(json.loads(RESULTS.read_text(encoding="utf-8")))
-    write_section("rollout", text, README)
-    print(f"the section in {README}\n\n{text}")
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="at most 10 minutes; README stays as it is")
@@ -529,7 +519,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_concurrent_tools", type=int, help="default: the recipe's")
     options = parser.parse_args(argv)
     if options.report:
-        return report()
+        return report("rollout", RESULTS, section, README)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.chdir(ROOT)
     model = "hf_recipes/tiny/calculator-model"
@@ -544,7 +534,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.short:
         print(f"\n{section(results)}\n\n{headline(measured['runs'])}")
     else:
-        report()
+        report("rollout", RESULTS, section, README)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ of bytes is written to a plain file in the same directory and read back, and to 
 
 import argparse
 import gc
-import json
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, spread, write_results, write_section
+from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS, SHORT_RESULTS, README = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json"), Path("README.md")
@@ -302,15 +301,6 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def report() -> None:
-    """Write the README's section from the results file."""
-    if not RESULTS.is_file():
-        sys.exit(f"error: no {RESULTS}. Run without --report first.")
-    section = markdown(json.loads(RESULTS.read_text(encoding="utf-8")))
-    write_section("sync", section, README)
-    print(f"the section in {README}\n\n{section}")
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
@@ -325,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     if repetitions < 1:
         sys.exit("error: expected --repetitions of at least 1.")
     if options.report:
-        report()
+        report("sync", RESULTS, markdown, README)
         return
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -354,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
             flush=True,
         )
     if not options.short:
-        report()
+        report("sync", RESULTS, markdown, README)
     print(last_line(results["rows"]))
 
 

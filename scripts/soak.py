@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -130,7 +131,7 @@ def steps_done(output: Path) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole soak; returns what was measured, with `problems`: what was not as it must be."""
     output = ROOT / "runs/soak"
-    subprocess.run(["rm", "-rf", str(output)], check=True)
+    shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     tool = HANGING_TOOL.format(every=options.hang_every, seconds=6, tools=str(ROOT / "tools"))
     (output / "tools.py").write_text(tool)
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     downs: list[dict[str, float]] = []
     server = VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
                         log=output / "vllm_server.log", timeout=300).start()  # fmt: skip
-    started = time.monotonic()
+    started, launcher = time.monotonic(), None
     with FaultProxy(server.url, rule(options.seed)) as proxy:
         command = [
             sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
@@ -176,7 +177,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     if step % 10 == 0:
                         print(f"step {step} of {options.steps}, {time.monotonic() - started:.0f} s", flush=True)
         finally:
-            if "launcher" in locals() and launcher.poll() is None:
+            if launcher is not None and launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGTERM)
                 launcher.wait(90)
             server.stop()

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+from bench_common import VLLMServer, free_port
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,52 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start_server(model, log, *flags, dev_mode=True):
-    """A vLLM server in its own process group; returns (process, port) once it is healthy."""
-    port = free_port()
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if dev_mode:
-        env["VLLM_SERVER_DEV_MODE"] = "1"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host",
-               "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "128",
-               *flags]  # fmt: skip
-    process = subprocess.Popen(command, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT,
-                               start_new_session=True)  # fmt: skip
-    client = VLLMServerClient("127.0.0.1", port, timeout=180)
-    try:
-        while not client.healthy():
-            assert process.poll() is None, Path(log).read_text()[-3000:]
-            client.timeout -= 1
-            assert client.timeout > 0, Path(log).read_text()[-3000:]
-            try:
-                process.wait(1)
-            except subprocess.TimeoutExpired:
-                pass
-    except BaseException:
-        stop_server(process)
-        raise
-    return process, port
-
-
-def stop_server(process):
-    """End the whole group: a killed API server leaves its engine behind."""
-    try:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(20)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory):
     """A copy of the bundled model whose generation_config asks for greedy decoding, to show that we override it."""
@@ -92,9 +44,9 @@ def served_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def port(served_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    process, port = start_server(served_model, log, "--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
-    yield port
-    stop_server(process)
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(served_model, *flags, log=log) as server:
+        yield server.port
 
 
 @pytest.fixture
@@ -345,18 +297,11 @@ def test_no_server_is_an_error_in_time(setting):
 
 def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
     """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
-    process, port = start_server(served_model, tmp_path / "log", "--max-model-len", "512")
-    try:
-        with pytest.raises(ServerError, match="logprobs-mode raw_logprobs"):
-            check_server(VLLMServerClient("127.0.0.1", port, timeout=5), *setting)
-    finally:
-        stop_server(process)
-    process, port = start_server(served_model, tmp_path / "log", "--max-model-len", "512", dev_mode=False)
-    try:
-        with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
-            check_server(VLLMServerClient("127.0.0.1", port, timeout=5), *setting)
-    finally:
-        stop_server(process)
+    for dev_mode, message in ((True, "logprobs-mode raw_logprobs"), (False, "VLLM_SERVER_DEV_MODE=1")):
+        log = tmp_path / "log"
+        with VLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode) as server:
+            with pytest.raises(ServerError, match=message):
+                check_server(VLLMServerClient("127.0.0.1", server.port, timeout=5), *setting)
 
 
 def test_nccl_needs_a_server_started_for_it(client):
