@@ -144,6 +144,10 @@ class MTGRPOConfig(GRPOConfig):
     )
     tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
     max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
+    isolate_tools: bool = field(
+        default=False,
+        metadata={"help": "Run synchronous tools in processes, which are killed at tool_timeout, and not in threads"},
+    )
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
     )
@@ -155,7 +159,7 @@ class MTGRPOConfig(GRPOConfig):
     )
     weight_check_every: int = field(
         default=10,
-        metadata={"help": "Compare logprobs with the server at the first sync and every n-th; 0: first only"},
+        metadata={"help": "Compare logprobs with the server at the first sync and every n-th; 0: not at every n-th"},
     )
     vllm_request_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
@@ -1214,6 +1218,11 @@ class VLLMServerClient:
         """vLLM's own configuration as a tree; needs the development endpoints."""
         return self.request("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
 
+    def settings(self) -> dict[str, Any]:
+        """What decides what the server samples, and how much fits, beside the weights."""
+        config = self.server_info()["model_config"]
+        return {key: config.get(key) for key in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
+
     def weight_version(self) -> str:
         """The version that the last push set. A restarted server no longer knows it."""
         return self.request("GET", "/weight_info")["weight_version"]
@@ -1649,34 +1658,33 @@ class ToolThreads:
     fixed size and joined at exit, so that hung tools would starve the others and hang the end of the process.
     """
 
-    IDLE_SECONDS = 300.0  # until a thread without work ends
+    IDLE_SECONDS = 60.0  # until a thread without work ends
 
     def __init__(self):
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0  # INVARIANT: threads that wait, less the work that waits for them
+        self._idle: list[queue.SimpleQueue] = []  # the inboxes of threads that wait; the last in is the first out,
+        self._lock = threading.Lock()  # so that those which are too many stay idle, and end
 
     def submit(self, work: Callable[[], None]) -> None:
         """Have `work`, which must not raise, run in a thread at once."""
         with self._lock:
-            reuse = self._idle > 0
-            self._idle -= reuse
-        self._work.put(work)
-        if not reuse:
-            threading.Thread(target=self._run, name="tool-idle", daemon=True).start()
+            waiting = self._idle.pop() if self._idle else None
+        inbox = waiting or queue.SimpleQueue()
+        inbox.put(work)
+        if waiting is None:
+            threading.Thread(target=self._run, args=(inbox,), name="tool-idle", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, inbox: queue.SimpleQueue) -> None:
         while True:
             try:
-                self._work.get(timeout=self.IDLE_SECONDS)()
+                inbox.get(timeout=self.IDLE_SECONDS)()
             except queue.Empty:
                 with self._lock:
-                    if self._idle > 0:
-                        self._idle -= 1
+                    if inbox in self._idle:
+                        self._idle.remove(inbox)
                         return
-                continue  # work that was just handed in counts on this thread
+                continue  # work is on its way
             with self._lock:
-                self._idle += 1
+                self._idle.append(inbox)
 
 
 TOOL_THREADS = ToolThreads()
@@ -1749,6 +1757,84 @@ async def run_tool(
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     return result
+
+
+# What a tool's process runs. Not this module, whose imports take seconds: a killed process is replaced by a new one.
+TOOL_PROCESS = """
+import ctypes, importlib.util, json, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no hanging call outlives the trainer
+calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(2, 1)  # what a tool prints is no answer
+path, sys.path[:] = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("tools_script", path)
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for call in calls:
+    try:
+        index, arguments = json.loads(call)
+        result = module.TOOL_FUNCTIONS[index](**arguments)
+        if isinstance(result, bytes):
+            result = result.decode("utf-8", "replace")
+        elif not isinstance(result, str):
+            result = json.dumps(result, default=str, ensure_ascii=False)
+        answer = json.dumps({"result": result})
+    except BaseException as error:
+        answer = json.dumps({"error": type(error).__name__, "text": str(error)})
+    if len(answer) > 1 << 24:  # it is read by the loop that all conversations share
+        answer = json.dumps({"error": "ValueError", "text": "the result is longer than 16 MiB"})
+    answers.write(b"%d\\n%s" % (len(answer), answer.encode()))
+    answers.flush()
+"""
+
+
+class ToolProcesses:
+    """A file's synchronous tools in processes: as many as there are calls at the same time, used again afterwards.
+
+    For what a thread does not survive: `os._exit`, a crash, and C code that hangs and holds Python's interpreter lock
+    (a regular expression can), which stops every thread. A process whose call runs out of time is killed. Each one
+    imports the file anew, so what a tool keeps in global variables is not shared between calls.
+    """
+
+    def __init__(self, path: str):
+        self._setup = json.dumps([path, sys.path])
+        self._idle: dict[asyncio.AbstractEventLoop, list[asyncio.subprocess.Process]] = collections.defaultdict(list)
+
+    def isolated(self, index: int, tool: Callable) -> Callable:
+        """`tool`, the file's `TOOL_FUNCTIONS[index]`, as an async function that runs it in one of the processes."""
+
+        @functools.wraps(tool)
+        async def call(**arguments):
+            return await self._call(index, arguments)
+
+        return tool if inspect.iscoroutinefunction(tool) else call
+
+    async def _call(self, index: int, arguments: dict[str, Any]) -> Any:
+        idle = self._idle[asyncio.get_running_loop()]
+        while idle and idle[-1].returncode is not None:
+            idle.pop()
+        pipe = asyncio.subprocess.PIPE
+        # A session of its own: Ctrl-C is the trainer's to handle.
+        process = idle.pop() if idle else await asyncio.create_subprocess_exec(
+            sys.executable, "-c", TOOL_PROCESS, self._setup, stdin=pipe, stdout=pipe, start_new_session=True
+        )  # fmt: skip
+        try:
+            process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
+            try:
+                size = await process.stdout.readuntil(b"\n")
+                answer = json.loads(await process.stdout.readexactly(int(size)))
+            except asyncio.IncompleteReadError:
+                code = await process.wait()
+                raise RuntimeError(f"the tool's process ended with exit code {code}") from None
+        except BaseException:  # above all the cancellation of a call that ran out of time
+            if process.returncode is None:
+                process.kill()
+            raise
+        idle.append(process)
+        if "error" in answer:
+            raise type(answer["error"], (Exception,), {})(answer["text"])
+        return answer["result"]
 
 
 class ToolTimeout(Exception):
@@ -2361,7 +2447,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
         self._pushed: str | None = None  # the version that the server holds
-        self._num_syncs = 0
+        self._num_syncs, self._settings = 0, None  # pushes so far, and the settings of the server at the last
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
         self._flight: Flight | None = None  # the next batch's conversations, with overlap_rollouts
@@ -2451,8 +2537,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             except RunStopped as raised:
                 stopped = raised.signum
             except Exception as raised:  # told to the other ranks, which would wait for this one for ever
-                error = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}"
-                logger.debug("rollout failed", exc_info=True)
+                error = raised
             if flight is not None and (stopped or error):
                 flight.cancel()
             waited += time.perf_counter() - began
@@ -2489,7 +2574,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._flight = self._set_off(prompts, list(range(len(prompts))))
             self._flight.prompts = prompts
         except Exception as raised:  # told to the other ranks
-            error = f"rank {self.accelerator.process_index}: {type(raised).__name__}: {raised}"
+            error = raised
         self._meet(error)
 
     def _take_flight(self, prompts: list) -> Flight | None:
@@ -2499,16 +2584,19 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         return flight
 
-    def _meet(self, error: str | None, stopped: int | None = None, counts: tuple[int, ...] = ()) -> list[int]:
+    def _meet(
+        self, error: Exception | None, stopped: int | None = None, counts: tuple[int, ...] = (), what: str = "Rollouts"
+    ) -> list[int]:
         """Where ranks meet after what can fail on any of them; returns their counts added up.
 
         Raises `RunStopped` or `RunError` on all of them, with what happened on any.
         """
-        verdicts = gather_object([(error, stopped, counts)])
+        text = error and f"rank {self.accelerator.process_index}: {type(error).__name__}: {error}"
+        verdicts = gather_object([(text, stopped, counts)])
         if signals := [signum for _, signum, _ in verdicts if signum]:
             raise RunStopped(signals[0], f" at step {self.state.global_step}")
         if errors := [e for e, _, _ in verdicts if e]:
-            raise RunError(f"Rollouts failed at step {self.state.global_step}: {'; '.join(errors)}")
+            raise RunError(f"{what} failed at step {self.state.global_step}: {'; '.join(errors)}") from error
         return [sum(column) for column in zip(*(counts for _, _, counts in verdicts))]
 
     def _set_off(self, prompts: list, which: list[int]) -> Flight:
@@ -2646,12 +2734,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if self.backend != "server" or self._pushed == version:
             return
         if self._flight is not None:  # INVARIANT: no conversation is open on any rank while weights change
-            self._flight.wait()
-            self.accelerator.wait_for_everyone()
-        started, self._pushed = time.perf_counter(), None
+            stopped = None
+            try:
+                with self._interruptions():
+                    self._flight.wait()
+            except RunStopped as raised:
+                stopped = raised.signum
+            self._meet(None, stopped)
+        started, new_server, self._pushed = time.perf_counter(), self._pushed is None, None
         for attempt in range(1, self.MAX_RESTARTS + 1):
             try:
-                seconds, gap = self._push_and_check(version)
+                seconds, gap = self._push_and_check(version, new_server or attempt > 1)
                 break
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_RESTARTS:
@@ -2669,12 +2762,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if gap is not None:
             self._metrics[mode]["sync/logprob_difference"].append(gap)
 
-    def _push_and_check(self, version: str) -> tuple[dict[str, float], float | None]:
-        """Seconds by phase, and the difference in logprobs where it was time to compare."""
+    def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
+        """Seconds by phase, and the difference in logprobs where it was time to compare, as on a new server."""
+        if new_server:
+            self._check_settings()
         if self._num_syncs == 0:
             self._check_that_pushes_arrive(version)
         seconds, every = self._push(version), self.args.weight_check_every
-        if self._num_syncs and (not every or self._num_syncs % every):
+        if not new_server and (not every or self._num_syncs % every):
             return seconds, None
         pushed = time.perf_counter()
         try:
@@ -2686,6 +2781,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 raise ServerLost(f"{self.client.base_url} restarted between the push and the check of it") from None
             raise
         return {**seconds, "check": time.perf_counter() - pushed}, gap
+
+    def _check_settings(self) -> None:
+        """A server that comes back must sample as before: logprobs of another kind would show in nothing else."""
+        settings = self._on_main(self.client.settings)
+        before, self._settings = self._settings or settings, settings
+        if changed := [f"{k}={v!r}, before {before[k]!r}" for k, v in settings.items() if v != before[k]]:
+            raise ServerError(
+                f"The vLLM server at {self.client.base_url} came back with {'; '.join(changed)}. Start it as before."
+            )
 
     def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
         weights = self.vllm_generation.named_weights(norm_scale)
@@ -2800,11 +2904,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         observed = pad_rows(has_observation, num_turns, False, torch.bool)
         sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
         state = torch.full(observed.shape, -1, dtype=torch.long)
-        error = None
+        error = stopped = None
         try:
             if self.args.credit_assignment == "gigpo":
                 state = pad_rows([state_numbers(rollout) for rollout in self._rollouts], num_turns, -1, torch.long)
-            outputs = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
+            with self._interruptions():
+                outputs = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
             for f, (values, name) in enumerate(zip(outputs, self.reward_func_names, strict=True)):
                 check_reward_values(values, name, self._rollouts, per_turn=f < self.num_turn_funcs)
                 rows = [value if isinstance(value, (list, tuple)) else [] for value in values]
@@ -2813,12 +2918,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     per_turn[:, :, f] = pad_rows(numbers, num_turns, NAN)
                 missing = (list, tuple, type(None))
                 whole[:, f] = torch.tensor([NAN if isinstance(v, missing) else float(v) for v in values])
+        except RunStopped as raised:
+            stopped = raised.signum
         except Exception as raised:  # told to the other ranks, which would wait in the gather below
             error = raised
-        errors = gather_object([error and f"rank {self.accelerator.process_index}: {error}"])
-        if any(errors):
-            first = next(e for e in errors if e)
-            raise RunError(f"Rewards failed at step {self.state.global_step}: {first}") from error
+        self._meet(error, stopped, what="Rewards")
         whole, per_turn, observed, sampled, state = (
             self.accelerator.gather(t.to(device).contiguous()) for t in (whole, per_turn, observed, sampled, state)
         )
@@ -3187,13 +3291,16 @@ def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
     return state_key
 
 
-def load_tools(path: str) -> list[Callable]:
-    """The `TOOL_FUNCTIONS` of a file, each checked. Raises `ValueError`."""
+def load_tools(path: str, isolate: bool = False) -> list[Callable]:
+    """The `TOOL_FUNCTIONS` of a file, each checked; with `isolate` they run in processes. Raises `ValueError`."""
     (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
     if not tools:
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     for tool in tools:
         check_tool(tool)
+    if isolate:
+        processes = ToolProcesses(path)
+        tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
     return tools
 
 
@@ -3355,7 +3462,7 @@ def output_lock(path: str) -> Iterator[None]:
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
     """Everything a recipe says, put together. Raises before weights are loaded if something is wrong."""
-    tools = load_tools(script_args.tools_script)
+    tools = load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     config = script_args.dataset_config
     train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split

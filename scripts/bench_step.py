@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_common import README, ROOT, machine, spread, stopwatch, write_results, write_section
+from bench_common import README, ROOT, machine, report, spread, stopwatch, write_results, write_section
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
@@ -419,6 +419,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             steps = {name: sides[name].step() for name in order}
             taken += [steps] if number >= WARM_UP else []
+            ratio = steps["ours"]["wall"] / steps["trl"]["wall"]
+            print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, {ratio:.2f}x", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
         memory = {"built_mib": {name: side.ask("report")["now_mib"] for name, side in sides.items()}}
         for _ in range(2):
@@ -534,15 +536,6 @@ def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
             print(f"{row['own_ms']:8.3f} {row['all_ms']:9.3f} {row['calls']:7g}  {row['function']}, {row['line']}")
 
 
-def report() -> None:
-    """Write the README's section from the results file."""
-    if not RESULTS.is_file():
-        sys.exit(f"error: no {RESULTS}. Run without --report first.")
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    write_section("step", section(results), README)
-    print(summary(results))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all, with --short the quick ones")
@@ -555,7 +548,7 @@ def main(argv: list[str] | None = None) -> None:
     if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
         sys.exit("error: --threads, --pairs and --profile must be at least 1.")
     if options.report:
-        return report()
+        return report("step", RESULTS, section, README)
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip

@@ -81,7 +81,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any) -> 
     Raises:
         ValueError: tools, rewards or data that do not load, or prompts too long for the model.
     """
-    tools = mt.load_tools(script_args.tools_script)
+    tools = mt.load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
     mt.reward_weights(args.turn_reward_weights, turn_funcs, "turn")
     mt.reward_weights(args.outcome_reward_weights, outcome_funcs, "outcome")

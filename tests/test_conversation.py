@@ -4,10 +4,14 @@ import asyncio
 import functools
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -1175,6 +1179,180 @@ def test_run_tool():
         asyncio.run(run_tool(release.wait, {"timeout": 20}, 0.1))  # and the loop closes without waiting
     assert time.perf_counter() - started < 2
     release.set()
+
+
+def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
+    threads = mt.ToolThreads()
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.5)
+
+    def together(count: int) -> set[int]:
+        """Run so many pieces of work at the same time; in which threads they ran."""
+        barrier, used, done = threading.Barrier(count), set(), threading.Semaphore(0)
+
+        def work():
+            barrier.wait(10)
+            used.add(threading.get_ident())
+            done.release()
+
+        for _ in range(count):
+            threads.submit(work)
+        assert all(done.acquire(timeout=10) for _ in range(count))
+        while len(threads._idle) < len(used):
+            time.sleep(0.001)
+        return used
+
+    first = together(8)
+    assert len(first) == 8 and together(8) == first
+    started = time.monotonic()
+    while len(threads._idle) > 2 and time.monotonic() < started + 10:  # two are busy now and then, six are not needed
+        assert together(2) < first
+    assert len(threads._idle) == 2 and len(together(2) & first) == 2
+    time.sleep(1)
+    assert threads._idle == [] and together(1)  # all ended, and a new one starts
+
+
+# --- tools in processes ----------------------------------------------------------------------------------------------
+
+IN_PROCESSES = """
+import ctypes, os, re, sys, time
+
+def add(a: int, b: int) -> str:
+    '''Adds.'''
+    print("not the answer")
+    return str(a + b)
+
+def leave(how: str) -> str:
+    '''Ends its process.'''
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "sys.exit":
+        sys.exit("bye")
+    os._exit(3)
+
+def lock() -> str:
+    '''Backtracks for years, with the interpreter lock held.'''
+    return str(re.match(r"(a+)+$", "a" * 60 + "b"))
+
+def give(what: str) -> str:
+    '''Returns something.'''
+    return {"none": None, "bytes": b"caf\\xc3\\xa9 \\xff", "half": "\\ud800", "dict": {"\u00e9": (1, 2)},
+            "long": "y" * 10_000_000, "huge": "y" * 20_000_000, "pid": os.getpid(), "stdin": sys.stdin.read()}[what]
+
+def fail() -> str:
+    '''Raises.'''
+    raise LookupError("nothing there")
+
+async def in_the_loop() -> str:
+    '''Runs in the trainer's loop.'''
+    return str(os.getpid())
+
+TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop]
+"""
+
+
+@pytest.fixture
+def isolated(tmp_path) -> list:
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES, encoding="utf-8")
+    return mt.load_tools(str(path), isolate=True)
+
+
+def children() -> set[int]:
+    """Processes of this one that run tools."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"TOOL_FUNCTIONS" in (stat.parent / "cmdline").read_bytes():
+                found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "how, text",
+    [
+        ("os._exit", "Error: the tool's process ended with exit code 3"),
+        ("segfault", "Error: the tool's process ended with exit code -11"),
+        ("sys.exit", "Error: bye"),
+    ],
+)
+def test_an_isolated_tool_may_end_its_process(isolated, how, text):
+    rollouts, _ = run_many(isolated, [[call("leave", how=how), ADD, ANSWER], [ADD, ADD, ANSWER]])
+    assert [turn.observation for turn in rollouts[0].turns] == [text, "5", None]
+    assert [turn.observation for turn in rollouts[1].turns] == ["5", "5", None]
+    assert rollouts[0].turns[0].error == "tool"
+
+
+def test_an_isolated_tool_that_holds_the_interpreter_lock_is_killed(isolated):
+    """In a thread this call would stop the whole process, its time limit included."""
+    before = children()
+    rollouts, _ = run_many(isolated, [[call("lock"), ADD, ANSWER]] + [[ADD, ANSWER]] * 3, tool_timeout=3)
+    assert [turn.observation for turn in rollouts[0].turns] == ["Error: lock took longer than 3 s", "5", None]
+    assert [rollout.turns[0].observation for rollout in rollouts[1:]] == ["5"] * 3
+    deadline = time.monotonic() + 5
+    while len(children() - before) > 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 1 <= len(children() - before) <= 3  # those that were idle, not the one that hung
+
+
+@pytest.mark.parametrize(
+    "what, result",
+    [("none", "null"), ("bytes", "caf\u00e9 \ufffd"), ("dict", '{"\u00e9": [1, 2]}'), ("stdin", ""), ("half", "?"),
+     ("huge", "Error: the result is longer than 16 MiB")],
+)  # fmt: skip
+def test_what_an_isolated_tool_returns(isolated, what, result):
+    assert observe(isolated[3], call("give", what=what)).observation == result
+
+
+def test_an_isolated_tools_long_result_is_cut_visibly(isolated):
+    observation = observe(isolated[3], call("give", what="long"), max_tool_response_tokens=60).observation
+    assert observation == observe(long_result, max_tool_response_tokens=60).observation and observation.endswith(
+        "y... [cut]"
+    )
+
+
+def long_result() -> str:
+    """The same in a thread."""
+    return "y" * 10_000_000
+
+
+def test_isolated_tools_use_their_processes_again(isolated):
+    pid = call("give", what="pid")
+    rollouts, _ = run_many(isolated, [[pid, pid, pid, ANSWER], [pid, call("fail"), pid, ANSWER]])
+    seen = [turn.observation for rollout in rollouts for turn in rollout.turns if turn.observation]
+    assert "Error: nothing there" in seen and len(set(seen) - {"Error: nothing there"}) == 2
+    assert str(os.getpid()) not in seen
+    here = observe(isolated[5], call("in_the_loop")).observation
+    assert here == str(os.getpid())
+
+
+def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
+    """Killed while one of its tools hangs, with no chance to tidy up."""
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES, encoding="utf-8")
+    code = (
+        "import asyncio, mt_grpo_trainer as mt\n"
+        "from pathlib import Path\n"
+        f"tool = mt.load_tools({str(path)!r}, isolate=True)[2]\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(mt.run_tool(tool, {}, 60))\n"
+        "    while not (pids := ''.join(p.read_text() for p in Path('/proc/self/task').glob('*/children'))):\n"
+        "        await asyncio.sleep(0.05)\n"
+        "    await asyncio.sleep(1)\n"
+        "    print(pids, flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())\n"
+    )
+    root = Path(mt.__file__).parent
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    pid = int(trainer.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 # --- notebooks, and step by step -------------------------------------------------------------------------------------

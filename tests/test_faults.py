@@ -28,6 +28,7 @@ from mt_grpo_trainer import (
     MTGRPOConfig,
     MTGRPOEnvTrainer,
     MultiTurnToolEnv,
+    RunStopped,
     ServerError,
     ServerLost,
     StopReason,
@@ -419,11 +420,17 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
 
 @needs_vllm
 def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
-    """An error of the server in one push; its death between pause and reload in another: both are repeated."""
-    new = []
+    """A restart in the check of the first, an error in another, death between pause and reload: all are repeated."""
+    new, first_weights = [], AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
+    direct = VLLMServerClient(base_url=server.url, sync_dir=str(tmp_path), timeout=5)
 
     def rule(request):
-        if request.path != "/collective_rpc" or trainer.state.global_step == 0:
+        if trainer.state.global_step == 0:
+            if request.path == COMPLETIONS and not proxy.counts["restarted"]:  # the check of the very first push
+                direct.update_weights(iter(first_weights.items()), "first")  # as after a restart: the first weights again
+                return Fault("restarted")
+            return None
+        if request.path != "/collective_rpc":
             return None
         if trainer.state.global_step == 1 and not proxy.counts["500"]:
             return Fault("500", status=500)
@@ -436,13 +443,36 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     proxy.faults = rule
     trainer.train()
     new[0].join()
-    assert trainer.state.global_step == 3 and proxy.counts["500"] == proxy.counts["killed"] == 1
+    direct.close()
+    assert trainer.state.global_step == 3
+    assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert trainer.rows("rollout/restarted") == [0, 0, 0]
     assert trainer.client.weight_version() == trainer._pushed and not paused(server)
     assert_from_the_weights_of_its_version(trainer)
     trainer.client.close()
     assert not list(tmp_path.glob("*mt-grpo*"))
+
+
+@needs_vllm
+def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path):
+    """Logprobs of another kind fit their ids as well as the right ones do."""
+
+    def raw(answer):
+        answer["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+        return answer
+
+    def rule(request):
+        if trainer.state.global_step == 1 and request.path == "/collective_rpc" and not proxy.counts["500"]:
+            return Fault("500", status=500)
+        back = proxy.counts["500"] and request.path.startswith("/server_info")
+        return Fault("raw", change=raw) if back else None
+
+    trainer = make_trainer(proxy.port, tmp_path)
+    proxy.faults = rule
+    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'. Start it as"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and not paused(proxy)
 
 
 STOPPING = """
@@ -467,6 +497,9 @@ def calculator(expression: str) -> str:
 
 
 def length_reward(completion_ids, trainer_state, **kwargs):
+    if os.environ.get("SIGNAL_IN_REWARDS") == str(trainer_state.global_step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
     os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
 
@@ -572,6 +605,26 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_flight  # an evaluation's push came upon a flight
     assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
+    trainer, times = None, []
+
+    def stop():
+        while (False, True) not in trainer.synced_with_flight:  # an evaluation's push waits for the flight
+            time.sleep(0.05)
+        time.sleep(0.5)
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    tool = slow_calculator(lambda expression: 30.0 if len(trainer.set_off) > 1 else 0.0)
+    trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, overlap_rollouts=True,
+                           eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16)  # fmt: skip
+    threading.Thread(target=stop, daemon=True).start()
+    with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
+        trainer.train()
+    assert time.monotonic() - times[0] < 10 and trainer._flight is None
 
 
 @needs_vllm
@@ -797,6 +850,15 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
+def test_a_signal_does_not_wait_for_rewards(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGNAL_IN_REWARDS", "2")
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        main(recipe_arguments("calculator.yaml", tmp_path))
+    assert stopped.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 50
+    assert (tmp_path / "out/checkpoint-2").is_dir()
+
+
 # =====================================================================================================================
 # Two ranks
 # =====================================================================================================================
@@ -823,12 +885,14 @@ m.main()
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", ["dead port", "signal"])
+@pytest.mark.parametrize("fault", ["dead port", "signal", "signal in process"])
 def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
     """A slow rank is waited for; one that cannot go on, or is told to stop, stops both, saved, with one message."""
     (tmp_path / "worker.py").write_text(TWO_RANKS)
-    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
-                                 "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path)  # fmt: skip
+    in_process = fault == "signal in process"
+    of_server = "--vllm_server_port", server.port, "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path
+    arguments = recipe_arguments("calculator.yaml" if in_process else "calculator-vllm.yaml", tmp_path,
+                                 *() if in_process else of_server)  # fmt: skip
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
     env = {**os.environ, "FAULT": fault, "SLOW_RANK": "1.0", "OMP_NUM_THREADS": "1",
@@ -846,5 +910,5 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
     assert said.count(f"Continue with --resume_from_checkpoint {saved}") == 2
     rows = [row for row in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert in_process or all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert rows[0]["rollout/seconds"] > 0

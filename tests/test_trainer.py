@@ -573,9 +573,8 @@ def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, mon
     with pytest.raises(SystemExit) as stopped:
         train("parts")
     saved = tmp_path / "parts" / "checkpoint-2"
-    assert "Rewards failed at step 2: rank 0: Reward length_reward raised ConnectionError: the judge is down" in str(
-        stopped.value
-    )
+    failure = "Reward length_reward raised ConnectionError: the judge is down"
+    assert f"Rewards failed at step 2: rank 0: RuntimeError: {failure}" in str(stopped.value)
     assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
     monkeypatch.delenv("JUDGE_IS_DOWN")
     resumed = train("parts", "--resume_from_checkpoint", str(saved))
