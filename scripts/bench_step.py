@@ -497,10 +497,10 @@ def section(results: dict[str, Any]) -> str:
     pairs = " or ".join(map(str, sorted({row["pairs"] for row in results["shapes"].values()})))
     lines = [
         "**The step without generation**, against TRL's `GRPOTrainer` on the same conversations: median (smallest to "
-        f"largest) of ours / TRL's over {pairs} alternating pairs of steps; at most {LIMIT:g} is expected. "
+        f"largest) of ours / TRL's over {pairs} alternating pairs of steps; the limit is {LIMIT:g}. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.", "",
-        "| batch | TRL's step | wall | CPU | peak memory |", "|---|---|---|---|---|",
+        "| batch | TRL's step | wall seconds, ours / TRL's | CPU seconds | peak memory |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in results["shapes"].values():
         ratio, peak = row["ratio"], row["memory"]["peak_mib"]

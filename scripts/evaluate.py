@@ -5,11 +5,15 @@
     python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
 
 Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
+With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place, here and in the scripts that import
+this one.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -22,7 +26,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerState
 from transformers.utils.logging import disable_progress_bar
 
-import mt_grpo_trainer as mt
+if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other methods and keys
+    sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
+    sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
+import mt_grpo_trainer as mt  # noqa: E402
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]

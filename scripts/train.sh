@@ -17,6 +17,7 @@
 #   SERVER_RESTARTS       how often a server that dies during training is started again (default 3); the trainer waits
 #                         for it for vllm_server_timeout seconds, pushes its weights, and goes on
 #   STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
+#   TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
 #   PYTHON                the interpreter (default: .venv/bin/python)
 set -euo pipefail
 
@@ -32,6 +33,11 @@ recipe="${1:-}"
     "Recipes: $(cd "$root" && printf '%s ' hf_recipes/[!a]*/*.yaml)"
 shift
 [[ -f "$recipe" ]] && recipe="$(cd "$(dirname "$recipe")" && pwd)/$(basename "$recipe")" # from the caller's folder
+if [[ -n "${TRAINER:-}" ]]; then
+    [[ -f "$TRAINER" ]] || die "TRAINER='$TRAINER' is not a file"
+    TRAINER="$(cd "$(dirname "$TRAINER")" && pwd)/$(basename "$TRAINER")"
+    export TRAINER
+fi
 cd "$root"
 [[ -f "$recipe" ]] || die "the recipe '$recipe' is not a file. Recipes: $(printf '%s ' hf_recipes/[!a]*/*.yaml)"
 
@@ -114,7 +120,7 @@ start() { # run a command in a session of its own, known to the keeper; its proc
 alive() { kill -0 "$1" 2>/dev/null && ! grep -qs '^State:.[ZX]' "/proc/$1/status"; }
 
 export no_proxy="${no_proxy:+$no_proxy,}127.0.0.1,localhost" NO_PROXY="${NO_PROXY:+$NO_PROXY,}127.0.0.1,localhost"
-arguments=(mt_grpo_trainer.py --config "$recipe" "$@")
+arguments=("${TRAINER:-mt_grpo_trainer.py}" --config "$recipe" "$@")
 
 if ((starts_server)); then
     # Two runs that start together both see the same port free: whoever has its lock may use it, as long as it lives.

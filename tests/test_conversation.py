@@ -1355,6 +1355,15 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES + "def CHECK_TOOLS():\n    raise FileNotFoundError('no corpus at corpus.jsonl')\n")
+    with pytest.raises(
+        ValueError, match="tools_script: the tools of .*tools.py' do not work: no corpus at corpus.jso"
+    ):
+        mt.load_tools(str(path))
+
+
 # --- notebooks, and step by step -------------------------------------------------------------------------------------
 
 

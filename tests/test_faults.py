@@ -427,7 +427,7 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     def rule(request):
         if trainer.state.global_step == 0:
             if request.path == COMPLETIONS and not proxy.counts["restarted"]:  # the check of the very first push
-                direct.update_weights(iter(first_weights.items()), "first")  # as after a restart: the first weights again
+                direct.update_weights(iter(first_weights.items()), "first")  # as a restart does
                 return Fault("restarted")
             return None
         if request.path != "/collective_rpc":

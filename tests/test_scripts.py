@@ -207,6 +207,28 @@ def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypa
         train_plan.make_plan(recipe, arguments)
 
 
+def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
+    """Its own methods are known to the plan, and it is what is launched; the caller's folder counts."""
+    copy = tmp_path / "my_idea.py"
+    text = (ROOT / "mt_grpo_trainer.py").read_text()
+    copy.write_text(text.replace('"credit_assignment": ("outcome",', '"credit_assignment": ("best_turn", "outcome",'))
+    command = [sys.executable, ROOT / "scripts/train_plan.py", "--config", recipe, "--credit_assignment", "best_turn"]
+    done = {
+        name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        for name, environment in {"copy": {"TRAINER": str(copy)}, "original": {}}.items()
+    }
+    assert done["copy"].returncode == 0 and "starts_server=1" in done["copy"].stdout, done["copy"].stderr[-2000:]
+    assert done["original"].returncode and "credit_assignment='best_turn'" in done["original"].stderr
+    launch = Launch(tmp_path, recipe, TRAINER=os.path.relpath(copy, "/"), STAND_IN_TRAINER="0")
+    assert launch.end()[0] == 0
+    (launched,) = [line for line in launch.calls.read_text().splitlines() if line.startswith("accelerate")]
+    assert f" {copy} --config {recipe}" in launched
+    assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end() == (
+        2,
+        "train: error: TRAINER='nowhere.py' is not a file\n",
+    )
+
+
 def test_a_server_needs_a_gpu_of_its_own():
     with pytest.raises(ValueError, match="colocate"):
         train_plan.share_gpus(["0"], starts_server=True)

@@ -247,6 +247,8 @@ def test_wrong_settings(wiki, monkeypatch, settings, error, message):
     with pytest.raises(error, match=message) as raised:
         wiki.wiki_search("Normandy")
     assert "secret" not in str(raised.value)
+    with pytest.raises(error, match=message):
+        wiki.CHECK_TOOLS()  # before training
 
 
 @pytest.mark.parametrize("query", ["", "  \n\t ", "\0"])
@@ -616,6 +618,8 @@ def test_search_by_http(wiki, server, monkeypatch):
     )
     assert wiki.wiki_search("nothing") == "No results for: nothing\nTry other words."
     assert len(server.requests) == 3
+    wiki.CHECK_TOOLS()
+    assert len(server.requests) == 4
 
 
 def test_queries_arrive_as_they_are(wiki, server):

@@ -15,8 +15,9 @@ the backend. They are read at every call:
 
 - `local` ranks the corpus by BM25 in an SQLite index that is built at the first search and rebuilt when the corpus'
   size or time of change differs. Processes that start together build it once; the others wait (the file
-  `<index>.lock` stays). Build the index of a large corpus before training, or the first searches run into the time
-  limit of a tool call: `WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"`.
+  `<index>.lock` stays). The trainer makes one search before it loads a model, so that wrong settings end the run there
+  and a large corpus is indexed outside the time limit of a tool call. To build the index by hand:
+  `WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"`.
 - `mediawiki` asks the API of Wikipedia (or of another wiki with the extension TextExtracts) and returns the
   introductions of the pages found. It is rate-limited: for trying things out, not for training.
 - `retrieval` asks a server that speaks the protocol of Search-R1: `POST /retrieve` with
@@ -414,7 +415,13 @@ class _Retry(Retry):
         return super().increment(method, url, response, error, *args, **kwargs)
 
 
+def check_search() -> None:
+    """One search, before training: settings, corpus and server are right, and a local index is built. Raises."""
+    wiki_search("history of the world")
+
+
 TOOL_FUNCTIONS = [wiki_search]
+CHECK_TOOLS = check_search
 
 if __name__ == "__main__":
     print(wiki_search(" ".join(sys.argv[1:])))
