@@ -56,8 +56,8 @@ import time
 import types
 import typing
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -320,13 +320,16 @@ def check_config(args: MTGRPOConfig) -> None:
             raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
     check_save_points(args)
+    checkpoint_to_resume(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    if backend == "server" and not alone and args.vllm_server_timeout >= args.ddp_timeout:
+    # The longest that a rank waits for one answer: none in time, sent again until just before it is given up, none.
+    longest = 2 * args.vllm_request_timeout + args.vllm_server_timeout
+    if backend == "server" and not alone and longest >= args.ddp_timeout:
         raise ValueError(
-            f"vllm_server_timeout={args.vllm_server_timeout:g} s: a rank that waits so long for the server would be "
-            f"given up by the others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            f"2 * vllm_request_timeout + vllm_server_timeout = {longest:g} s: a rank that waits so long for the "
+            f"server would be given up by the others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
         )
     if args.overlap_rollouts:
         check_overlap(args)
@@ -368,6 +371,23 @@ def check_overlap(args: MTGRPOConfig) -> None:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
             f"steps_per_generation to a multiple of gradient_accumulation_steps."
         )
+
+
+def checkpoint_to_resume(args: MTGRPOConfig) -> str | None:
+    """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
+    wanted, folder = args.resume_from_checkpoint, Path(args.output_dir)
+    if not wanted:
+        return None
+    # Written last, so a checkpoint without it was cut off.
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    found = newest if str(wanted).lower() in ("last", "true") else Path(wanted)
+    if found is None or not (found / "trainer_state.json").is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
+            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={args.output_dir!r}.")
+        )
+    return str(found)
 
 
 def check_save_points(args: MTGRPOConfig) -> None:
@@ -1514,6 +1534,13 @@ class VLLMServerClient:
         self._while_paused(version, lambda: self._nccl.update_named_params(metadata, to_device))
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}
 
+    def leave_nccl(self) -> None:
+        """Close the NCCL group, of which a server that restarts is no member; the next push makes another."""
+        if self._nccl is not None:
+            atexit.unregister(self._nccl.close_communicator)  # which would hold the group, and its port
+            self._nccl.close_communicator()
+            self._nccl = None
+
     @staticmethod
     def _check_names(names: typing.Iterable[str], expected: set[str] | None) -> None:
         if missing := sorted((expected or set()) - set(names)):
@@ -1698,7 +1725,7 @@ def as_text(result: Any) -> str:
 async def run_tool(
     tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
 ) -> Any:
-    """Run one tool: an async one as a task, a synchronous one in a daemon thread.
+    """Run one tool: an async one as a task, a synchronous one in a daemon thread, or in a process (`ToolProcesses`).
 
     `finish` is what to make of the result, in that thread: a large one takes its time, and the loop is everybody's.
 
@@ -1733,10 +1760,11 @@ async def run_tool(
         except BaseException as error:  # a SystemExit here would end the loop that all conversations share
             deliver(None, error)
 
+    call = await tool.prepare() if hasattr(tool, "prepare") else tool  # a process starts before its call's time does
     task, deadline = None, loop.time() + timeout
     try:
-        if inspect.iscoroutinefunction(tool):
-            task = loop.create_task(wait_for(tool(**arguments)))
+        if inspect.iscoroutinefunction(call):
+            task = loop.create_task(wait_for(call(**arguments)))
         else:
             TOOL_THREADS.submit(work)
         await asyncio.wait({done}, timeout=timeout)
@@ -1759,7 +1787,7 @@ async def run_tool(
 
 # What a tool's process runs. Not this module, whose imports take seconds: a killed process is replaced by a new one.
 TOOL_PROCESS = """
-import ctypes, importlib.util, json, os, sys
+import asyncio, ctypes, importlib.util, inspect, json, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no hanging call outlives the trainer
 calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -1769,10 +1797,16 @@ path, sys.path[:] = json.loads(sys.argv[1])
 spec = importlib.util.spec_from_file_location("tools_script", path)
 sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
+async def awaited(result):
+    return await result
+answers.write(b"ready\\n")
+answers.flush()
 for call in calls:
     try:
         index, arguments = json.loads(call)
         result = module.TOOL_FUNCTIONS[index](**arguments)
+        if inspect.isawaitable(result):  # an async function behind a plain decorator
+            result = asyncio.run(awaited(result))
         if isinstance(result, bytes):
             result = result.decode("utf-8", "replace")
         elif not isinstance(result, str):
@@ -1795,6 +1829,8 @@ class ToolProcesses:
     imports the file anew, so what a tool keeps in global variables is not shared between calls.
     """
 
+    START_SECONDS = 600.0  # to import the tools file, which is not the call's time
+
     def __init__(self, path: str):
         self._setup = json.dumps([path, sys.path])
         self._idle: dict[asyncio.AbstractEventLoop, list[asyncio.subprocess.Process]] = collections.defaultdict(list)
@@ -1802,37 +1838,59 @@ class ToolProcesses:
     def isolated(self, index: int, tool: Callable) -> Callable:
         """`tool`, the file's `TOOL_FUNCTIONS[index]`, as an async function that runs it in one of the processes."""
 
+        async def prepare() -> Callable:
+            process = await self._process()
+
+            async def call(**arguments):
+                return await self._call(process, index, arguments)
+
+            return call
+
         @functools.wraps(tool)
-        async def call(**arguments):
-            return await self._call(index, arguments)
+        async def prepare_and_call(**arguments):
+            return await (await prepare())(**arguments)
 
-        return tool if inspect.iscoroutinefunction(tool) else call
+        prepare_and_call.prepare = prepare
+        return tool if inspect.iscoroutinefunction(tool) else prepare_and_call
 
-    async def _call(self, index: int, arguments: dict[str, Any]) -> Any:
+    async def _process(self) -> asyncio.subprocess.Process:
+        """One that waits for a call, a new one if there is none."""
         idle = self._idle[asyncio.get_running_loop()]
-        while idle and idle[-1].returncode is not None:
-            idle.pop()
+        while idle:
+            if (process := idle.pop()).returncode is None:
+                return process
         pipe = asyncio.subprocess.PIPE
-        # A session of its own: Ctrl-C is the trainer's to handle.
-        process = idle.pop() if idle else await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(  # in a session of its own: Ctrl-C is the trainer's to handle
             sys.executable, "-c", TOOL_PROCESS, self._setup, stdin=pipe, stdout=pipe, start_new_session=True
-        )  # fmt: skip
-        try:
+        )
+        async with self._killed_on_error(process), asyncio.timeout(self.START_SECONDS):
+            await process.stdout.readuntil(b"ready\n")
+        return process
+
+    async def _call(self, process: asyncio.subprocess.Process, index: int, arguments: dict[str, Any]) -> Any:
+        async with self._killed_on_error(process):
             process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
-            try:
-                size = await process.stdout.readuntil(b"\n")
-                answer = json.loads(await process.stdout.readexactly(int(size)))
-            except asyncio.IncompleteReadError:
-                code = await process.wait()
-                raise RuntimeError(f"the tool's process ended with exit code {code}") from None
-        except BaseException:  # above all the cancellation of a call that ran out of time
-            if process.returncode is None:
-                process.kill()
-            raise
-        idle.append(process)
+            size = await process.stdout.readuntil(b"\n")
+            answer = json.loads(await process.stdout.readexactly(int(size)))
+        self._idle[asyncio.get_running_loop()].append(process)
         if "error" in answer:
             raise type(answer["error"], (Exception,), {})(answer["text"])
         return answer["result"]
+
+    @asynccontextmanager
+    async def _killed_on_error(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+        """Above all where the call is cancelled since it ran out of time: with the process goes what it started."""
+        try:
+            try:
+                yield
+            except asyncio.IncompleteReadError:
+                code = await process.wait()
+                raise RuntimeError(f"the tool's process ended with exit code {code}") from None
+        except BaseException:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 class ToolTimeout(Exception):
@@ -2267,6 +2325,15 @@ def set_rng_state(state: tuple) -> None:
         torch.cuda.set_rng_state(state[3])
 
 
+class LastRNG(TrainerCallback):
+    """Keeps the random state of the last moment from which a run can be resumed: between two optimizer steps."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.state = get_rng_state()
+
+    on_step_begin = on_step_end = on_train_begin
+
+
 class RunError(RuntimeError):
     """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
 
@@ -2443,7 +2510,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
-        self._weight_counter = WeightCounter()
+        self._weight_counter, self._rng = WeightCounter(), LastRNG()
+        self._saved: set[Path] = set()  # checkpoints that this run wrote or began from
         self._pushed: str | None = None  # the version that the server holds
         self._num_syncs, self._settings = 0, None  # pushes so far, and the settings of the server at the last
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
@@ -2468,7 +2536,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         super().__init__(
             model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, *(callbacks or [])],
+            callbacks=[self._weight_counter, self._rng, *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
@@ -2551,7 +2619,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 f"again; {missing} unfinished conversations start over."
             )
             started_over += missing
-            self._pushed, self.client._nccl, flight = None, None, None  # the restarted server is in no NCCL group
+            self._pushed, flight = None, None
+            self.client.leave_nccl()
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
@@ -2601,15 +2670,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """Start the conversations of these prompts of this rank. Raises `ValueError` for a prompt without room."""
         rollouts = []
         try:
-            rollouts = self.env.start([prompts[i] for i in which])
+            started = self.env.start([prompts[i] for i in which])
+            for rollout in started:
+                if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
+                    raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
+            rollouts = started
         finally:
             if not rollouts and isinstance(self.llm, InProcessBackend):
                 self.llm.serve([])  # other ranks may be in a collective generate
         for i, rollout in zip(which, rollouts):
             rollout.index = self.accelerator.process_index * len(prompts) + i
             rollout.policy_version = self._weight_counter.version
-            if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
-                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
         conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
         return Flight(rollouts, conversations, self.llm, self._pushed)
 
@@ -2661,7 +2732,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """Where a signal may raise `RunStopped`; not in a generation that other ranks take part in."""
         self._interruptible = not (isinstance(self.llm, InProcessBackend) and self._any_rank())
         try:
-            if self._stop_signal is not None:
+            if self._interruptible and self._stop_signal is not None:
                 raise RunStopped(self._stop_signal)
             yield
         finally:
@@ -2672,10 +2743,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
             raise RunStopped(signals[0], f" at step {self.state.global_step}")
 
-    def train(self, *args, **kwargs) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
+        if isinstance(resume_from_checkpoint, str):
+            self._saved.add(Path(resume_from_checkpoint).resolve())
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self._flight is not None:
                 self._flight.cancel()
@@ -2711,10 +2784,26 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if step == 0:
             return "No step was finished, so there is nothing to save."
         path = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
-        if not self._on_main(path.is_dir):  # one verdict for all ranks
-            set_rng_state(self._rng_state)  # the batch that failed is sampled again, and the same way
+        if path.resolve() not in self._saved:  # a folder of this name may be another run's, or torn
+            set_rng_state(self._rng.state)  # the batch that failed is sampled again, and the same way
             self._save_checkpoint(self.model, trial=None)
+        self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first of them
         return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {path}"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (path / "trainer_state.json").unlink(missing_ok=True)  # an older run's: it says that all of it is there
+        super()._save_checkpoint(model, trial)
+        self._saved.add(path.resolve())
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """`Trainer.evaluate`, which changes nothing in training: its samples draw no random numbers from it."""
+        before = get_rng_state()
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            set_rng_state(before)
 
     # -- 2. weights to the server --
 
@@ -2748,7 +2837,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 if attempt == self.MAX_RESTARTS:
                     raise
                 logger.warning(f"{error}. Waiting for the server, then pushing again.")
-                self.client._nccl = None
+                self.client.leave_nccl()
                 self._on_main(lambda: self.client.wait_until_healthy(unless=lambda: self._stop_signal))
                 self._stop_if_asked()
         self._num_syncs += 1
@@ -2827,9 +2916,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return
         true, scaled = self._probe_logprobs(), self._probe_logprobs(scale)
         self._push(f"{version}-probe", scale)
-        served = torch.tensor(self._on_main(lambda: self.client.score(self._probe_ids)))
         expected = (scaled - true).abs().mean().item()
-        missed = (served - scaled).abs().mean().item()
+        missed = self._distance_to_server(scaled)
+        expected = self._on_main(lambda: expected)
         if missed > max(0.2 * expected, self._logprob_tolerance()):
             if self._on_main(self.client.weight_version) != f"{version}-probe":
                 raise ServerLost(f"{self.client.base_url} restarted between the first push and the check of it")
@@ -2840,16 +2929,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _check_logprobs(self) -> float:
         """Mean absolute difference between the trainer's and the server's logprobs of the same ids. Raises."""
-        ours = self._probe_logprobs()
-        theirs = torch.tensor(self._on_main(lambda: self.client.score(self._probe_ids)))
-        gap = (ours - theirs).abs().mean().item()
+        gap = self._distance_to_server(self._probe_logprobs())
         if not gap <= self._logprob_tolerance():
             raise ServerError(
-                f"After the weight sync the trainer and the server at {self.client.base_url} disagree: mean logprob "
-                f"{ours.mean():.4f} here, {theirs.mean():.4f} there, mean difference {gap:.2e}, allowed "
-                f"{self._logprob_tolerance():g}. Is the server running another model, dtype or adapter?"
+                f"After the weight sync the trainer and the server at {self.client.base_url} disagree: mean "
+                f"difference of logprobs {gap:.2e}, allowed {self._logprob_tolerance():g}. Is the server running "
+                "another model, dtype or adapter?"
             )
         return gap
+
+    def _distance_to_server(self, ours: torch.Tensor) -> float:
+        """Mean absolute difference of logprobs; the same number on all ranks, which decide by it: the largest."""
+        theirs = torch.tensor(self._on_main(lambda: self.client.score(self._probe_ids)))
+        distances = gather_object([(ours - theirs).abs().mean().item()])
+        return max(distances) if all(map(math.isfinite, distances)) else math.inf
 
     def _logprob_tolerance(self) -> float:
         return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
@@ -2947,7 +3040,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's step (which calls the methods above), with its advantages replaced by one per token."""
-        self._rng_state = get_rng_state()  # of the last moment from which a run can be resumed
         if self.args.overlap_rollouts and self.model.training:
             self._look_ahead()
         output = super()._generate_and_score_completions(inputs)
@@ -3529,10 +3621,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
     """Train to the end, or save what there is and exit: 1 after a failure, 128 + its number after a signal."""
     args = trainer.args
-    resume = args.resume_from_checkpoint
     with trainer.stop_on_signals():
         try:
-            trainer.train(resume_from_checkpoint=True if str(resume).lower() in ("true", "last") else resume)
+            trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)

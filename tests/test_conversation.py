@@ -1214,7 +1214,9 @@ def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
 # --- tools in processes ----------------------------------------------------------------------------------------------
 
 IN_PROCESSES = """
-import ctypes, os, re, sys, time
+import ctypes, functools, os, re, subprocess, sys, time
+
+time.sleep(float(os.environ.get("IMPORT_SECONDS", 0)))
 
 def add(a: int, b: int) -> str:
     '''Adds.'''
@@ -1242,11 +1244,24 @@ def fail() -> str:
     '''Raises.'''
     raise LookupError("nothing there")
 
+def start_another() -> str:
+    '''Waits for a process of its own.'''
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", os.environ["MARK"]])
+
+async def awaited(text: str) -> str:
+    return text
+
+@functools.wraps(awaited)
+def behind_a_decorator(text: str) -> str:
+    '''Gives a coroutine.'''
+    return awaited(text=text)
+behind_a_decorator.__name__ = "behind_a_decorator"
+
 async def in_the_loop() -> str:
     '''Runs in the trainer's loop.'''
     return str(os.getpid())
 
-TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop]
+TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator]
 """
 
 
@@ -1324,6 +1339,34 @@ def test_isolated_tools_use_their_processes_again(isolated):
     assert str(os.getpid()) not in seen
     here = observe(isolated[5], call("in_the_loop")).observation
     assert here == str(os.getpid())
+
+
+def test_the_start_of_a_process_is_not_the_calls_time(isolated, monkeypatch):
+    monkeypatch.setenv("IMPORT_SECONDS", "1.5")
+    rollouts, _ = run_many(isolated, [[ADD, ADD, ANSWER]] * 2, tool_timeout=1.0)
+    assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 2
+
+
+def test_with_an_isolated_tool_goes_what_it_started(isolated, monkeypatch, tmp_path):
+    monkeypatch.setenv("MARK", str(tmp_path))
+
+    def alive() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if str(tmp_path).encode() in file.read_bytes() and b"time.sleep(600)" in file.read_bytes():
+                    found.append(file)
+        return found
+
+    assert observe(isolated[6], tool_timeout=1.5).error == "timeout"
+    deadline = time.monotonic() + 5
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
+
+
+def test_an_isolated_async_function_behind_a_decorator_is_awaited(isolated):
+    assert observe(isolated[7], call("behind_a_decorator", text="hi")).observation == "hi"
 
 
 def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer
 from mt_grpo_trainer import (
+    InProcessBackend,
     MTGRPOConfig,
     MTGRPOEnvTrainer,
     MultiTurnToolEnv,
@@ -497,13 +499,15 @@ def calculator(expression: str) -> str:
 
 
 def length_reward(completion_ids, trainer_state, **kwargs):
-    if os.environ.get("SIGNAL_IN_REWARDS") == str(trainer_state.global_step):
+    CALLS.append(1)
+    if os.environ.get("SIGNAL_AT_CALL") == str(len(CALLS)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
 
 
+CALLS = []
 TOOL_FUNCTIONS = [calculator]
 OUTCOME_REWARD_FUNCS = [length_reward]
 """
@@ -850,13 +854,62 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
-def test_a_signal_does_not_wait_for_rewards(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIGNAL_IN_REWARDS", "2")
+@pytest.mark.parametrize("call, arguments", [
+    (3, []),
+    (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
+    (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2", "--per_device_eval_batch_size",
+         "8"]),
+], ids=["rewards", "second micro-batch", "second batch of an evaluation"])  # fmt: skip
+def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
+    """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
+
+    def run(name, *more):
+        (tmp_path / name).mkdir(exist_ok=True)
+        main(recipe_arguments("calculator.yaml", tmp_path / name, *arguments, *more))
+        return history(tmp_path / name)
+
+    whole = run("whole")
+    stale = tmp_path / "parts/out/checkpoint-2/trainer_state.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("another run's")
+    monkeypatch.setenv("SIGNAL_AT_CALL", str(call))
     began = time.monotonic()
     with pytest.raises(SystemExit) as stopped:
-        main(recipe_arguments("calculator.yaml", tmp_path))
+        run("parts")
     assert stopped.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 50
-    assert (tmp_path / "out/checkpoint-2").is_dir()
+    assert json.loads(stale.read_text())["global_step"] == 2
+    monkeypatch.delenv("SIGNAL_AT_CALL")
+    resumed = run("parts", "--resume_from_checkpoint", "last")
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    for key in ("reward", "loss"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
+
+
+def test_no_interruption_where_other_ranks_take_part():
+    """A rank that left a collective generation would leave the others in it; it stops at the next meeting."""
+    rank = SimpleNamespace(llm=object.__new__(InProcessBackend), _any_rank=lambda: bool, _stop_signal=signal.SIGTERM)
+    with MTGRPOEnvTrainer._interruptions(rank):
+        assert not rank._interruptible
+    rank._any_rank = lambda: None
+    with pytest.raises(RunStopped), MTGRPOEnvTrainer._interruptions(rank):
+        pass
+
+
+def test_a_trainer_with_nan_is_far_from_its_server():
+    """`max` of a list with NaN depends on the order."""
+    trainer = SimpleNamespace(_on_main=lambda function: [-1.0, -2.0], _probe_ids=[1, 2, 3])
+    assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
+    assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
+
+
+def test_an_nccl_group_is_closed_when_the_server_restarts():
+    """Else its port is taken, and the next group cannot be made."""
+    closed = []
+    client = VLLMServerClient(base_url="http://127.0.0.1:9")
+    client._nccl = SimpleNamespace(close_communicator=lambda: closed.append(1))
+    client.leave_nccl()
+    client.leave_nccl()
+    assert closed == [1] and client._nccl is None
 
 
 # =====================================================================================================================

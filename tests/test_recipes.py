@@ -721,6 +721,37 @@ def test_batch_that_is_no_whole_groups(build, monkeypatch):
         build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
 
 
+def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path):
+    def resume(wanted: str) -> str | None:
+        recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
+        argv = ["--config", recipe, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", wanted]
+        return mt.checkpoint_to_resume(mt.parse_arguments(argv)[1])
+
+    with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
+        resume("last")
+    for step in (5, 20):
+        (tmp_path / f"out/checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / f"out/checkpoint-{step}/trainer_state.json").write_text("{}")
+    assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
+    assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
+    with pytest.raises(ValueError, match="no trainer_state.json. Expected one such as .*checkpoint-20"):
+        resume(str(tmp_path / "out/checkpoint-7"))
+    (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
+    assert resume("last") == str(tmp_path / "out/checkpoint-5")
+
+
+def test_no_rank_gives_up_before_the_server_is_given_up(monkeypatch):
+    """Two requests without an answer and the wait between them must fit into what other ranks wait."""
+    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
+    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
+    mt.check_config(args)  # one process waits for nobody
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s: .* Set ddp_timeout above it"):
+        mt.check_config(args)
+    args.ddp_timeout = 1841
+    mt.check_config(args)
+
+
 REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
 
 

@@ -642,6 +642,7 @@ CONTRACT = {  # private TRL methods that this project overrides or calls -> (cla
     "_compute_loss": (GRPOTrainer, ["self", "model", "inputs"], [
         "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
     "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], ["self._generate_and_score_completions"]),
+    "_save_checkpoint": (GRPOTrainer, ["self", "model", "trial"], ["super()._save_checkpoint(model, trial)"]),
     "_log_completion_extra": (GRPOTrainer, ["self", "column", "values"], []),
     "_log_metric": (GRPOTrainer, ["self", "name", "value"], []),
     "_iter_named_params": (VLLMGeneration, ["self"], ["merge_adapter", "unmerge_adapter", "gather_params"]),
