@@ -1249,11 +1249,11 @@ def start_another() -> str:
     subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", os.environ["MARK"]])
 
 async def awaited(text: str) -> str:
+    '''Gives a coroutine.'''
     return text
 
 @functools.wraps(awaited)
 def behind_a_decorator(text: str) -> str:
-    '''Gives a coroutine.'''
     return awaited(text=text)
 behind_a_decorator.__name__ = "behind_a_decorator"
 
