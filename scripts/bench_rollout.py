@@ -44,6 +44,7 @@ from bench_common import README, ROOT, VLLMServer, machine, report, spread, stop
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
+PICTURE = ROOT / "docs/rollout.png"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
@@ -503,7 +504,7 @@ def section(results: dict[str, Any]) -> str:
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
         "counts fully."
         + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "", *table(runs),
+        "", f"![Conversations per second at {HEADLINE[0]} conversations](docs/{PICTURE.name})", "", *table(runs),
     ]  # fmt: skip
     if sharing := sharing_table(results["sharing"]):
         tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
@@ -514,6 +515,41 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def plot(runs: list[Row], path: Path) -> None:
+    """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = HEADLINE[0]
+    figure, axis = pyplot.subplots(figsize=(7, 2.9))
+    shown = (("bound", "bound: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
+             ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip
+    for offset, (shape, label, colour) in zip((-0.27, 0.0, 0.27), shown, strict=True):
+        measured = [(i + offset, rows) for i, wait in enumerate(WAITS) if (rows := of_cell(runs, size, wait)[shape])]
+        rates = [spread([size / r["seconds"] for r in rows]) for _, rows in measured]
+        places, medians = [place for place, _ in measured], [rate["median"] for rate in rates]
+        ends = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
+        axis.bar(places, medians, 0.25, label=label, color=colour, yerr=ends, error_kw={"elinewidth": 1, "capsize": 2})
+        for place, rate in zip(places, rates):
+            axis.text(place, rate["max"] + 1, f"{rate['median']:.3g}", ha="center", fontsize=8)
+    axis.set_xticks(range(len(WAITS)), [f"tool wait {wait:g} s" for wait in WAITS])
+    axis.set(ylabel="conversations per second", ylim=(0, 1.15 * axis.get_ylim()[1]))
+    axis.legend(frameon=False, fontsize=9, loc="upper right")
+    axis.grid(alpha=0.25, axis="y")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def write_report() -> None:
+    """README's section and its picture, from the results file."""
+    report("rollout", RESULTS, section, README)
+    plot(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"], PICTURE)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="at most 10 minutes; README stays as it is")
@@ -521,7 +557,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_concurrent_tools", type=int, help="default: the recipe's")
     options = parser.parse_args(argv)
     if options.report:
-        return report("rollout", RESULTS, section, README)
+        return write_report()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.chdir(ROOT)
     model = "hf_recipes/tiny/calculator-model"
@@ -536,7 +572,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.short:
         print(f"\n{section(results)}\n\n{headline(measured['runs'])}")
     else:
-        report("rollout", RESULTS, section, README)
+        write_report()
 
 
 if __name__ == "__main__":
