@@ -46,9 +46,11 @@ import os
 import queue
 import random
 import re
+import resource
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -72,9 +74,13 @@ from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset, load_dataset
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.utils.data import Sampler
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +234,7 @@ SERVER_KEYS = (
     "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
     "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "overlap_rollouts",
 )  # fmt: skip
+SERVER_ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
@@ -284,7 +291,8 @@ def check_config(args: MTGRPOConfig) -> None:
     backend = backend_of(args)
     inert = {
         "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
-        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
+        # A recipe may say where its server is: `--vllm_mode colocate` alone then trains it on one GPU.
+        "colocate": (*(k for k in SERVER_KEYS if k not in SERVER_ADDRESS), *TRANSFORMERS_KEYS),
         "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
     }[backend]
     for key in inert:
@@ -323,14 +331,6 @@ def check_config(args: MTGRPOConfig) -> None:
     checkpoint_to_resume(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    # The longest that a rank waits for one answer: none in time, sent again until just before it is given up, none.
-    longest = 2 * args.vllm_request_timeout + args.vllm_server_timeout
-    if backend == "server" and not alone and longest >= args.ddp_timeout:
-        raise ValueError(
-            f"2 * vllm_request_timeout + vllm_server_timeout = {longest:g} s: a rank that waits so long for the "
-            f"server would be given up by the others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
-        )
     if args.overlap_rollouts:
         check_overlap(args)
     if args.turn_discount != 1.0 and args.credit_assignment not in ("turn_return", "gigpo"):
@@ -373,19 +373,40 @@ def check_overlap(args: MTGRPOConfig) -> None:
         )
 
 
+def check_ddp_timeout(args: MTGRPOConfig, num_processes: int) -> None:
+    """Raise `ValueError` where the other ranks would give up one that waits no longer than it may."""
+    # For one answer: none in time, sent again until just before it is given up, none.
+    answer = 2 * args.vllm_request_timeout + args.vllm_server_timeout
+    waits = {"reward_timeout": args.reward_timeout}
+    waits |= {"2 * vllm_request_timeout + vllm_server_timeout": answer} if backend_of(args) == "server" else {}
+    for what, seconds in waits.items():
+        if num_processes > 1 and seconds >= args.ddp_timeout:
+            raise ValueError(
+                f"{what} = {seconds:g} s: a rank that waits so long would be given up by the others after "
+                f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            )
+
+
 def checkpoint_to_resume(args: MTGRPOConfig) -> str | None:
     """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
     wanted, folder = args.resume_from_checkpoint, Path(args.output_dir)
     if not wanted:
         return None
-    # Written last, so a checkpoint without it was cut off.
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    # Written last, so a checkpoint without it was cut off. The newest, not the last by number: that may be of an older
+    # run that went on for longer in the same folder.
+    whole = [p for p in folder.glob("checkpoint-*/trainer_state.json") if re.fullmatch(r".*-\d+", p.parent.name)]
+    newest = max(whole, key=lambda p: (p.stat().st_mtime, int(p.parent.name.rpartition("-")[2])), default=None)
+    newest = newest and newest.parent
     found = newest if str(wanted).lower() in ("last", "true") else Path(wanted)
     if found is None or not (found / "trainer_state.json").is_file():
         raise ValueError(
             f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
             + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={args.output_dir!r}.")
+        )
+    if not any(found.glob("rng_state*.pth")):
+        raise ValueError(
+            f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
+            f"set model_name_or_path: {found} instead."
         )
     return str(found)
 
@@ -394,20 +415,29 @@ def check_save_points(args: MTGRPOConfig) -> None:
     """Raise `ValueError` where a checkpoint would fall between two updates from the same rollouts.
 
     A resumed run rolls out anew, so only from a checkpoint between two batches of rollouts does it go on exactly.
+    Evaluations are such places too: a run that is interrupted there saves itself, and `save_strategy: best` saves.
     """
-    if args.save_strategy != "steps" or args.save_steps < 1:
-        return
     per_batch = args.steps_per_generation * args.num_iterations  # forward passes that one batch of rollouts serves
     every = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
-    if args.save_steps % every:
-        below = int(args.save_steps // every * every)
-        raise ValueError(
-            f"save_steps={args.save_steps} would save in the middle of a batch of rollouts, from where a run cannot "
-            f"be resumed exactly: a batch lasts {every} optimizer steps "
-            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
-            f"Set save_steps to {f'{below} or ' if below else ''}{below + every}."
-        )
+    for key, strategy in (("save_steps", args.save_strategy), ("eval_steps", args.eval_strategy)):
+        given = getattr(args, key)
+        if strategy != "steps" or not given or every == 1:
+            continue
+        if given < 1 and args.max_steps <= 0:
+            raise ValueError(
+                f"{key}={given}, a share of all steps, needs max_steps. Set {key} to a multiple of {every}."
+            )
+        steps = given if given >= 1 else math.ceil(args.max_steps * given)
+        if steps % every:
+            below = int(steps // every * every)
+            what = "save" if key == "save_steps" else "evaluate, and save where it is interrupted,"
+            raise ValueError(
+                f"{key}={given} would {what} in the middle of a batch of rollouts, from where a run cannot "
+                f"be resumed exactly: a batch lasts {every} optimizer steps "
+                f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
+                f"Set {key} to {f'{below} or ' if below else ''}{below + every}."
+            )
 
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
@@ -1137,6 +1167,15 @@ def sampling_defaults() -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
+def allow_many_open_files(wanted: int = 65_535) -> None:
+    """Raise this process's soft limit, often 1,024: a conversation has a connection, a tool's process two pipes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # as far as the machine lets us
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class VLLMServerClient:
     """Talks to `vllm serve` (dev mode): token ids in, token ids and logprobs as sampled out; weights; health.
 
@@ -1186,6 +1225,7 @@ class VLLMServerClient:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._nccl = None  # TRL's client, which holds the NCCL group
         self._folder: Path | None = None  # of the disk transport, this client's own
+        allow_many_open_files()
         atexit.register(self.close)
 
     # -- control calls (synchronous) --
@@ -1531,7 +1571,14 @@ class VLLMServerClient:
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
         to_device = ((name, t.to(device)) for name, t in tensors.items())
         gathered = time.perf_counter()
-        self._while_paused(version, lambda: self._nccl.update_named_params(metadata, to_device))
+
+        def load() -> None:
+            try:
+                self._nccl.update_named_params(metadata, to_device)
+            except Exception as error:  # TRL's client raises whatever its requests do
+                raise ServerLost(f"{self.base_url} did not take the weights: {error}") from error
+
+        self._while_paused(version, load)
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}
 
     def leave_nccl(self) -> None:
@@ -1830,10 +1877,27 @@ class ToolProcesses:
     """
 
     START_SECONDS = 600.0  # to import the tools file, which is not the call's time
+    IDLE_SECONDS = 60.0  # until a process without work ends
 
     def __init__(self, path: str):
-        self._setup = json.dumps([path, sys.path])
-        self._idle: dict[asyncio.AbstractEventLoop, list[asyncio.subprocess.Process]] = collections.defaultdict(list)
+        self.path = path
+        self._command = [sys.executable, "-c", TOOL_PROCESS, json.dumps([path, [str(folder) for folder in sys.path]])]
+        # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
+        self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
+
+    def check_that_they_start(self) -> None:
+        """Raise `ValueError` for a file that this process can import and another cannot beside it: one that locks."""
+        pipe = subprocess.PIPE
+        try:
+            tried = subprocess.run(
+                self._command, input=b"", stdout=pipe, stderr=pipe, timeout=self.START_SECONDS, start_new_session=True
+            )
+            said = tried.stderr.decode(errors="replace")
+            problem = f"it ended with exit code {tried.returncode}:\n{said[-2000:]}" if tried.returncode else None
+        except subprocess.TimeoutExpired:
+            problem = f"it is not imported after {self.START_SECONDS:g} s"
+        if problem:
+            raise ValueError(f"tools_script: {self.path!r} cannot run in a process (isolate_tools): {problem}")
 
     def isolated(self, index: int, tool: Callable) -> Callable:
         """`tool`, the file's `TOOL_FUNCTIONS[index]`, as an async function that runs it in one of the processes."""
@@ -1857,11 +1921,13 @@ class ToolProcesses:
         """One that waits for a call, a new one if there is none."""
         idle = self._idle[asyncio.get_running_loop()]
         while idle:
-            if (process := idle.pop()).returncode is None:
+            process, end = idle.pop()
+            end.cancel()
+            if process.returncode is None:
                 return process
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(  # in a session of its own: Ctrl-C is the trainer's to handle
-            sys.executable, "-c", TOOL_PROCESS, self._setup, stdin=pipe, stdout=pipe, start_new_session=True
+            *self._command, stdin=pipe, stdout=pipe, start_new_session=True
         )
         async with self._killed_on_error(process), asyncio.timeout(self.START_SECONDS):
             await process.stdout.readuntil(b"ready\n")
@@ -1872,7 +1938,15 @@ class ToolProcesses:
             process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
             size = await process.stdout.readuntil(b"\n")
             answer = json.loads(await process.stdout.readexactly(int(size)))
-        self._idle[asyncio.get_running_loop()].append(process)
+        loop = asyncio.get_running_loop()
+        waits = self._idle[loop]
+
+        def end() -> None:
+            waits.remove((process, timer))
+            process.stdin.close()  # its loop over calls ends with them
+
+        timer = loop.call_later(self.IDLE_SECONDS, end)
+        waits.append((process, timer))
         if "error" in answer:
             raise type(answer["error"], (Exception,), {})(answer["text"])
         return answer["result"]
@@ -1881,15 +1955,13 @@ class ToolProcesses:
     async def _killed_on_error(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:
         """Above all where the call is cancelled since it ran out of time: with the process goes what it started."""
         try:
-            try:
-                yield
-            except asyncio.IncompleteReadError:
+            yield
+        except BaseException as error:
+            with suppress(ProcessLookupError):  # also where it is dead: what it started is of its group
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, asyncio.IncompleteReadError):
                 code = await process.wait()
                 raise RuntimeError(f"the tool's process ended with exit code {code}") from None
-        except BaseException:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
@@ -2325,13 +2397,40 @@ def set_rng_state(state: tuple) -> None:
         torch.cuda.set_rng_state(state[3])
 
 
-class LastRNG(TrainerCallback):
-    """Keeps the random state of the last moment from which a run can be resumed: between two optimizer steps."""
+class BetweenSteps(TrainerCallback):
+    """Keeps what a checkpoint must hold, of the last moment from which a run can be resumed: between two steps.
+
+    The state at the end of a step, not at the beginning of the next: a new epoch's first batch draws a random number
+    before it, and draws it again when the run is resumed there.
+    """
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.state = get_rng_state()
+        self.step, self.num_tokens, self.rng = state.global_step, state.num_input_tokens_seen, get_rng_state()
 
-    on_step_begin = on_step_end = on_train_begin
+    on_step_end = on_train_begin
+
+    def restore(self, state: Any) -> None:
+        set_rng_state(self.rng)
+        state.num_input_tokens_seen = self.num_tokens
+
+
+class EpochOrder(Sampler):
+    """TRL's order of the prompts, a different one in each epoch, which depends on nothing but the epoch's number.
+
+    TRL's own depends on how many epochs came before in this process, so that a run resumed in the second epoch would
+    go through the first one's order again.
+    """
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self.sampler, self.epoch = sampler, epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 class RunError(RuntimeError):
@@ -2469,6 +2568,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             raise ValueError(
                 f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings."
             )
+        check_ddp_timeout(args, args.world_size)
         name = model if isinstance(model, str) else model.config._name_or_path
         tokenizer = processing_class or AutoTokenizer.from_pretrained(name)
         turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
@@ -2488,6 +2588,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
                     f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
                 )
+        if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
+            raise ValueError(
+                "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
+                "which run there, from load_tools(path, isolate=True)."
+            )
         env.tokenizer = env.tokenizer or tokenizer
         env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
         env.max_completion_length = args.max_completion_length
@@ -2510,8 +2615,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
-        self._weight_counter, self._rng = WeightCounter(), LastRNG()
-        self._saved: set[Path] = set()  # checkpoints that this run wrote or began from
+        self._weight_counter, self._between_steps = WeightCounter(), BetweenSteps()
+        self._saved: dict[int, Path] = {}  # by step: the checkpoints that this run wrote, and the one it began from
         self._pushed: str | None = None  # the version that the server holds
         self._num_syncs, self._settings = 0, None  # pushes so far, and the settings of the server at the last
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
@@ -2536,7 +2641,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         super().__init__(
             model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, self._rng, *(callbacks or [])],
+            callbacks=[self._weight_counter, self._between_steps, *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
@@ -2620,7 +2725,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             )
             started_over += missing
             self._pushed, flight = None, None
-            self.client.leave_nccl()
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
@@ -2745,8 +2849,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
-        if isinstance(resume_from_checkpoint, str):
-            self._saved.add(Path(resume_from_checkpoint).resolve())
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        self._saved = {}
+        if resume_from_checkpoint:
+            path = Path(resume_from_checkpoint)
+            self._saved[TrainerState.load_from_json(path / "trainer_state.json").global_step] = path
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -2783,19 +2891,26 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         step = self.state.global_step
         if step == 0:
             return "No step was finished, so there is nothing to save."
-        path = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
-        if path.resolve() not in self._saved:  # a folder of this name may be another run's, or torn
-            set_rng_state(self._rng.state)  # the batch that failed is sampled again, and the same way
+        if step not in self._saved:  # a folder of this step may be there all the same: another run's, or torn
+            self._between_steps.restore(self.state)  # the batch that failed is sampled again, and the same way
+            self.args.save_only_model = False  # of which nothing could be continued
             self._save_checkpoint(self.model, trial=None)
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first of them
-        return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {path}"
+        return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
             (path / "trainer_state.json").unlink(missing_ok=True)  # an older run's: it says that all of it is there
         super()._save_checkpoint(model, trial)
-        self._saved.add(path.resolve())
+        self._saved[self.state.global_step] = path
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # INVARIANT: trainer_state.json, written next, is the last file of all
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate`, which changes nothing in training: its samples draw no random numbers from it."""
@@ -2828,16 +2943,18 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             except RunStopped as raised:
                 stopped = raised.signum
             self._meet(None, stopped)
-        started, new_server, self._pushed = time.perf_counter(), self._pushed is None, None
+        started, held, self._pushed = time.perf_counter(), self._pushed, None
         for attempt in range(1, self.MAX_RESTARTS + 1):
             try:
-                seconds, gap = self._push_and_check(version, new_server or attempt > 1)
+                if new_server := held is None or self._on_main(self.client.weight_version) != held:
+                    self.client.leave_nccl()  # of whose group a server that restarted is no member
+                seconds, gap = self._push_and_check(version, new_server)
                 break
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_RESTARTS:
                     raise
                 logger.warning(f"{error}. Waiting for the server, then pushing again.")
-                self.client.leave_nccl()
+                held = None
                 self._on_main(lambda: self.client.wait_until_healthy(unless=lambda: self._stop_signal))
                 self._stop_if_asked()
         self._num_syncs += 1
@@ -3391,12 +3508,16 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     for tool in tools:
         check_tool(tool)
+    check = getattr(sys.modules[module_name(path, "tools_script")], "CHECK_TOOLS", lambda: None)
+    if inspect.iscoroutinefunction(check):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
     try:
-        getattr(sys.modules[module_name(path, "tools_script")], "CHECK_TOOLS", lambda: None)()
+        check()
     except Exception as error:
         raise ValueError(f"tools_script: the tools of {path!r} do not work: {error_text(error)}") from error
     if isolate:
         processes = ToolProcesses(path)
+        processes.check_that_they_start()
         tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
     return tools
 
@@ -3630,8 +3751,8 @@ def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=error)
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-    trainer.save_model(args.output_dir)
-    trainer.save_state()
+        trainer.save_model(args.output_dir)  # a signal that comes now, or in the last step, changes nothing
+        trainer.save_state()
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

@@ -118,6 +118,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
     check_for_processes(argv, num_processes)
+    mt.check_ddp_timeout(args, num_processes)
     with mt.output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
         pass
     plan = {

@@ -1261,7 +1261,15 @@ async def in_the_loop() -> str:
     '''Runs in the trainer's loop.'''
     return str(os.getpid())
 
-TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator]
+def fork_and_leave() -> str:
+    '''Crashes, and leaves a child that has its pipes.'''
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    open(os.environ["MARK"] + "/child", "w").write(str(pid))
+    os._exit(3)
+
+TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator, fork_and_leave]
 """
 
 
@@ -1369,6 +1377,40 @@ def test_an_isolated_async_function_behind_a_decorator_is_awaited(isolated):
     assert observe(isolated[7], call("behind_a_decorator", text="hi")).observation == "hi"
 
 
+def test_what_an_isolated_tool_started_goes_with_it_when_it_crashes(isolated, monkeypatch, tmp_path):
+    """Its child has inherited the pipe for answers, and nobody else would end it."""
+    monkeypatch.setenv("MARK", str(tmp_path))
+    assert observe(isolated[8], call("fork_and_leave"), tool_timeout=2).error == "timeout"
+    pid, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":  # nobody is there to reap it
+            break
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_isolated_processes_without_work_end(isolated, monkeypatch):
+    monkeypatch.setattr(mt.ToolProcesses, "IDLE_SECONDS", 1.0)
+    before = children()
+    run_many(isolated, [[ADD, ANSWER]] * 3)
+    assert 1 <= len(children() - before) <= 3
+    deadline = time.monotonic() + 10
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() - before
+    assert observe(isolated[0], ADD).observation == "5"
+
+
+def test_a_tools_file_that_cannot_start_in_a_process_is_told(tmp_path):
+    """As where it locks a database, which the trainer has imported and so locked already."""
+    path = tmp_path / "tools.py"
+    lock = "import fcntl\nheld = open(__file__)\nfcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    path.write_text(lock + IN_PROCESSES, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"(?s)cannot run in a process \(isolate_tools\): .*code 1.*BlockingIOError"):
+        mt.load_tools(str(path), isolate=True)
+
+
 def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     """Killed while one of its tools hangs, with no chance to tidy up."""
     path = tmp_path / "tools.py"
@@ -1404,6 +1446,9 @@ def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
     with pytest.raises(
         ValueError, match="tools_script: the tools of .*tools.py' do not work: no corpus at corpus.jso"
     ):
+        mt.load_tools(str(path))
+    path.write_text(IN_PROCESSES + "async def CHECK_TOOLS(): ...\n")
+    with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async. Expected an ordinary function"):
         mt.load_tools(str(path))
 
 

@@ -22,7 +22,7 @@ import torch
 from bench_common import VLLMServer
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import mt_grpo_trainer
 from mt_grpo_trainer import (
@@ -457,20 +457,32 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
 
 
 @needs_vllm
-def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path):
+@pytest.mark.parametrize("when", ["during a push", "between two pushes"])
+def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
     """Logprobs of another kind fit their ids as well as the right ones do."""
+    back = []
 
     def raw(answer):
         answer["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
         return answer
 
     def rule(request):
-        if trainer.state.global_step == 1 and request.path == "/collective_rpc" and not proxy.counts["500"]:
-            return Fault("500", status=500)
-        back = proxy.counts["500"] and request.path.startswith("/server_info")
-        return Fault("raw", change=raw) if back else None
+        if trainer.state.global_step == 1 and when == "during a push" and not back:
+            if request.path == "/collective_rpc":
+                back.append(1)
+                return Fault("500", status=500)
+        return Fault("raw", change=raw) if back and request.path.startswith("/server_info") else None
+
+    class Restart(TrainerCallback):
+        """As far as a client can see: another server knows no version."""
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if when == "between two pushes" and state.global_step == 0:
+                trainer.client.request("POST", "/update_weight_version", json={"new_version": "default"})
+                back.append(1)
 
     trainer = make_trainer(proxy.port, tmp_path)
+    trainer.add_callback(Restart())
     proxy.faults = rule
     with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'. Start it as"):
         trainer.train()
@@ -859,7 +871,8 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
     (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2", "--per_device_eval_batch_size",
          "8"]),
-], ids=["rewards", "second micro-batch", "second batch of an evaluation"])  # fmt: skip
+    (3, ["--dataset_size", "2", "--save_only_model", "true"]),
+], ids=["rewards", "second micro-batch", "second batch of an evaluation", "first batch of an epoch"])  # fmt: skip
 def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
     """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
 
@@ -881,7 +894,7 @@ def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arg
     monkeypatch.delenv("SIGNAL_AT_CALL")
     resumed = run("parts", "--resume_from_checkpoint", "last")
     assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
-    for key in ("reward", "loss"):
+    for key in ("reward", "loss", "num_tokens"):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
@@ -900,6 +913,33 @@ def test_a_trainer_with_nan_is_far_from_its_server():
     trainer = SimpleNamespace(_on_main=lambda function: [-1.0, -2.0], _probe_ids=[1, 2, 3])
     assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
     assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
+
+
+def test_a_client_may_have_a_connection_for_each_conversation():
+    """1,024, the usual soft limit, is less than a batch of rollouts."""
+    code = (
+        "import resource, mt_grpo_trainer as mt\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
+        "mt.VLLMServerClient(port=9)\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE), min(hard, 65535))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    soft, _, expected = map(int, said.split()[-3:])
+    assert soft == expected > 100
+
+
+def test_an_nccl_push_that_fails_may_be_made_again(monkeypatch):
+    """TRL's client raises whatever its requests do; a server that is gone may come back."""
+    client = VLLMServerClient(base_url="http://127.0.0.1:9")
+    monkeypatch.setattr(client, "_while_paused", lambda version, load: load())
+
+    def gone(metadata, named_weights):
+        raise OSError("connection refused")
+
+    client._nccl = SimpleNamespace(update_named_params=gone, close_communicator=lambda: None)
+    with pytest.raises(ServerLost, match="did not take the weights: connection refused"):
+        client._push_nccl(iter({"w": torch.ones(2)}.items()), "v-1", {"w"}, torch.device("cpu"))
 
 
 def test_an_nccl_group_is_closed_when_the_server_restarts():

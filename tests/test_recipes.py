@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -471,8 +472,8 @@ REFUSED_BY_BACKEND = [
     *(("colocate", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
         ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
-        ("vllm_server_base_url", "http://127.0.0.1:1"), ("cache_implementation", "static"),
-        ("use_transformers_continuous_batching", True), ("vllm_server_port", 9000),
+        ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
+        ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000),
     )),
 ]  # fmt: skip
 
@@ -589,6 +590,29 @@ def test_save_points_between_two_batches_of_rollouts_only(changes, nearest, tmp_
     _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_steps": good})])
     assert args.save_steps == good
     mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_strategy": "no"})])
+    evaluates = changes | {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": changes["save_steps"]}
+    with pytest.raises(ValueError, match=f"eval_steps={changes['save_steps']} would evaluate, and save .*{good}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates)])
+    mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates | {"eval_steps": good})])
+
+
+def test_a_share_of_all_steps_as_save_point(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    recipe |= {"num_iterations": 2, "save_steps": 0.25, "max_steps": 40}
+    mt.parse_arguments(["--config", write(tmp_path, recipe)])
+    with pytest.raises(ValueError, match="save_steps=0.25 would save in the middle"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": 44})])
+    with pytest.raises(ValueError, match="save_steps=0.25, a share of all steps, needs max_steps. .* multiple of 2"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": -1, "num_train_epochs": 1})])
+
+
+@pytest.mark.parametrize("name", ["0.6B--mt-grpo", "1.7B--mt-grpo", "1.7B--gsm8k", "4B--mt-grpo"])
+def test_one_gpu_is_one_argument(name):
+    """What the README says, and what `train.sh` answers where it finds one GPU."""
+    _, args, _ = mt.parse_arguments(
+        ["--config", str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml"), "--vllm_mode", "colocate", *CPU_FLAGS]
+    )
+    assert mt.backend_of(args) == "colocate"
 
 
 SAMPLING = {
@@ -732,24 +756,46 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
     for step in (5, 20):
         (tmp_path / f"out/checkpoint-{step}").mkdir(parents=True)
         (tmp_path / f"out/checkpoint-{step}/trainer_state.json").write_text("{}")
+        (tmp_path / f"out/checkpoint-{step}/rng_state.pth").touch()
+    shutil.copytree(tmp_path / "out/checkpoint-5", tmp_path / "out/checkpoint-5-good")
+    for step, seconds in ((5, 100), (20, 200)):
+        os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
     assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
     assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
     with pytest.raises(ValueError, match="no trainer_state.json. Expected one such as .*checkpoint-20"):
         resume(str(tmp_path / "out/checkpoint-7"))
     (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
     assert resume("last") == str(tmp_path / "out/checkpoint-5")
+    (tmp_path / "out/checkpoint-5/rng_state.pth").unlink()  # save_only_model
+    with pytest.raises(ValueError, match="checkpoint-5' has a model only.*set model_name_or_path: .*checkpoint-5"):
+        resume("last")
 
 
-def test_no_rank_gives_up_before_the_server_is_given_up(monkeypatch):
+def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path):
+    for step, seconds in ((300, 100), (150, 200)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "rng_state_0.pth").touch()
+        (folder / "trainer_state.json").touch()
+        os.utime(folder / "trainer_state.json", (seconds, seconds))
+    args = SimpleNamespace(resume_from_checkpoint="last", output_dir=str(tmp_path))
+    assert mt.checkpoint_to_resume(args) == str(tmp_path / "checkpoint-150")
+
+
+def test_no_rank_gives_up_before_the_server_is_given_up():
     """Two requests without an answer and the wait between them must fit into what other ranks wait."""
     recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
-    mt.check_config(args)  # one process waits for nobody
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    mt.check_ddp_timeout(args, 1)  # one process waits for nobody
     with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s: .* Set ddp_timeout above it"):
-        mt.check_config(args)
+        mt.check_ddp_timeout(args, 2)
     args.ddp_timeout = 1841
-    mt.check_config(args)
+    mt.check_ddp_timeout(args, 2)
+    args.use_vllm, args.ddp_timeout = False, 601
+    mt.check_ddp_timeout(args, 2)
+    args.ddp_timeout = 600
+    with pytest.raises(ValueError, match="reward_timeout = 600 s: .* Set ddp_timeout above it"):
+        mt.check_ddp_timeout(args, 2)
 
 
 REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n"

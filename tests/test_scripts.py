@@ -200,6 +200,7 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
     (["--max_completion_length", "4000"], "more than the model's context"),
     (["--tools_script", "tools/nothing.py"], "is not a file"),
     (["--turn_reward_weights", "1"], "expected 2"),
+    (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s. Set ddp_timeout above it"),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)

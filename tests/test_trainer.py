@@ -68,14 +68,14 @@ def settings(tmp_path, **changes):
     return {**values, **changes}
 
 
-def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, **changes):
+def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, prompts=None, **changes):
     return cls(
         model=model,
         env=MultiTurnToolEnv([echo], system_prompt=None),
         turn_reward_funcs=[turn_reward],
         outcome_reward_funcs=[length_reward],
         args=MTGRPOConfig(**settings(tmp_path, **changes)),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=Dataset.from_dict({"prompt": prompts or PROMPTS}),
         eval_dataset=eval_dataset,
         peft_config=peft_config,
     )
@@ -219,20 +219,25 @@ def test_evaluation_during_training(random_model, tmp_path):
         assert sum(value for key, value in row.items() if key.startswith("eval_stop/")) == pytest.approx(1.0)
 
 
-def test_resume_continues_as_if_uninterrupted(random_model, tmp_path):
-    """From a checkpoint at a generation boundary: the same losses, rewards and weights."""
-    whole = make_trainer(random_model, tmp_path / "whole", max_steps=4)
+@pytest.mark.parametrize("prompts, step", [(None, 2), (4, 2), (4, 3), (4, 5)],
+                         ids=["first epoch", "new epoch", "second epoch", "third epoch"])  # fmt: skip
+def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, step):
+    """From a checkpoint at a generation boundary: the same losses, rewards and weights. Two prompts a step."""
+    steps, prompts = step + 2, PROMPTS[:prompts]
+    whole = make_trainer(random_model, tmp_path / "whole", max_steps=steps, prompts=prompts)
     whole.train()
-    first = make_trainer(random_model, tmp_path / "parts", max_steps=2, save_strategy="steps", save_steps=2)
+    first = make_trainer(
+        random_model, tmp_path / "parts", max_steps=step, save_strategy="steps", save_steps=step, prompts=prompts
+    )
     first.train()
-    second = make_trainer(random_model, tmp_path / "parts", max_steps=4)
+    second = make_trainer(random_model, tmp_path / "parts", max_steps=steps, prompts=prompts)
     pushed_before = second._weight_counter.version
-    second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    second.train(resume_from_checkpoint=step == 2 or str(tmp_path / f"parts/checkpoint-{step}"))
     assert second._weight_counter.version == pushed_before + 1 + 2 + 1  # the load, two steps, the end of training
-    for key in ("loss", "reward", "turns/mean", "completions/mean_length"):
+    for key in ("loss", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
         uninterrupted = [row[key] for row in whole.state.log_history if key in row]
         resumed = [row[key] for row in second.state.log_history if key in row]
-        assert len(resumed) == 4
+        assert len(resumed) == steps
         assert resumed == pytest.approx(uninterrupted, abs=1e-5), key
     for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters()):
         assert torch.allclose(a, b, atol=1e-6), name
@@ -366,6 +371,20 @@ def test_turn_rewards_alone_train(random_model, tmp_path):
 def test_limits_that_args_and_environment_give_differently_are_refused(random_model, tmp_path):
     with pytest.raises(ValueError, match="max_env_steps=5, but the environment has max_steps=2"):
         make_trainer(random_model, tmp_path, max_env_steps=5)
+    with pytest.raises(ValueError, match="isolate_tools: none of the environment's tools runs in a process"):
+        make_trainer(random_model, tmp_path, isolate_tools=True)
+
+
+def test_each_epoch_has_an_order_of_its_own_the_first_is_trls(random_model, tmp_path):
+    """Every prompt once in an epoch, four times in a row; and which epochs came before does not matter."""
+    trainer = make_trainer(random_model, tmp_path)
+    sampler, trls = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
+    orders = []
+    for epoch in (0, 1.0, 2.0, 1.0):
+        trainer.state.epoch = epoch
+        orders.append(list(sampler))
+        assert sorted(orders[-1]) == sorted(list(range(len(PROMPTS))) * 4) and len(sampler) == len(orders[-1])
+    assert orders[0] == list(trls) and orders[1] == orders[3] != orders[2] != orders[0] != orders[1]
 
 
 @pytest.mark.parametrize(
@@ -643,6 +662,8 @@ CONTRACT = {  # private TRL methods that this project overrides or calls -> (cla
         "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
     "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], ["self._generate_and_score_completions"]),
     "_save_checkpoint": (GRPOTrainer, ["self", "model", "trial"], ["super()._save_checkpoint(model, trial)"]),
+    "_save_rng_state": (GRPOTrainer, ["self", "output_dir"], []),
+    "_get_train_sampler": (GRPOTrainer, ["self", "dataset"], ["return RepeatSampler(", "seed=self.args.seed"]),
     "_log_completion_extra": (GRPOTrainer, ["self", "column", "values"], []),
     "_log_metric": (GRPOTrainer, ["self", "name", "value"], []),
     "_iter_named_params": (VLLMGeneration, ["self"], ["merge_adapter", "unmerge_adapter", "gather_params"]),
