@@ -152,7 +152,7 @@ class MTGRPOConfig(GRPOConfig):
     max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
     isolate_tools: bool = field(
         default=False,
-        metadata={"help": "Run synchronous tools in processes, which are killed at tool_timeout, and not in threads"},
+        metadata={"help": "Run tools without async in processes, which are killed at tool_timeout, not in threads"},
     )
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
@@ -165,7 +165,7 @@ class MTGRPOConfig(GRPOConfig):
     )
     weight_check_every: int = field(
         default=10,
-        metadata={"help": "Compare logprobs with the server at the first sync and every n-th; 0: not at every n-th"},
+        metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: not at every n-th"},
     )
     vllm_request_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
