@@ -50,7 +50,6 @@ import resource
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -77,7 +76,6 @@ from safetensors.torch import save_file
 from torch.utils.data import Sampler
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
@@ -221,6 +219,7 @@ REFUSED_KEYS = {
         ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
         "quantised policies are not supported either: remove this key",
     ),
+    "enable_jit_checkpoint": "SIGTERM saves the run by itself, between two optimizer steps: remove this key",
     "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
     "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
 }  # fmt: skip
@@ -234,7 +233,6 @@ SERVER_KEYS = (
     "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
     "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "overlap_rollouts",
 )  # fmt: skip
-SERVER_ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
@@ -291,8 +289,7 @@ def check_config(args: MTGRPOConfig) -> None:
     backend = backend_of(args)
     inert = {
         "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
-        # A recipe may say where its server is: `--vllm_mode colocate` alone then trains it on one GPU.
-        "colocate": (*(k for k in SERVER_KEYS if k not in SERVER_ADDRESS), *TRANSFORMERS_KEYS),
+        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
         "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
     }[backend]
     for key in inert:
@@ -328,7 +325,7 @@ def check_config(args: MTGRPOConfig) -> None:
             raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
     check_save_points(args)
-    checkpoint_to_resume(args)
+    args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.overlap_rollouts:
@@ -387,21 +384,27 @@ def check_ddp_timeout(args: MTGRPOConfig, num_processes: int) -> None:
             )
 
 
-def checkpoint_to_resume(args: MTGRPOConfig) -> str | None:
+def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
     """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
-    wanted, folder = args.resume_from_checkpoint, Path(args.output_dir)
     if not wanted:
         return None
+
+    def step(path: Path) -> int:
+        return int(path.parent.name.rpartition("-")[2])
+
     # Written last, so a checkpoint without it was cut off. The newest, not the last by number: that may be of an older
     # run that went on for longer in the same folder.
-    whole = [p for p in folder.glob("checkpoint-*/trainer_state.json") if re.fullmatch(r".*-\d+", p.parent.name)]
-    newest = max(whole, key=lambda p: (p.stat().st_mtime, int(p.parent.name.rpartition("-")[2])), default=None)
+    whole = Path(output_dir).glob("checkpoint-*/trainer_state.json")
+    whole = sorted((p for p in whole if re.fullmatch(r".*-\d+", p.parent.name)), key=step)
+    newest = max(reversed(whole), key=lambda p: p.stat().st_mtime, default=None)
+    if newest is not None and newest != whole[-1]:
+        logger.warning(f"{newest.parent} is the newest checkpoint, written after {whole[-1].parent}.")
     newest = newest and newest.parent
     found = newest if str(wanted).lower() in ("last", "true") else Path(wanted)
     if found is None or not (found / "trainer_state.json").is_file():
         raise ValueError(
             f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
-            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={args.output_dir!r}.")
+            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
         )
     if not any(found.glob("rng_state*.pth")):
         raise ValueError(
@@ -436,7 +439,8 @@ def check_save_points(args: MTGRPOConfig) -> None:
                 f"be resumed exactly: a batch lasts {every} optimizer steps "
                 f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
-                f"Set {key} to {f'{below} or ' if below else ''}{below + every}."
+                f"Set {key} to {f'{below} or ' if below else ''}{below + every}"
+                + (" (without it, logging_steps counts)." if key == "eval_steps" else ".")
             )
 
 
@@ -540,6 +544,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
         key = flag[2:].split("=")[0].replace("-", "_")
         if key not in ("config", "help") and key.removeprefix("no_") not in known_keys():
             raise ValueError(unknown_key(key, "on the command line", known_keys()))
+    if "--vllm_mode colocate" in " ".join(argv).replace("=", " "):  # a recipe's server is then of no use
+        address = ("vllm_server_host", "vllm_server_port")
+        argv += [a for key in address if f"--{key}" not in argv for a in (f"--{key}", str(default_of(key)))]
     parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
     script_args, args, model_args = parser.parse_args_and_config(argv)
     for key, reason in REFUSED_KEYS.items():
@@ -1880,24 +1887,21 @@ class ToolProcesses:
     IDLE_SECONDS = 60.0  # until a process without work ends
 
     def __init__(self, path: str):
-        self.path = path
         self._command = [sys.executable, "-c", TOOL_PROCESS, json.dumps([path, [str(folder) for folder in sys.path]])]
         # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
 
-    def check_that_they_start(self) -> None:
-        """Raise `ValueError` for a file that this process can import and another cannot beside it: one that locks."""
-        pipe = subprocess.PIPE
-        try:
-            tried = subprocess.run(
-                self._command, input=b"", stdout=pipe, stderr=pipe, timeout=self.START_SECONDS, start_new_session=True
-            )
-            said = tried.stderr.decode(errors="replace")
-            problem = f"it ended with exit code {tried.returncode}:\n{said[-2000:]}" if tried.returncode else None
-        except subprocess.TimeoutExpired:
-            problem = f"it is not imported after {self.START_SECONDS:g} s"
-        if problem:
-            raise ValueError(f"tools_script: {self.path!r} cannot run in a process (isolate_tools): {problem}")
+    async def try_one(self) -> None:
+        """Raise where a process cannot import the file: it may lock what this process, too, has imported."""
+        process = await self._process()
+        self._end(process)
+        await process.wait()
+
+    @staticmethod
+    def _end(process: asyncio.subprocess.Process) -> None:
+        """With the process goes what it started, which is of its group even where the process is dead."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     def isolated(self, index: int, tool: Callable) -> Callable:
         """`tool`, the file's `TOOL_FUNCTIONS[index]`, as an async function that runs it in one of the processes."""
@@ -1943,7 +1947,7 @@ class ToolProcesses:
 
         def end() -> None:
             waits.remove((process, timer))
-            process.stdin.close()  # its loop over calls ends with them
+            self._end(process)
 
         timer = loop.call_later(self.IDLE_SECONDS, end)
         waits.append((process, timer))
@@ -1957,11 +1961,15 @@ class ToolProcesses:
         try:
             yield
         except BaseException as error:
-            with suppress(ProcessLookupError):  # also where it is dead: what it started is of its group
-                os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, asyncio.IncompleteReadError):
-                code = await process.wait()
-                raise RuntimeError(f"the tool's process ended with exit code {code}") from None
+            ended = isinstance(error, asyncio.IncompleteReadError)
+            try:
+                with suppress(TimeoutError):
+                    if ended:  # first its own exit code
+                        await asyncio.wait_for(process.wait(), 1.0)
+            finally:
+                self._end(process)
+            if ended:
+                raise RuntimeError(f"the tool's process ended with exit code {await process.wait()}") from None
             raise
 
 
@@ -2790,6 +2798,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
         """`Trainer`'s; with `overlap_rollouts` the prompts after these can be seen already."""
+        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` looks only after a step
+            return [], None
         if self.args.overlap_rollouts:
             if self._epoch is None or self._epoch.source is not epoch_iterator:
                 every = self.args.steps_per_generation * self.num_iterations
@@ -2849,12 +2859,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._saved = {}
         if resume_from_checkpoint:
             path = Path(resume_from_checkpoint)
             self._saved[TrainerState.load_from_json(path / "trainer_state.json").global_step] = path
+            if self.args.sync_ref_model:
+                logger.warning(
+                    "sync_ref_model: no checkpoint holds the reference model, which starts anew from the base."
+                )
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -2903,7 +2916,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if self.args.should_save:
             (path / "trainer_state.json").unlink(missing_ok=True)  # an older run's: it says that all of it is there
         super()._save_checkpoint(model, trial)
-        self._saved[self.state.global_step] = path
+        if not self.args.save_only_model:
+            self._saved[self.state.global_step] = path
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -3517,7 +3531,13 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
         raise ValueError(f"tools_script: the tools of {path!r} do not work: {error_text(error)}") from error
     if isolate:
         processes = ToolProcesses(path)
-        processes.check_that_they_start()
+        try:
+            run_async(processes.try_one())
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"tools_script: {path!r} can be imported here, but not in a process beside this one (isolate_tools): "
+                f"{error_text(error)}. See above, or set isolate_tools: false."
+            ) from error
         tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
     return tools
 
@@ -3744,7 +3764,7 @@ def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
     args = trainer.args
     with trainer.stop_on_signals():
         try:
-            trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)

@@ -382,7 +382,7 @@ HONOURED = {
         torch_empty_cache_steps logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm report_to
         include_num_input_tokens_seen run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
         eval_strategy eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps save_only_model
-        save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token
+        save_strategy save_steps save_on_each_node save_total_limit push_to_hub hub_token
         hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
         metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
         full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
@@ -434,6 +434,7 @@ REFUSED = {
     "load_in_8bit": True,
     "load_in_4bit": True,
     "auto_find_batch_size": True,
+    "enable_jit_checkpoint": True,
     "bnb_4bit_quant_type": "fp4",
     "use_bnb_nested_quant": True,
     "bnb_4bit_quant_storage": "uint8",
@@ -473,7 +474,8 @@ REFUSED_BY_BACKEND = [
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
         ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
         ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
-        ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000),
+        ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
+        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_server_port", 9000),
     )),
 ]  # fmt: skip
 
@@ -609,10 +611,11 @@ def test_a_share_of_all_steps_as_save_point(tmp_path):
 @pytest.mark.parametrize("name", ["0.6B--mt-grpo", "1.7B--mt-grpo", "1.7B--gsm8k", "4B--mt-grpo"])
 def test_one_gpu_is_one_argument(name):
     """What the README says, and what `train.sh` answers where it finds one GPU."""
-    _, args, _ = mt.parse_arguments(
-        ["--config", str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml"), "--vllm_mode", "colocate", *CPU_FLAGS]
-    )
+    recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
+    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
     assert mt.backend_of(args) == "colocate"
+    with pytest.raises(ValueError, match="vllm_server_port=9000 has no effect with the colocate backend"):
+        mt.parse_arguments(["--config", recipe, "--vllm_mode=colocate", "--vllm_server_port", "9000", *CPU_FLAGS])
 
 
 SAMPLING = {
@@ -749,7 +752,7 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
     def resume(wanted: str) -> str | None:
         recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
         argv = ["--config", recipe, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", wanted]
-        return mt.checkpoint_to_resume(mt.parse_arguments(argv)[1])
+        return mt.parse_arguments(argv)[1].resume_from_checkpoint
 
     with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
         resume("last")
@@ -771,15 +774,17 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
         resume("last")
 
 
-def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path):
+def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
     for step, seconds in ((300, 100), (150, 200)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "rng_state_0.pth").touch()
         (folder / "trainer_state.json").touch()
         os.utime(folder / "trainer_state.json", (seconds, seconds))
-    args = SimpleNamespace(resume_from_checkpoint="last", output_dir=str(tmp_path))
-    assert mt.checkpoint_to_resume(args) == str(tmp_path / "checkpoint-150")
+    assert mt.checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
+    assert f"{tmp_path / 'checkpoint-150'} is the newest checkpoint, written after {tmp_path / 'checkpoint-300'}" in (
+        caplog.text
+    )
 
 
 def test_no_rank_gives_up_before_the_server_is_given_up():

@@ -243,6 +243,23 @@ def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, s
         assert torch.allclose(a, b, atol=1e-6), name
 
 
+@pytest.mark.parametrize("prompts", [4, 6], ids=["end of an epoch", "in an epoch"])
+def test_a_run_that_is_resumed_at_its_end_does_nothing_more(random_model, tmp_path, prompts):
+    """As a job that is queued again. Two prompts a step."""
+    settings = dict(max_steps=2, save_strategy="steps", save_steps=2, prompts=PROMPTS[:prompts])
+    first = make_trainer(random_model, tmp_path, **settings)
+    first.train()
+    second = make_trainer(random_model, tmp_path, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters()))
+
+
+def test_resuming_without_a_checkpoint_is_an_error(random_model, tmp_path):
+    with pytest.raises(ValueError, match="no whole checkpoint: it has no trainer_state.json. There is none in"):
+        make_trainer(random_model, tmp_path).train(resume_from_checkpoint=True)
+
+
 def test_lora_trains_the_adapter_only(random_model, tmp_path):
     trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
