@@ -242,7 +242,7 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     lines = (ROOT / RECIPE).read_text().replace('save_strategy: "no"', "save_strategy: steps").splitlines()
     lines = [line for line in lines if not line.startswith("per_device_train_batch_size")]
     lines += [
-        size, "per_device_train_batch_size: 16", "eval_strategy: steps", "eval_steps: 5", "save_steps: 10",
+        size, "per_device_train_batch_size: 16", "eval_strategy: steps", "eval_steps: 10", "save_steps: 10",
         "eval_dataset_size: 8", "load_best_model_at_end: true", "push_to_hub: true", "log_completions: true",
     ]  # fmt: skip
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
