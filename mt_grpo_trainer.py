@@ -180,6 +180,7 @@ class MTGRPOConfig(GRPOConfig):
         check_batch_arithmetic(self)
         super().__post_init__()
         check_config(self)
+        self.resume_from_checkpoint = checkpoint_to_resume(self.resume_from_checkpoint, self.output_dir)
 
 
 CHOICES = {
@@ -325,7 +326,6 @@ def check_config(args: MTGRPOConfig) -> None:
             raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
     check_save_points(args)
-    args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.overlap_rollouts:
@@ -388,18 +388,14 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
     if not wanted:
         return None
-
-    def step(path: Path) -> int:
-        return int(path.parent.name.rpartition("-")[2])
-
     # Written last, so a checkpoint without it was cut off. The newest, not the last by number: that may be of an older
     # run that went on for longer in the same folder.
-    whole = Path(output_dir).glob("checkpoint-*/trainer_state.json")
-    whole = sorted((p for p in whole if re.fullmatch(r".*-\d+", p.parent.name)), key=step)
-    newest = max(reversed(whole), key=lambda p: p.stat().st_mtime, default=None)
-    if newest is not None and newest != whole[-1]:
-        logger.warning(f"{newest.parent} is the newest checkpoint, written after {whole[-1].parent}.")
-    newest = newest and newest.parent
+    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
+    whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
+    newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+    if whole and newest != whole[0]:
+        logger.warning(f"{newest} is the newest checkpoint, written after {whole[0]}.")
     found = newest if str(wanted).lower() in ("last", "true") else Path(wanted)
     if found is None or not (found / "trainer_state.json").is_file():
         raise ValueError(
@@ -540,13 +536,13 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
         if position == len(argv):
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         read_recipe(argv[position])
-    for flag in (a for a in argv if a.startswith("--")):
-        key = flag[2:].split("=")[0].replace("-", "_")
+    given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
+    for key in given:
         if key not in ("config", "help") and key.removeprefix("no_") not in known_keys():
             raise ValueError(unknown_key(key, "on the command line", known_keys()))
-    if "--vllm_mode colocate" in " ".join(argv).replace("=", " "):  # a recipe's server is then of no use
-        address = ("vllm_server_host", "vllm_server_port")
-        argv += [a for key in address if f"--{key}" not in argv for a in (f"--{key}", str(default_of(key)))]
+    if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # a recipe's server is then of no use
+        address = {"vllm_server_host", "vllm_server_port"} - set(given)
+        argv += [f"--{key}={default_of(key)}" for key in address]
     parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
     script_args, args, model_args = parser.parse_args_and_config(argv)
     for key, reason in REFUSED_KEYS.items():
@@ -2413,7 +2409,7 @@ class BetweenSteps(TrainerCallback):
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.step, self.num_tokens, self.rng = state.global_step, state.num_input_tokens_seen, get_rng_state()
+        self.num_tokens, self.rng = state.num_input_tokens_seen, get_rng_state()
 
     on_step_end = on_train_begin
 
@@ -2589,18 +2585,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for split in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
             if split is not None:
                 check_dataset(split, "eval_dataset")
-        for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
-            "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools"))):  # fmt: skip
-            if getattr(args, key) not in (default_of(key), getattr(env, attribute)):
-                raise ValueError(
-                    f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
-                    f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
-                )
-        if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
-            raise ValueError(
-                "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
-                "which run there, from load_tools(path, isolate=True)."
-            )
+        check_env(args, env)
         env.tokenizer = env.tokenizer or tokenizer
         env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
         env.max_completion_length = args.max_completion_length
@@ -3412,6 +3397,22 @@ def longest_prompt(env: MultiTurnToolEnv, dataset: Any) -> int:
     return max(len(env.prompt_ids(env.with_system_prompt(messages), env.tokenizer)) for messages in prompts)
 
 
+def check_env(args: MTGRPOConfig, env: MultiTurnToolEnv) -> None:
+    """Raise `ValueError` where the settings say one thing and the environment, made apart from them, another."""
+    for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
+        "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools"))):  # fmt: skip
+        if getattr(args, key) not in (default_of(key), getattr(env, attribute)):
+            raise ValueError(
+                f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
+                f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
+            )
+    if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
+        raise ValueError(
+            "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
+            "which run there, from load_tools(path, isolate=True)."
+        )
+
+
 def load_model_config(name: str, args: MTGRPOConfig) -> Any:
     """The configuration of the model that the trainer is going to load."""
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
@@ -3771,7 +3772,7 @@ def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=error)
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        trainer.save_model(args.output_dir)  # a signal that comes now, or in the last step, changes nothing
+        trainer.save_model(args.output_dir)  # a signal that comes now changes nothing
         trainer.save_state()
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

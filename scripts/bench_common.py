@@ -194,6 +194,18 @@ def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], r
     print(f"the section in {readme}\n\n{text}")
 
 
+def pyplot() -> Any:
+    """matplotlib's, without a display. Where it is missing, ends with what to install."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("error: the plot needs matplotlib. Install it: .venv/bin/python -m pip install -e '.[bench]'")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 @contextlib.contextmanager
 def stopwatch() -> Iterator[dict[str, float]]:
     """Wall and CPU seconds of this process: `with stopwatch() as seconds: ...`, then `seconds["wall"]`, `["cpu"]`."""

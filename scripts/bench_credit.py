@@ -33,6 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_common
 from bench_common import write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
@@ -377,14 +378,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("error: the plot needs matplotlib. Install it: .venv/bin/python -m pip install -e '.[bench]'")
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = bench_common.pyplot()
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import bench_common
 import requests
 from bench_common import README, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
@@ -517,12 +518,7 @@ def section(results: dict[str, Any]) -> str:
 
 def plot(runs: list[Row], path: Path) -> None:
     """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = HEADLINE[0]
+    pyplot, size = bench_common.pyplot(), HEADLINE[0]
     figure, axis = pyplot.subplots(figsize=(7, 2.9))
     shown = (("bound", "bound: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
              ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip

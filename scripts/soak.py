@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_common
 from bench_common import ROOT, VLLMServer, machine, write_results
 from fault_proxy import Fault, FaultProxy, Request
 
@@ -244,11 +245,7 @@ def problems(result: dict[str, Any], options: argparse.Namespace) -> list[str]:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Exact match and memory over the steps, the server's kills marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = bench_common.pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 4.6), sharex=True, height_ratios=(3, 2))
     exact = result["exact_match"]
     above.plot(range(1, len(exact) + 1), exact, color="#0072B2", linewidth=1.2)

@@ -615,7 +615,7 @@ def test_one_gpu_is_one_argument(name):
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
     assert mt.backend_of(args) == "colocate"
     with pytest.raises(ValueError, match="vllm_server_port=9000 has no effect with the colocate backend"):
-        mt.parse_arguments(["--config", recipe, "--vllm_mode=colocate", "--vllm_server_port", "9000", *CPU_FLAGS])
+        mt.parse_arguments(["--config", recipe, "--vllm-mode=colocate", "--vllm_server_port=9000", *CPU_FLAGS])
 
 
 SAMPLING = {
