@@ -2,6 +2,8 @@
 # Install what the tests need, then lint and run everything: unit tests, doctests, tests against a real vLLM server.
 #
 #   bash scripts/test.sh                            # any further arguments go to pytest: -k credit -x
+#   bash scripts/test.sh --mutations [WORD ...]     # put faults into a copy of the code: each must be noticed
+#   bash scripts/test.sh --all                      # also what is slow or installs system packages, then the mutations
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,9 +13,26 @@ python=.venv/bin/python
 # Threads that wait soon stop spinning: where others use the same cores, endless spinning makes a step ten times slower,
 # and none at all (OMP_WAIT_POLICY=PASSIVE) costs a third on free ones.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"
+
+mutations() {
+    printf 'test: mutations\n'
+    "$python" tests/mutations.py "$@"
+}
+if [[ "${1:-}" == --mutations ]]; then
+    mutations "${@:2}"
+    exit
+fi
+all=0
+if [[ "${1:-}" == --all ]]; then
+    all=1
+    shift
+    set -- -m "" "$@" # pyproject.toml leaves out what is marked `slow`
+fi
+
 printf 'test: ruff\n'
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
 printf 'test: pytest\n'
-exec "$python" -m pytest tests mt_grpo_trainer.py rewards tools scripts --doctest-modules "$@"
+"$python" -m pytest tests mt_grpo_trainer.py rewards tools scripts --doctest-modules "$@"
+if ((all)); then mutations; fi
