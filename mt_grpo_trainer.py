@@ -31,6 +31,7 @@ import atexit
 import bisect
 import collections
 import concurrent.futures
+import copy
 import dataclasses
 import difflib
 import fcntl
@@ -3285,8 +3286,27 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
             )
 
 
+def own_copy(value: Any) -> Any:
+    """A copy of plain data (lists, dicts, tuples, turns and calls); any other object, as an environment, is itself."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # of a list of ids, the list alone
+    if kind is dict:
+        return {k: own_copy(v) for k, v in value.items()}
+    if kind in (Turn, ToolCall):
+        copied = copy.copy(value)
+        vars(copied).update(own_copy(vars(value)))
+        return copied
+    return value
+
+
+COPIED = {list, tuple, dict, Turn, ToolCall}
+
+
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
     """What each function returns for the batch: async ones at the same time, the others one after another.
+
+    INVARIANT: each function gets a copy of its own, so that what it changes there changes nothing for anybody else.
 
     Raises `RuntimeError` (the first failure, with the function's name) for one that raises or takes too long; a thread
     that hangs is abandoned. Functions without `async` run in a thread for that reason.
@@ -3296,11 +3316,13 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         def on_device(**kwargs):  # the current GPU is a thread's own
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            return func(**kwargs)
+            return func(**own_copy(kwargs))  # here: a large copy would hold up the loop
 
         on_device.__name__ = func.__name__
         try:
-            return await run_tool(func if inspect.iscoroutinefunction(func) else on_device, columns, timeout)
+            if inspect.iscoroutinefunction(func):
+                return await run_tool(func, own_copy(columns), timeout)
+            return await run_tool(on_device, columns, timeout)
         except ToolTimeout:
             raise RuntimeError(
                 f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "

@@ -1,0 +1,272 @@
+"""From rows, conversations and rewards to what is trained and logged: values written by hand, in one process."""
+
+import json
+import shutil
+import types
+import zlib
+
+import golden_batch as golden
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from mt_grpo_trainer import (
+    Generation,
+    ToolCall,
+    Turn,
+    VLLMServerClient,
+    build_trainer,
+    make_arithmetic,
+    make_chain,
+    parse_arguments,
+    run_rewards,
+)
+
+
+def read_log(out):
+    return [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_a_batch_is_what_was_written_by_hand(random_model, tmp_path, name):
+    """Masks, logprobs and advantages per token, the log and the metrics, with two reward functions of each kind."""
+    golden.assert_as_written(golden.run_case(random_model, tmp_path, name), name)
+
+
+def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
+    """In training and in evaluation, after a restart of the server too: `outcome_a` raises where they are not."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class, lost=(0, 2, 3, 5))
+    trainer.train()
+    assert trainer.llm.lost_so_far == [0, 2, 3, 5]
+    log = read_log(tmp_path)
+    assert [row["mode"] for row in log] == ["train"] * 8 + ["eval"] * 12
+    assert sorted(row["answer"] for row in log[8:]) == ["17"] * 4 + ["42"] * 4 + ["99"] * 4
+    for row in log:
+        assert row["messages"][0]["content"] == f"What is {row['answer']}?"
+        assert row["messages"][1]["content"].count(f" of {row['answer']}") == 1
+
+
+# =====================================================================================================================
+# Reward functions that change what they get
+# =====================================================================================================================
+
+
+def spoil(columns):
+    """Change everything that a reward function gets."""
+    for turns in columns["rollout_turns"]:
+        for turn in turns:
+            turn.token_ids.reverse()
+            turn.token_ids.append(1)
+            turn.observation_ids.clear()
+            turn.logprobs.clear()
+            turn.text, turn.observation, turn.state_key = "", None, "elsewhere"
+            if turn.tool_call is not None:
+                turn.tool_call.arguments.clear()
+        turns.reverse()
+        turns.append(turns[0])
+    for messages in columns["prompts"] + columns["completions"]:
+        for message in messages:
+            message["content"] = "spoiled"
+        messages.pop()
+    for name in ("completion_ids", "prompts", "completions", "rollout_turns", "answer"):
+        columns[name].reverse()
+        columns[name].pop()
+
+
+@pytest.mark.parametrize("name", ["mt_grpo", "turn_return"])
+def test_a_reward_that_changes_its_arguments_changes_nothing_else(random_model, tmp_path, name):
+    """What is trained, the log, and what the other functions get are as without it; a function may be async."""
+
+    def turn_a(**columns):
+        values = golden.turn_a(**columns)
+        spoil(columns)
+        return values
+
+    async def outcome_b(**columns):
+        values = golden.outcome_b(**columns)
+        spoil(columns)
+        return values
+
+    funcs = [turn_a, *golden.FUNCS[0][1:]], [golden.outcome_a, outcome_b]
+    golden.assert_as_written(golden.run_case(random_model, tmp_path, name, funcs=funcs), name)
+
+
+def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves():
+    board = types.SimpleNamespace(moves=["e4"])
+    call = ToolCall("echo", {"text": "a", "more": ["b"]})
+    columns = {
+        "prompts": [[{"role": "user", "content": "go"}]],
+        "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", tool_call=call, observation_ids=[3])]],
+        "steps": [["1", ("2", [3])]], "environment": [board], "log_extra": print,
+    }  # fmt: skip
+    seen = []
+
+    def keep(**columns):
+        seen.append(columns)
+        return [0.0]
+
+    async def keep_async(**columns):
+        return keep(**columns)
+
+    run_rewards([keep, keep_async, keep], columns, 10.0, torch.device("cpu"))
+    assert len(seen) == 3 and all(got == columns for got in seen)  # equal, and nothing of it is the same object
+    for got in (columns, *seen):
+        others = [other for other in (columns, *seen) if other is not got]
+        (turn,) = got["rollout_turns"][0]
+        parts = [
+            *(got[name] for name in columns if name != "log_extra"), got["prompts"][0], got["prompts"][0][0],
+            got["rollout_turns"][0], turn, turn.token_ids, turn.logprobs, turn.observation_ids, turn.tool_call,
+            turn.tool_call.arguments, turn.tool_call.arguments["more"], got["steps"][0], got["steps"][0][1][1],
+        ]  # fmt: skip
+        ids = {id(part) for part in parts}
+        for other in others:
+            (turn,) = other["rollout_turns"][0]
+            assert not ids & {id(other["prompts"]), id(other["prompts"][0][0]), id(other["steps"][0][1][1]), id(turn),
+                              id(turn.token_ids), id(turn.logprobs), id(turn.observation_ids), id(turn.tool_call),
+                              id(turn.tool_call.arguments["more"]), id(other["environment"])}  # fmt: skip
+        assert got["environment"][0] is board and got["log_extra"] is print
+
+
+# =====================================================================================================================
+# Limits and ends
+# =====================================================================================================================
+
+
+class Writes(VLLMServerClient):
+    """Answers each rollout with one text; a text that is cut by the limit ends by `length`."""
+
+    def __init__(self, tokenizer, texts):
+        super().__init__(tokenizer=tokenizer)
+        self.texts, self.params = texts, []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        self.params.append(sampling_params)
+        ids = self.tokenizer(self.texts[index], add_special_tokens=False)["input_ids"]
+        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
+
+    async def gather_from(self, version, coroutines):
+        return [await coroutine for coroutine in coroutines]
+
+
+def alternating(completions, **kwargs):
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def test_a_rollout_is_truncated_where_its_stop_reason_says_so(random_model, tmp_path):
+    """Not where its last id is no end of turn, as after an answer. All lengths, shares and masks are by hand."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([alternating] * 4, [alternating] * 2), num_generations=4, max_completion_length=40,
+        mask_truncated_completions=True,
+    )  # fmt: skip
+    prompts = [[{"role": "user", "content": text}] for text in ("What is 17?", "What is 42?" + "." * 22)]
+    trainer.env.max_turn_tokens, trainer.env.max_model_len = 20, 62  # prompts of 30 and 52 tokens
+    end = "<|im_end|>"
+    trainer.llm = Writes(trainer.processing_class, [
+        "<answer>17</answer>", "<answer>1</answer>", "n" * 99, "five." + end,
+        "n" * 99, "n" * 99, "no." + end, "ok" + end,
+    ])  # fmt: skip
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([{"prompt": prompts[i // 4], "answer": ""} for i in range(8)])
+    reasons = [row["stop_reason"] for row in read_log(tmp_path)]
+    assert reasons == ["answered", "answered", "max_tokens", "no_tool_call",
+                       "context_length", "context_length", "no_tool_call", "no_tool_call"]  # fmt: skip
+    lengths = [19, 18, 20, 6, 10, 10, 4, 3]
+    assert output["completion_mask"].sum(1).tolist() == lengths
+    trained = (output["completion_mask"] * output["tool_mask"]).sum(1).tolist()
+    assert trained == [19, 18, 0, 6, 0, 0, 4, 3]
+    metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    expected = {
+        "completions/clipped_ratio": 3 / 8, "completions/mean_length": 90 / 8, "completions/min_length": 3.0,
+        "completions/max_length": 20.0, "completions/mean_terminated_length": 50 / 5,
+        "completions/min_terminated_length": 3.0, "completions/max_terminated_length": 19.0,
+        "stop/answered": 2 / 8, "stop/max_tokens": 1 / 8, "stop/context_length": 2 / 8, "stop/no_tool_call": 3 / 8,
+    }  # fmt: skip
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def base_model(random_model, tmp_path_factory):
+    """The random model as a base model: it and its tokenizer end a text by another token than the template a turn."""
+    path = tmp_path_factory.mktemp("base-model") / "model"
+    shutil.copytree(random_model, path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        random_model, eos_token="<|endoftext|>", extra_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    tokenizer.save_pretrained(path)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({**values, "eos_token_id": tokenizer.eos_token_id}))
+    return str(path)
+
+
+def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
+    """Though the model's and the tokenizer's own end is another token: in-process, and in what a server is told."""
+    turns = []
+
+    def keep(rollout_turns, **kwargs):
+        turns.extend(turn for rollout in rollout_turns for turn in rollout)
+        return alternating(rollout_turns)
+
+    trainer = golden.make_trainer(
+        base_model, tmp_path, ([keep] * 4, [keep] * 2), num_generations=4, max_completion_length=256
+    )
+    tokenizer = trainer.processing_class
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert (tokenizer.eos_token_id, trainer.model.config.eos_token_id) == (eos, eos)
+    assert end in tokenizer.all_special_ids
+    trainer.train()
+    ended = [turn for turn in turns if turn.token_ids[-1] == end]
+    assert ended  # the model ends one token in forty
+    assert not any(end in turn.token_ids[:-1] or "<|im_end|>" in turn.text for turn in turns)
+    assert all(turn.finish_reason == "stop" for turn in ended)
+    assert "no_tool_call" in [row["stop_reason"] for row in read_log(tmp_path)]
+    # TRL cuts a sample at its first end, so that transformers, which would go on sampling until then, has to know too.
+    assert set(trainer.generation_config.eos_token_id) == set(trainer.generation_kwargs["eos_token_id"]) == {end, eos}
+
+    trainer.llm = Writes(tokenizer, ["ok<|im_end|>"] * 8)
+    trainer.evaluate()
+    assert all({end, eos} <= set(params["stop_token_ids"]) for params in trainer.llm.params) and trainer.llm.params
+
+
+# =====================================================================================================================
+# Which problems are trained on, and which are for evaluation
+# =====================================================================================================================
+
+
+def build(tmp_path, *arguments):
+    return build_trainer(*parse_arguments([
+        "--config", "hf_recipes/tiny/calculator.yaml", "--output_dir", str(tmp_path / "out"), "--eval_strategy",
+        "steps", "--eval_steps", "1", *arguments,
+    ]))  # fmt: skip
+
+
+def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(golden.ROOT)
+    for split in ("train", "test"):
+        rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(4)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = build(tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "3", "--eval_dataset_size", "2")
+    assert trainer.train_dataset["question"][:] == ["train 0", "train 1", "train 2"]
+    assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
+
+
+def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeypatch):
+    """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
+    monkeypatch.chdir(golden.ROOT)
+    trainer = build(tmp_path, "--dataset_size", "500", "--eval_dataset_size", "50")
+    train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
+    assert (len(train), len(test)) == (500, 50)
+    held_out = [
+        [zlib.crc32(question.removeprefix("What is ").removesuffix("?").encode()) % 10 == 0 for question in questions]
+        for questions in (train, test)
+    ]
+    assert not any(held_out[0]) and all(held_out[1])
+
+
+@pytest.mark.parametrize("make", [make_arithmetic, make_chain])
+def test_no_generated_problem_is_in_both_splits(make):
+    train, test = ({row["question"] for row in make(3000, seed, split)} for seed, split in ((0, "train"), (1, "test")))
+    assert len(train) == len(test) == 3000 and not train & test
