@@ -1,6 +1,8 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT
+python tests/distributed_worker.py MODEL OUT [golden]
+
+With `golden` it runs the batch of golden_batch.py, whose values are written by hand.
 """
 
 import os
@@ -8,6 +10,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import golden_batch as golden
 import torch
 from datasets import Dataset
 
@@ -35,11 +38,11 @@ class Scripted:
 
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
         turn = self.turns[index] = self.turns.get(index, -1) + 1
-        first_prompt = bytes(i % 256 for i in prompt_ids[:12])
-        place = index % self.group_size + zlib.crc32(first_prompt) % 3
-        calls = place % 4  # 0 to 3 tool calls: another number of turns on each rank
-        text = f'<tool>{{"name": "echo", "args": {{"text": "{place}"}}}}</tool>'
-        text = text if turn < calls else f"<answer>{place * 7 % 5}</answer>"
+        asked = self.tokenizer.decode(prompt_ids).partition("user\n")[2][0]
+        place = index % self.group_size + zlib.crc32(asked.encode()) % 3
+        calls = place % (4 if index < ROLLOUTS // 2 else 2)  # up to 3 or up to 1: fewer turns on the second rank
+        text = f'<tool>{{"name": "echo", "args": {{"text": "{asked}{place}"}}}}</tool>'
+        text = text if turn < calls else f"<answer>{asked}{place * 7 % 5}</answer>"
         return Generation(self.tokenizer(text, add_special_tokens=False)["input_ids"], None, "stop")
 
 
@@ -57,9 +60,12 @@ def per_rollout(rollout_turns, **kwargs):
     return [len(turns) / 4 for turns in rollout_turns]
 
 
-def outcome(completions, **kwargs):
+def outcome(completions, answer, **kwargs):
     texts = [c[-1]["content"] for c in completions]
-    return [None if "<answer>3" in t else float(ord(t[len("<answer>")]) % 4) for t in texts]
+    if wrong := [(text, gold) for text, gold in zip(texts, answer, strict=True) if f"<answer>{gold}" not in text]:
+        raise ValueError(f"graded by another row's answer: {wrong}")
+    digits = [text[len("<answer>a")] for text in texts]
+    return [None if digit == "3" else float(ord(digit) % 4) for digit in digits]
 
 
 def run_case(model, out, group_size, credit):
@@ -70,7 +76,7 @@ def run_case(model, out, group_size, credit):
         credit_assignment=credit, max_env_steps=3, num_generations_eval=1 if group_size == 16 else 4,
         per_device_eval_batch_size=4, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abcdefghijklm"]
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": text} for text in "abcdefghijklm"]
     env = MultiTurnToolEnv([echo], system_prompt=None, max_steps=3, state_key=state_key)
     trainer = MTGRPOEnvTrainer(
         model, env, [per_turn, per_rollout], [outcome],
@@ -92,8 +98,12 @@ def run_case(model, out, group_size, credit):
 
 def main():
     model, out = sys.argv[1], Path(sys.argv[2])
-    results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
-    torch.save(results, out / f"{os.environ.get('WORLD_SIZE', 1)}-{os.environ.get('RANK', 0)}.pt")
+    world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    if sys.argv[3:] == ["golden"]:
+        results = {name: golden.run_case(model, out, name, world) for name in golden.CASES}
+    else:
+        results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
+    torch.save(results, out / f"{world}-{rank}.pt")
 
 
 if __name__ == "__main__":

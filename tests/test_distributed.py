@@ -1,10 +1,11 @@
-"""Two gloo processes against one: the same batch gives the same advantages and metrics."""
+"""Two gloo processes against one, and against values written by hand: the same advantages, metrics and logs."""
 
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import golden_batch as golden
 import pytest
 import torch
 
@@ -12,9 +13,9 @@ WORKER = Path(__file__).parent / "distributed_worker.py"
 CPU = Path(__file__).parents[1] / "hf_recipes/accelerate/cpu.yaml"
 
 
-def run(processes, model, out):
+def run(processes, model, out, *what):
     launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--config_file", str(CPU)]
-    command = [sys.executable, *launch, str(WORKER), str(model), str(out)]
+    command = [sys.executable, *launch, str(WORKER), str(model), str(out), *what]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
     return [torch.load(out / f"{processes}-{rank}.pt", weights_only=True) for rank in range(processes)]
@@ -42,3 +43,15 @@ def test_two_ranks_equal_one(results, group_size, credit):
             assert part["metrics"][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
         assert math.isfinite(part["evaluation"]["eval_reward"])  # 13 prompts, 1 or 4 generations each
     assert two[0]["evaluation"]["eval_reward"] == two[1]["evaluation"]["eval_reward"]
+
+
+@pytest.fixture(scope="module")
+def golden_results(random_model, tmp_path_factory):
+    return run(2, random_model, tmp_path_factory.mktemp("golden"), "golden")
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_two_ranks_give_what_was_written_by_hand(golden_results, name):
+    """One rank has conversations of up to three turns, the other of two; where a server restarts, each loses some."""
+    for rank, part in enumerate(golden_results):
+        golden.assert_as_written(part[name], name, 2, rank)
