@@ -186,6 +186,8 @@ def run_case(model, out, name, world=1, funcs=FUNCS):
     log = (out / f"rollouts.rank{trainer.accelerator.process_index}.jsonl").read_text()
     keys = ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")
     rows = {key: output[key].tolist() for key in keys}
+    for key in ("prompt_ids", "completion_ids"):
+        rows[key] = trainer.processing_class.batch_decode(output[key])
     return {"rows": rows, "metrics": metrics, "log": [json.loads(line) for line in log.splitlines()], "lost":
             trainer.llm.lost_so_far}  # fmt: skip
 
@@ -213,6 +215,12 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
     rows = result["rows"]
     for place, index in enumerate(indices):
         turns = CONVERSATIONS[index]
+        number = ROWS[index // group_size]["answer"]
+        prompt = f"<|im_start|>user\nWhat is {number}?<|im_end|>\n<|im_start|>assistant\n"
+        assert rows["prompt_ids"][place] == prompt, index
+        call = f'<tool>{{"name": "echo", "args": {{"text": "rollout {index} of {number}"}}}}</tool>'
+        first = f"<answer>rollout {index} of {number}</answer>" if turns[0] == "a" else call
+        assert rows["completion_ids"][place].startswith(first), index
         whole = per_token(index, [1] * len(turns), 1)
         width = len(rows["completion_mask"][place])
         padding = [0] * (width - len(whole))
@@ -248,5 +256,8 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
         "rewards/rollout_a/mean": 3.625 / 6, "rewards/outcome_a/mean": 0.5, "rewards/outcome_b/mean": 5.0 / 6,
         "reward": 30.0 / 8, "rollout/restarted": len(lost), "credit/frac_groups_without_signal": 0.0,
     }  # fmt: skip
+    trained = [abs(v) for index, of_turns in enumerate(advantages) for v in per_token(index, of_turns, 0.0)]
+    sampled = [v for index, turns in enumerate(CONVERSATIONS) for v in per_token(index, [1] * len(turns), 0)]
+    expected["credit/mean_abs_advantage"] = sum(trained) / sum(sampled)
     for key, value in expected.items():
         assert abs(metrics[key] - value) < close, (key, metrics[key], value)
