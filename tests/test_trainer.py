@@ -340,15 +340,19 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
 
 
 def test_rollouts_can_be_looked_into(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, log_rollouts=3)
+    trainer = make_trainer(random_model, tmp_path, log_rollouts=3, max_completion_length=200)
+    trainer.llm = Scripted(trainer.processing_class, [CALL, "<answer>hi</answer>"])  # 53 and 19 tokens
     trainer.train()
     rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 3
     assert rows[0]["messages"][-1]["role"] == "assistant"
     assert set(rows[0]["rewards"]) == {"turn_reward", "length_reward"}
-    assert len(rows[0]["turn_advantages"]) == len(rows[0]["turn_rewards"]) >= 1
-    assert 0 <= rows[0]["turn_rewards"][0] < 1 and len({tuple(row["turn_rewards"]) for row in rows}) > 1
-    assert rows[0]["stop_reason"] in set(StopReason)
+    assert [row["step"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    for row in rows:
+        expected = [19 % 5 / 5] if row["step"] else [53 % 5 / 5, 19 % 5 / 5]  # in the second step all answer at once
+        assert row["turn_rewards"] == pytest.approx(expected)
+        assert row["turn_advantages"] == [0.0] * len(expected)  # all of a group did the same
+        assert row["stop_reason"] == "answered"
 
 
 def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
