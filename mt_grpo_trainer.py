@@ -3027,7 +3027,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 self._flight.cancel()
                 self._flight = None
         if step is not None and step == self.state.global_step:
-            logger.warning(
+            self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "
                 f"{self.state.max_steps}. To train on, set max_steps or num_train_epochs above it."
             )
@@ -3041,7 +3041,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             "model_name_or_path": self._model_name,
             "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
             "world_size": self.args.world_size, "save_on_each_node": self.args.save_on_each_node,
-            "turn_advantage_coef": self.turn_advantage_coef, "reward_weights": self.reward_weights.tolist(),
+            "turn_advantage_coef": self.turn_advantage_coef,
+            "reward_weights": [round(weight, 6) for weight in self.reward_weights.tolist()],
             "rewards_sha256": {n: source_sha256(f) for n, f in zip(self.reward_func_names, self.reward_funcs)},
             "tools_sha256": {name: source_sha256(tool) for name, tool in self.env.tools.items()},
             "system_prompt_sha256": sha256(str(self.env.system_prompt)),
@@ -3061,9 +3062,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return
         record = read_json(checkpoint / RUN_RECORD)
         if record is None:
-            logger.warning(f"{checkpoint} has no {RUN_RECORD}: whether it was trained with these settings is unknown.")
+            self._warn(f"{checkpoint} has no {RUN_RECORD}: whether it was trained with these settings is unknown.")
         elif changed := changed_settings(record, self._run_record()):
-            logger.warning(
+            self._warn(
                 f"{checkpoint} was trained with other settings. The run goes on with these:\n  " + "\n  ".join(changed)
             )
 
@@ -3153,7 +3154,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 )
             if attempt + 1 == self.SAVE_ATTEMPTS or self._is_stopped_within(self.SAVE_PAUSE):
                 break
-            logger.warning(
+            self._warn(
                 f"The trained model could not be saved: {error}. Make room in {self.args.output_dir} or "
                 f"{tempfile.gettempdir()}: trying again, {attempt + 2} of {self.SAVE_ATTEMPTS}."
             )
@@ -3201,6 +3202,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     index.unlink(missing_ok=True)
             raise
 
+    def _warn(self, text: str) -> None:
+        """Once, of what all ranks know."""
+        if self.accelerator.is_main_process:
+            logger.warning(text)
+
     def _last_saved(self) -> str:
         """Where the run can go on from, to be told to the user."""
         whole = [path for _, path in sorted(self._saved.items()) if (path / "trainer_state.json").is_file()]
@@ -3232,7 +3238,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._write_checkpoint(model, trial)
         except SaveError as error:
             self._between_steps.forget_best(self.state)
-            logger.warning(
+            self._warn(
                 f"No checkpoint of step {self.state.global_step}: {error}. Make room there. Training goes on, and "
                 f"the next checkpoint is tried again. {self._last_saved()}"
             )
@@ -3264,9 +3270,16 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                         (path / "trainer_state.json").unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)
                 raise
-            logger.warning(f"{path} is whole, but after it: {error}.")  # older ones removed, a push to the Hub
+            self._warn(f"{path} is whole, but after it: {error}.")  # older ones removed, a push to the Hub
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """TRL's, written before each checkpoint into `output_dir`, where it is nothing to lose a checkpoint for."""
+        try:
+            super().create_model_card(*args, **kwargs)
+        except OSError as error:
+            self._warn(f"No model card in {self.args.output_dir}: {error}.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
