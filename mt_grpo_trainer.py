@@ -57,9 +57,10 @@ import threading
 import time
 import types
 import typing
+import zipfile
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -77,6 +78,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Sampler
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import TrainerState
+from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
@@ -403,12 +405,162 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
             f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
             + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
         )
-    if not any(found.glob("rng_state*.pth")):
+    if not any(path for name in STATE_FILES for path in found.glob(name)):
         raise ValueError(
             f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
             f"set model_name_or_path: {found} instead."
         )
+    if damage := checkpoint_damage(found):
+        others = [folder for folder in whole if folder.resolve() != found.resolve() and not checkpoint_damage(folder)]
+        before = max(others, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+        raise ValueError(
+            f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a whole checkpoint. "
+            + (f"Set resume_from_checkpoint: {before}" if before else f"There is none in output_dir={output_dir!r}")
+            + ", or put the file back."
+        )
     return str(found)
+
+
+# What a checkpoint has besides the model: of Trainer, of FSDP, of DeepSpeed. With `save_only_model` it has none of it.
+STATE_FILES = ("optimizer*", "scheduler.pt", "rng_state*.pth", "latest")
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "adapter_model.*",
+               "pytorch_model_fsdp*", "*/adapter_model.*")  # fmt: skip
+RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that the checkpoint was trained with
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """The part of a checkpoint that is missing or torn, and what is wrong with it; None for a whole one.
+
+    Reads the heads of the files only. Knows the forms of `Trainer`, LoRA, FSDP (folders of `.distcp` files, or
+    `.bin`) and DeepSpeed (a folder that `latest` names, with the model, the optimizer and its scheduler).
+    """
+    record = read_json(folder / RUN_RECORD) or {}
+    if not isinstance((read_json(folder / "trainer_state.json") or {}).get("global_step"), int):
+        return "trainer_state.json cannot be read"
+    deepspeed = (folder / "latest").is_file()
+    expected = [] if deepspeed else ["scheduler.pt"]
+    if deepspeed:
+        states = (folder / "latest").read_text().strip()
+        if not states or not any(folder.glob(f"{states}/*_states.pt")):
+            return f"{states or 'latest'} has no states of the model and the optimizer"
+    else:
+        if not any(path for name in MODEL_FILES for path in folder.glob(name)):
+            is_lora = (folder / "adapter_config.json").is_file()
+            expected.append("adapter_model.safetensors" if is_lora else "model.safetensors")
+        in_fsdp_form = any(path.is_dir() or path.suffix == ".bin" for path in folder.glob("optimizer*"))
+        if in_fsdp_form and not any(folder.glob("pytorch_model_fsdp*")):
+            return "pytorch_model_fsdp* is missing"
+        expected += [] if in_fsdp_form else ["optimizer.pt"]
+    for index in folder.glob("*.index.json"):
+        if not (shards := (read_json(index) or {}).get("weight_map")):
+            return f"{index.name} cannot be read"
+        expected += sorted(set(shards.values()))
+    numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rng_state_*.pth")]
+    world_size = record.get("world_size") or max(numbers, default=0) + 1
+    if not record.get("save_on_each_node"):  # else the other nodes have theirs
+        alone = world_size == 1 and not numbers
+        expected += ["rng_state.pth"] if alone else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
+    for name in expected:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
+            return f"{path.parent.relative_to(folder)}/.metadata is missing"
+        if path.is_file() and (wrong := file_damage(path)):
+            return f"{path.relative_to(folder)} {wrong}"
+    return None
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a JSON file; None for a file that is missing, torn, or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def file_damage(path: Path) -> str | None:
+    """What is wrong with a file of weights or states, as far as its head and its length tell; else None."""
+    fsdp = path.name == ".metadata" or path.suffix == ".distcp"
+    if path.name == "training_args.bin" or not (fsdp or path.suffix in (".safetensors", ".bin", ".pt", ".pth")):
+        return None
+    size = path.stat().st_size
+    if size == 0:
+        return "is empty"
+    if path.suffix == ".safetensors":
+        try:
+            with open(path, "rb") as file:
+                header = file.read(min(int.from_bytes(file.read(8), "little"), size))
+            ends = [entry["data_offsets"][1] for n, entry in json.loads(header).items() if n != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "has no readable header"
+        whole = 8 + len(header) + max(ends, default=0)
+        return None if size == whole else f"has {size} bytes, expected {whole}"
+    if fsdp:
+        return None
+    with open(path, "rb") as file:
+        is_pickle = file.read(1) == b"\x80"  # as torch wrote it before it wrote zip files
+    try:
+        if not is_pickle:
+            zipfile.ZipFile(path).close()
+    except zipfile.BadZipFile:
+        return f"is cut off or damaged ({size} bytes)"
+    return None
+
+
+# Settings that change nothing in what is trained: keys that begin so are left out of a checkpoint's record.
+NOT_TRAINED = (
+    "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
+    "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
+    "num_completions_to_print", "ddp_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
+    "vllm_request_timeout", "vllm_gpu_memory_utilization", "weight_sync", "weight_check_every", "load_best_model",
+    "metric_for_best_model", "greater_is_better", "restore_callback", "max_concurrent_tools", "reward_timeout",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
+)  # fmt: skip
+# Settings that decide which prompts a step trains on, and those that a checkpoint's optimizer state holds itself.
+ORDER_KEYS = (
+    "world_size", "dataset_rows", "dataset_sha256", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "steps_per_generation", "generation_batch_size", "num_iterations", "num_generations", "seed", "shuffle_dataset",
+    "ignore_data_skip", "dataloader_drop_last",
+)  # fmt: skip
+LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def sha256(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
+
+
+def source_sha256(function: Callable) -> str | None:
+    """Of the file that defines a function; None where there is no such file."""
+    try:
+        return sha256(Path(inspect.getsourcefile(inspect.unwrap(function))).read_bytes())
+    except (TypeError, OSError):  # a built-in one, a callable object, a notebook
+        return None
+
+
+def dataset_sha256(dataset: Any) -> str:
+    """Of all rows, whatever file they came from and in whatever order the columns are."""
+    columns = {name: sha256(json.dumps(list(dataset[name]), default=str)) for name in sorted(dataset.column_names)}
+    return sha256(json.dumps(columns))
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line per setting that a resumed run has otherwise than its checkpoint's record.
+
+    >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
+    ['seed: 1 -> 2 (the order of the prompts is another one: some are trained on twice, others not at all)']
+    """
+    notes = dict.fromkeys(
+        ORDER_KEYS, " (the order of the prompts is another one: some are trained on twice, others not at all)"
+    ) | dict.fromkeys(OPTIMIZER_KEYS, " (without effect: the optimizer's saved state keeps the first)")
+    return [
+        f"{key}: {before[key]!r} -> {now[key]!r}{notes.get(key, '')}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
 
 
 def check_save_points(args: MTGRPOConfig) -> None:
@@ -2411,12 +2563,17 @@ class BetweenSteps(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.num_tokens, self.rng = state.num_input_tokens_seen, get_rng_state()
+        self.best = state.best_metric, state.best_global_step, state.best_model_checkpoint
 
     on_step_end = on_train_begin
 
     def restore(self, state: Any) -> None:
         set_rng_state(self.rng)
         state.num_input_tokens_seen = self.num_tokens
+
+    def forget_best(self, state: Any) -> None:
+        """Of this step, whose checkpoint could not be saved: the best one is that of an earlier step again."""
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = self.best
 
 
 class EpochOrder(Sampler):
@@ -2440,6 +2597,10 @@ class EpochOrder(Sampler):
 
 class RunError(RuntimeError):
     """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
+
+
+class SaveError(RunError):
+    """What some rank could not write: raised by all ranks together."""
 
 
 class RunStopped(RunError):
@@ -2548,6 +2709,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
     MAX_RESTARTS = 3  # of the server, in one batch of rollouts or one push
+    SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # how often the trained model is tried to be saved, and the seconds between
 
     def __init__(
         self,
@@ -2611,6 +2773,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter, self._between_steps = WeightCounter(), BetweenSteps()
         self._saved: dict[int, Path] = {}  # by step: the checkpoints that this run wrote, and the one it began from
+        self._save_errors: list[str] = []  # of this rank, since ranks met last
+        self._model_name, self._peft_config = name, peft_config
         self._pushed: str | None = None  # the version that the server holds
         self._num_syncs, self._settings = 0, None  # pushes so far, and the settings of the server at the last
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
@@ -2846,20 +3010,91 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        self._saved = {}
+        self._saved, step = {}, None
+        self._check_room()
         if resume_from_checkpoint:
             path = Path(resume_from_checkpoint)
-            self._saved[TrainerState.load_from_json(path / "trainer_state.json").global_step] = path
+            step = TrainerState.load_from_json(path / "trainer_state.json").global_step
+            self._saved[step] = path
+            self._warn_of_changes(path)
             if self.args.sync_ref_model:
                 logger.warning(
                     "sync_ref_model: no checkpoint holds the reference model, which starts anew from the base."
                 )
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self._flight is not None:
                 self._flight.cancel()
                 self._flight = None
+        if step is not None and step == self.state.global_step:
+            self._warn(
+                f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "
+                f"{self.state.max_steps}. To train on, set max_steps or num_train_epochs above it."
+            )
+        return result
+
+    def _run_record(self) -> dict[str, Any]:
+        """What decides the numbers of a run: the settings, and the contents of what they name."""
+        settings = {k: v for k, v in self.args.to_dict().items() if not k.startswith(NOT_TRAINED)}
+        lora = self._peft_config
+        columns = {
+            "model_name_or_path": self._model_name,
+            "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
+            "world_size": self.args.world_size, "save_on_each_node": self.args.save_on_each_node,
+            "turn_advantage_coef": self.turn_advantage_coef,
+            "reward_weights": [round(weight, 6) for weight in self.reward_weights.tolist()],
+            "rewards_sha256": {n: source_sha256(f) for n, f in zip(self.reward_func_names, self.reward_funcs)},
+            "tools_sha256": {name: source_sha256(tool) for name, tool in self.env.tools.items()},
+            "system_prompt_sha256": sha256(str(self.env.system_prompt)),
+            "chat_template_sha256": sha256(str(self.processing_class.chat_template)),
+            "dataset_rows": len(self.train_dataset), "dataset_sha256": self._dataset_sha256,
+        }  # fmt: skip
+        plain = json.dumps(settings | columns, default=lambda value: sorted(value) if isinstance(value, set) else "?")
+        return json.loads(plain)
+
+    @functools.cached_property
+    def _dataset_sha256(self) -> str:
+        return dataset_sha256(self.train_dataset)
+
+    def _warn_of_changes(self, checkpoint: Path) -> None:
+        """One warning with all settings that are others than those of the checkpoint."""
+        if not self.accelerator.is_main_process:
+            return
+        record = read_json(checkpoint / RUN_RECORD)
+        if record is None:
+            self._warn(f"{checkpoint} has no {RUN_RECORD}: whether it was trained with these settings is unknown.")
+        elif changed := changed_settings(record, self._run_record()):
+            self._warn(
+                f"{checkpoint} was trained with other settings. The run goes on with these:\n  " + "\n  ".join(changed)
+            )
+
+    def _check_room(self) -> None:
+        """Raises `SaveError` on all ranks where the first checkpoint, or a push of the weights, has no room."""
+        args, error = self.args, None
+        model, checkpoint = bytes_to_save(self.model, args.optim, self._is_sharded)
+        saves = args.save_strategy != "no"
+        weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.model.parameters())
+        pushes = self.backend == "server" and args.weight_sync_dir and args.weight_sync != "nccl"
+        try:
+            if args.should_save:
+                one = model if args.save_only_model else checkpoint
+                by_steps = args.save_strategy == "steps" and args.save_steps >= 1 and args.max_steps > 0
+                count = math.ceil(args.max_steps / args.save_steps) if by_steps else 1
+                count = min(count, (args.save_total_limit or count) + 1)
+                what = "a checkpoint and the trained model" if saves else "the trained model"
+                least = model + (one if saves else 0)
+                check_room(args.output_dir, least, model + max(checkpoint, one * count), what, "output_dir")
+            if pushes and self.accelerator.is_main_process:
+                check_room(args.weight_sync_dir, weights, weights, "a push of the weights", "weight_sync_dir")
+        except ValueError as raised:
+            error = str(raised)
+        if errors := gather_object([error] if error else []):
+            raise SaveError(errors[0])
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._dist.is_fsdp or self.is_deepspeed_enabled
 
     def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
         """One batch by TRL's own generation, for `InProcessBackend`."""
@@ -2877,7 +3112,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _any_rank(self) -> Callable[[bool], bool] | None:
         """A reduce over ranks where TRL's generation is collective, else None."""
-        if not (self._dist.is_fsdp or self.is_deepspeed_enabled):
+        if not self._is_sharded:
             return None
         device = self.accelerator.device
         return lambda flag: bool(self.accelerator.reduce(torch.tensor(int(flag), device=device)).item())
@@ -2893,21 +3128,178 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if step not in self._saved:  # a folder of this step may be there all the same: another run's, or torn
             self._between_steps.restore(self.state)  # the batch that failed is sampled again, and the same way
             self.args.save_only_model = False  # of which nothing could be continued
-            self._save_checkpoint(self.model, trial=None)
+            try:
+                self._save_somewhere(lambda: self._write_checkpoint(self.model, trial=None))
+            except SaveError as error:
+                return f"Step {step} could not be saved: {error}. {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first of them
         return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+    def save_trained_model(self) -> None:
+        """Save the model and `trainer_state.json` into `output_dir`. Collective.
+
+        Without room there the model goes into the temporary directory; without room in both this waits for some.
+        Raises `SaveError` where the model is not in `output_dir`, with the place where it is.
+        """
+        for attempt in range(self.SAVE_ATTEMPTS):
+            try:
+                folder, error = self._save_somewhere(self._write_trained_model)
+            except SaveError as raised:
+                error = raised
+            else:
+                if error is None:
+                    return
+                raise SaveError(
+                    f"The trained model could not be saved in output_dir: {error}. It is in {folder}: move it from "
+                    "there, before the temporary directory is cleaned."
+                )
+            if attempt + 1 == self.SAVE_ATTEMPTS or self._is_stopped_within(self.SAVE_PAUSE):
+                break
+            self._warn(
+                f"The trained model could not be saved: {error}. Make room in {self.args.output_dir} or "
+                f"{tempfile.gettempdir()}: trying again, {attempt + 2} of {self.SAVE_ATTEMPTS}."
+            )
+        raise SaveError(f"The trained model could not be saved: {error}. {self._last_saved()}")
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """Collective: wait, and tell whether a signal came to any rank."""
+        for begun in range(math.ceil(seconds)):
+            if any(gather_object([self._stop_signal is not None])):
+                return True
+            time.sleep(min(1.0, seconds - begun))
+        return False
+
+    def _save_somewhere(self, save: Callable[[], None]) -> tuple[str, SaveError | None]:
+        """Call `save`, which writes into `args.output_dir`; if that fails, again for a new folder among the temporary.
+
+        Collective. Returns the folder that took it, and the first error. Raises `SaveError` if both failed.
+        """
+        asked, failed = self.args.output_dir, None
+        name = f"mt-grpo-{Path(asked).name}-{secrets.token_hex(4)}"
+        other = gather_object([str(Path(tempfile.gettempdir()) / name)])[0]
+        for folder in (asked, other):
+            self.args.output_dir = folder
+            try:
+                save()
+                return folder, failed
+            except SaveError as error:
+                failed = SaveError(f"{failed}; {error}") if failed else error
+            finally:
+                self.args.output_dir = asked
         if self.args.should_save:
-            (path / "trainer_state.json").unlink(missing_ok=True)  # an older run's: it says that all of it is there
-        super()._save_checkpoint(model, trial)
+            shutil.rmtree(other, ignore_errors=True)
+        raise failed
+
+    def _write_trained_model(self) -> None:
+        folder = self.args.output_dir
+        try:
+            self.save_model(folder)
+            with self._writing(folder):
+                self.save_state()
+            self._raise_save_errors()
+        except SaveError:
+            if self.args.should_save:  # an older model's shards beside new ones: not to be taken for a model
+                for index in Path(folder).glob("*.index.json"):
+                    index.unlink(missing_ok=True)
+            raise
+
+    def _warn(self, text: str) -> None:
+        """Once, of what all ranks know."""
+        if self.accelerator.is_main_process:
+            logger.warning(text)
+
+    def _last_saved(self) -> str:
+        """Where the run can go on from, to be told to the user."""
+        whole = [path for _, path in sorted(self._saved.items()) if (path / "trainer_state.json").is_file()]
+        return f"Continue with --resume_from_checkpoint {whole[-1]}" if whole else "There is no earlier checkpoint."
+
+    @contextmanager
+    def _writing(self, where: str | Path) -> Iterator[None]:
+        """Around what a rank writes by itself: it keeps an error for the place where the ranks meet next.
+
+        INVARIANT: no rank leaves the others in a collective call because its disk is full.
+        """
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as error:  # tokenizers raises Exception, torch RuntimeError for a full disk
+            logger.info(f"could not write to {where}", exc_info=error)
+            self._save_errors.append(f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def _raise_save_errors(self) -> None:
+        """Collective: raises `SaveError` on all ranks with what any of them could not write."""
+        errors, self._save_errors = gather_object(self._save_errors), []
+        if errors:
+            raise SaveError("; ".join(errors))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint that cannot be saved costs nothing but itself: training goes on, and the next is tried."""
+        try:
+            self._write_checkpoint(model, trial)
+        except SaveError as error:
+            self._between_steps.forget_best(self.state)
+            self._warn(
+                f"No checkpoint of step {self.state.global_step}: {error}. Make room there. Training goes on, and "
+                f"the next checkpoint is tried again. {self._last_saved()}"
+            )
+
+    def _write_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a whole checkpoint, or remove what there is of it and raise `SaveError` on all ranks."""
+        path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        whole = False
+        try:
+            with self._writing(path):
+                if self.args.should_save:  # an older run's: it says that all of it is there
+                    (path / "trainer_state.json").unlink(missing_ok=True)
+                    if self._is_sharded:  # in the middle of which no rank can leave
+                        needed = bytes_to_save(self.model, self.args.optim, True)[1]
+                        check_room(self.args.output_dir, needed, needed, "a checkpoint", "output_dir")
+            if self._is_sharded:
+                self._raise_save_errors()
+            with nullcontext() if self._is_sharded else self._writing(path):
+                super()._save_checkpoint(model, trial)
+            whole = True  # unless trainer_state.json is torn
+            self._raise_save_errors()
+        except SaveError as error:
+            only_model = self.args.save_only_model
+            whole = whole and self.args.should_save and bool(read_json(path / "trainer_state.json"))
+            whole = whole and (only_model or not checkpoint_damage(path))
+            if not any(gather_object([whole])):
+                if self.args.should_save:
+                    with suppress(OSError):
+                        (path / "trainer_state.json").unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
+            self._warn(f"{path} is whole, but after it: {error}.")  # older ones removed, a push to the Hub
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
 
+    def create_model_card(self, *args, **kwargs) -> None:
+        """TRL's, written before each checkpoint into `output_dir`, where it is nothing to lose a checkpoint for."""
+        try:
+            super().create_model_card(*args, **kwargs)
+        except OSError as error:
+            self._warn(f"No model card in {self.args.output_dir}: {error}.")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        self._raise_save_errors()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with self._writing(output_dir or self.args.output_dir):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with nullcontext() if self._is_sharded else self._writing(output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # INVARIANT: trainer_state.json, written next, is the last file of all
+        with self._writing(output_dir):
+            super()._save_rng_state(output_dir)
+            if self.args.should_save:
+                (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
+        self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json, written next, is the last file of all
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -3182,6 +3574,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     # -- logging --
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's; a log that cannot be written does not end the run."""
+        try:
+            super().log(logs, start_time)
+        except OSError as error:
+            logger.warning(f"Step {self.state.global_step}: a log could not be written: {error}. Training goes on.")
+            self._metrics["train" if self.model.training else "eval"].clear()  # as TRL does behind what failed
+
     def _log_rollouts(self, rollouts: list[Rollout], mode: str) -> None:
         """Everything about the batch's conversations: one gather, so that no metric's name can differ by rank."""
         reasons = list(StopReason)
@@ -3250,21 +3650,37 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rewards = self._logged_rewards[first : first + count].tolist()
         turn_rewards = self._reward_table.turn[first : first + count].tolist()  # weighted, given per turn
         turn_advantages = advantages[:count].tolist()
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
         fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
         self._wrote_rollouts = True
+        rows = [
+            {
+                "step": self.state.global_step, "mode": mode, "index": rollout.index,
+                "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
+                "rewards": {n: None if r != r else r for n, r in zip(names, rewards[i], strict=True)},
+                "turn_rewards": [None if r != r else r for r in turn_rewards[i][: len(rollout.turns)]],
+                "turn_advantages": turn_advantages[i][: len(rollout.turns)],
+                "answer": inputs[i].get("answer"),
+            }
+            for i, rollout in enumerate(self._rollouts[:count])
+        ]  # fmt: skip
+        try:
+            write_rows(path, rows, fresh)
+        except OSError as error:
+            logger.warning(f"Step {self.state.global_step}: rollouts are not in {path}: {error}. Training goes on.")
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
+    """Add lines of JSON to a file, or begin it anew. Raises `OSError`, and then leaves no half of a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.is_file() and not fresh else 0
+    try:
         with open(path, "w" if fresh else "a", encoding="utf-8") as file:
-            for i, rollout in enumerate(self._rollouts[:count]):
-                row = {
-                    "step": self.state.global_step, "mode": mode, "index": rollout.index,
-                    "messages": rollout.prompt_messages + rollout.messages, "stop_reason": rollout.stop_reason,
-                    "rewards": {n: None if r != r else r for n, r in zip(names, rewards[i], strict=True)},
-                    "turn_rewards": [None if r != r else r for r in turn_rewards[i][: len(rollout.turns)]],
-                    "turn_advantages": turn_advantages[i][: len(rollout.turns)],
-                    "answer": inputs[i].get("answer"),
-                }  # fmt: skip
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 # =====================================================================================================================
@@ -3455,6 +3871,39 @@ def check_context(env: MultiTurnToolEnv, model_config: Any, dataset: Any, args: 
             f"set max_completion_length to at most {max(context - prompt, 0)}."
         )
     return context
+
+
+def bytes_to_save(model: Any, optim: OptimizerNames, sharded: bool) -> tuple[int, int]:
+    """(the trained model, a whole checkpoint) in bytes, from the parameters. Of a LoRA only the adapter is saved.
+
+    Sharded checkpoints (FSDP, DeepSpeed) hold the weights twice, and the optimizer's state in float32.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    saved = trained if is_peft_model(model) else model.parameters()
+    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in saved)
+    numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    size = 4 if sharded else 1 if "8bit" in optim.value else max((p.element_size() for p in trained), default=0)
+    moments = 2 if "adam" in optim.value else 0  # of the others, which keep less, nothing is counted
+    return weights, weights * (2 if sharded else 1) + numbers * (moments + sharded) * size
+
+
+def check_room(folder: str, least: int, planned: int, what: str, key: str) -> None:
+    """Raise `ValueError` where `least` bytes have no room in a directory; warn where `planned` have none."""
+    gib = 2.0**30
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            usage = shutil.disk_usage(folder)
+    except OSError as error:
+        raise ValueError(f"{key}={folder!r} cannot be written: {error}. Set {key} to a writable directory.") from None
+    found = f"{key}={folder!r} has {usage.free / gib:.3f} GiB free"
+    if usage.total and usage.free < 1.05 * least:  # some network file systems say 0 of 0
+        raise ValueError(f"{found}; {what} needs {1.05 * least / gib:.3f} GiB. Make room there, or set another {key}.")
+    if usage.total and usage.free < 1.05 * planned:
+        logger.warning(
+            f"{found}; all that the run may save needs {1.05 * planned / gib:.3f} GiB. Make room there, or set "
+            "save_total_limit."
+        )
 
 
 def check_server(
@@ -3704,8 +4153,14 @@ def output_lock(path: str) -> Iterator[None]:
     if int(os.environ.get("RANK", 0)):
         yield
         return
-    Path(path).mkdir(parents=True, exist_ok=True)
-    with open(Path(path) / ".lock", "a+") as file:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        lock = open(Path(path) / ".lock", "a+")
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={path!r} cannot be written: {error}. Set output_dir to a writable directory."
+        ) from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -3792,10 +4247,12 @@ def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=error)
+            logger.error("training stopped", exc_info=error if error.__cause__ else None)
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        trainer.save_model(args.output_dir)  # a signal that comes now changes nothing
-        trainer.save_state()
+        try:
+            trainer.save_trained_model()  # a signal that comes now changes nothing
+        except SaveError as error:
+            sys.exit(f"error: {error}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

@@ -872,7 +872,7 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2", "--per_device_eval_batch_size",
          "8"]),
     (3, ["--dataset_size", "2", "--save_only_model", "true"]),
-], ids=["rewards", "second micro-batch", "second batch of an evaluation", "first batch of an epoch"])  # fmt: skip
+], ids=["rewards", "second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
 def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
     """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
 

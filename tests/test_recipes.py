@@ -20,6 +20,7 @@ import trl
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
+from safetensors.torch import save_file
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
@@ -748,6 +749,14 @@ def test_batch_that_is_no_whole_groups(build, monkeypatch):
         build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
 
 
+def fake_checkpoint(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, folder / name)
+    save_file({"w": torch.ones(1)}, folder / "model.safetensors")
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+
+
 def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path):
     def resume(wanted: str) -> str | None:
         recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
@@ -757,9 +766,7 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
     with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
         resume("last")
     for step in (5, 20):
-        (tmp_path / f"out/checkpoint-{step}").mkdir(parents=True)
-        (tmp_path / f"out/checkpoint-{step}/trainer_state.json").write_text("{}")
-        (tmp_path / f"out/checkpoint-{step}/rng_state.pth").touch()
+        fake_checkpoint(tmp_path / f"out/checkpoint-{step}")
     shutil.copytree(tmp_path / "out/checkpoint-5", tmp_path / "out/checkpoint-5-good")
     for step, seconds in ((5, 100), (20, 200)):
         os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
@@ -769,7 +776,8 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
         resume(str(tmp_path / "out/checkpoint-7"))
     (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
     assert resume("last") == str(tmp_path / "out/checkpoint-5")
-    (tmp_path / "out/checkpoint-5/rng_state.pth").unlink()  # save_only_model
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # save_only_model
+        (tmp_path / "out/checkpoint-5" / name).unlink()
     with pytest.raises(ValueError, match="checkpoint-5' has a model only.*set model_name_or_path: .*checkpoint-5"):
         resume("last")
 
@@ -777,9 +785,7 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
 def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
     for step, seconds in ((300, 100), (150, 200)):
         folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "rng_state_0.pth").touch()
-        (folder / "trainer_state.json").touch()
+        fake_checkpoint(folder)
         os.utime(folder / "trainer_state.json", (seconds, seconds))
     assert mt.checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
     assert f"{tmp_path / 'checkpoint-150'} is the newest checkpoint, written after {tmp_path / 'checkpoint-300'}" in (

@@ -220,7 +220,7 @@ def test_evaluation_during_training(random_model, tmp_path):
 
 
 @pytest.mark.parametrize("prompts, step", [(None, 2), (4, 2), (4, 3), (4, 5)],
-                         ids=["first epoch", "new epoch", "second epoch", "third epoch"])  # fmt: skip
+                         ids=["first-epoch", "new-epoch", "second-epoch", "third-epoch"])  # fmt: skip
 def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, step):
     """From a checkpoint at a generation boundary: the same losses, rewards and weights. Two prompts a step."""
     steps, prompts = step + 2, PROMPTS[:prompts]
