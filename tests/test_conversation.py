@@ -9,13 +9,15 @@ import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal, NewType
 
@@ -459,6 +461,13 @@ def test_a_sample_that_runs_on_is_cut_after_the_token_that_completes_the_tag():
     assert [turn.finish_reason for turn in rollout.turns] == ["stop", "stop"]
 
 
+def test_a_call_before_the_budget_is_spent_ended_by_its_tag():
+    """Where a backend has no stop texts, the sample runs on until its budget; the turn did not."""
+    rollout, _ = converse(ADD + "x" * 100, "x" * 100, max_turn_tokens=80)
+    assert [turn.finish_reason for turn in rollout.turns] == ["stop", "length"]
+    assert rollout.completion_ids == ids(ADD + result("5") + "x" * 80)
+
+
 def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
     sampled = [*ids(ADD[:-2]), CLOSES_AND_MORE]
     rollout, backend = converse([*sampled, 65], ANSWER)
@@ -531,6 +540,9 @@ def test_message_ids_of_awkward_results(text, tokenizer):
         (f"{ANSWER}{ADD}", (None, True)),
         (f"{ADD}{ANSWER}", (ToolCall("add", {"a": 2, "b": 3}), False)),
         ("<answer>5</answer></tool>", (None, True)),
+        ("<think>I could call <tool> first</think><answer>5</answer>", (None, True)),
+        ("<reasoning>not <answer> but</reasoning>" + ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
+        ("<think>by <tool> and <answer></think>I do not know", (None, False)),
     ],
 )
 def test_parse_turn(text, expected):
@@ -1153,6 +1165,28 @@ def test_prompts_with_control_tokens_are_said_once(caplog):
     assert mt.longest_prompt(env, Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
 
 
+def test_a_call_of_sys_exit_ends_neither_the_run_nor_the_loop(isolated):
+    """Not even in a task of the tool's own, where asyncio hands it to the thread of the loop."""
+
+    def leave_thread() -> str:
+        """Leaves."""
+        sys.exit(0)
+
+    async def leave_task() -> str:
+        """Leaves."""
+
+        async def part():
+            sys.exit(0)
+
+        await asyncio.gather(part(), asyncio.sleep(0))
+
+    calls = [call("leave_thread"), call("leave_task"), call("leave", how="sys.exit(0)"), ADD]
+    rollouts, _ = run_many([leave_thread, leave_task, *isolated[:2]], [[*calls, ANSWER]] * 2, max_steps=4)
+    for rollout in rollouts:
+        assert [turn.observation for turn in rollout.turns[:4]] == [*["Error: SystemExit: 0"] * 3, "5"]
+        assert [turn.error for turn in rollout.turns[:4]] == ["tool"] * 3 + [None]
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise ValueError("no text")
@@ -1575,6 +1609,8 @@ def leave(how: str) -> str:
     '''Ends its process.'''
     if how == "segfault":
         ctypes.string_at(0)
+    if how == "sys.exit(0)":
+        sys.exit(0)
     if how == "sys.exit":
         sys.exit("bye")
     os._exit(3)
@@ -1792,6 +1828,66 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
+@contextmanager
+def open_files(more: int):
+    """Leave this process so many file descriptors beside those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated):
+    """A shortage of file descriptors is the trainer's, so no call may fail by it."""
+    before = children()
+    with open_files(14):
+        rollouts, _ = run_many(isolated, [[ADD, call("leave", how="os._exit"), ADD, ANSWER]] * 12, seconds=60)
+    wanted = ["5", "Error: the tool's process ended with exit code 3", "5", None]
+    assert [[turn.observation for turn in rollout.turns] for rollout in rollouts] == [wanted] * 12
+    assert len(children() - before) < 8  # the shortage was there
+
+
+def test_a_run_without_any_process_for_its_tools_ends(isolated):
+    with open_files(0), pytest.raises(mt.ToolsUnavailable, match="no process for the tools of '.*tools.py' can be st"):
+        run_many(isolated, [[ADD, ANSWER]] * 3)
+    assert observe(isolated[0], ADD).observation == "5"
+
+
+def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, capfd):
+    assert observe(isolated[0], ADD).observation == "5"  # this process stays, and goes on to be used
+    (tmp_path / "tools.py").write_text("import nowhere\n")
+    rollouts, _ = run_many(isolated, [[ADD, ADD, ANSWER]] * 3)
+    assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 3
+    assert "No module named 'nowhere'" in capfd.readouterr().err
+    leave = call("leave", how="os._exit")
+    with pytest.raises(
+        mt.ToolsUnavailable, match="the tool's process ended with exit code 1. See above; check .* that"
+    ):
+        run_many(isolated, [[leave, ADD, ANSWER]])
+
+
+def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
+    threads = mt.ToolThreads()
+    release, done = threading.Event(), []
+    threads.submit(lambda: release.wait(20))
+    before = threading.stack_size(1 << 46)  # no machine has this much
+    try:
+        monkeypatch.setattr(mt.ToolThreads, "WAIT_SECONDS", 0.2)
+        with pytest.raises(
+            mt.ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. Check"
+        ):
+            within(lambda: asyncio.run(threads.submit_or_wait(lambda: done.append(1))))
+    except RuntimeError:
+        threading.stack_size(before)
+        raise
+    finally:
+        threading.stack_size(before)
+        release.set()
+    assert done == []
+
+
 def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
     path = tmp_path / "tools.py"
     path.write_text(IN_PROCESSES + "def CHECK_TOOLS():\n    raise FileNotFoundError('no corpus at corpus.jsonl')\n")
@@ -1846,6 +1942,126 @@ def test_step_by_step_is_generate():
             b.prompt_ids, b.completion_ids, b.loss_mask, b.turn_ids, b.logprobs, b.messages, b.stop_reason,
         )  # fmt: skip
     assert env.step(states, Scripted([])) is states  # nothing left to do
+
+
+MESSAGES = [{"role": "user", "content": "5?"}]
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ("2+3?", r"^prompts is '2\+3\?', expected a list of conversations, .* For one, write \[...\] around it"),
+        (MESSAGES, "^prompts is one conversation's messages, expected a list of conversations"),
+        (MESSAGES[0], "^prompts is {'role': 'user', 'content': '5\\?'}, expected"),
+        (None, "^prompts is None, expected"),
+        ([["2+3?"]], r"^prompts holds \['2\+3\?'\], expected .*, with role and content"),
+        ([[{"role": "user"}]], "^prompts holds .*, with role and content"),
+        ([5], "^prompts holds 5, expected"),
+    ],
+)
+def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):
+    env = make_env()
+    with pytest.raises(ValueError, match=message):
+        env.generate(prompts, Scripted([[ANSWER]] * 9))
+    with pytest.raises(ValueError, match=message):
+        env.start(prompts)
+    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
+    with pytest.raises(ValueError, match=message.replace("prompts", "messages_list")):
+        client.chat(prompts)
+
+
+def test_unknown_sampling_parameters_are_refused():
+    env, backend = make_env(), Scripted([[ANSWER]])
+    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
+    states = env.start(["2+3?"])
+    for key, message in (
+        ("temprature", "^sampling_params: unknown key 'temprature'. Did you mean 'temperature'?"),
+        ("xyz", "^sampling_params: unknown key 'xyz'. Known: allowed_token_ids, "),
+        ("max_tokens", "^sampling_params: 'max_tokens' is set per turn. Use the environment's max_turn_tokens"),
+    ):
+        for use in (
+            lambda params: env.generate(["2+3?"], backend, params),
+            lambda params: env.step(states, backend, params),
+            lambda params: mt.run_async(client.generate([1], 4, params)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                use({"temperature": 0.5, key: 1})
+    with pytest.raises(ValueError, match="unknown key 'max_token'. Did you mean 'max_tokens'?"):
+        client.chat([MESSAGES], {"max_token": 5})
+    assert backend.requests == []
+
+
+def test_the_context_is_the_backends_where_the_environment_has_none():
+    """A notebook gives none: the second turn would be asked for more than the server has."""
+    for limits in ({}, {"max_model_len": PROMPT_LENGTH + 95 + 20}):
+        env, backend = make_env(**limits), Scripted([[ADD, TALK]])
+        backend.max_model_len = PROMPT_LENGTH + 95 + (500 if limits else 20)
+        (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
+        assert [r.max_tokens for r in backend.requests] == [115, 20]
+        assert rollout.stop_reason == StopReason.CONTEXT_LENGTH
+
+
+class OneAnswer(BaseHTTPRequestHandler):
+    """A server with a context of 40 tokens, that always answers."""
+
+    protocol_version = "HTTP/1.1"
+
+    def reply(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        answer = {"data": [{"id": "m", "max_model_len": 40}]}
+        if "prompt" in body:
+            sampled = ids("x" * 100)[: body["max_tokens"]]
+            choice = {"token_ids": sampled, "logprobs": {"token_logprobs": [-0.5] * len(sampled)}}
+            answer = {
+                "choices": [{**choice, "finish_reason": "length"}],
+                "usage": {"prompt_tokens": len(body["prompt"])},
+            }
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = reply
+
+    def log_message(self, *args):
+        pass
+
+
+NOTEBOOK = """
+import asyncio, sys
+from transformers import AutoTokenizer
+import mt_grpo_trainer as mt
+
+def add(a: int, b: int) -> str:
+    '''Adds.'''
+
+client = mt.VLLMServerClient("127.0.0.1", int(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[2]))
+env = mt.MultiTurnToolEnv([add], None)
+print(*env.generate(["2+3?"], client)["stop_reasons"], len(env.generate(["2+3?"], client)["ids"][0]))
+asyncio.run(client.generate([1, 2], 4))
+asyncio.run(client.generate([1, 2], 4))  # in a loop of its own each
+loop = asyncio.new_event_loop()
+loop.run_until_complete(client.generate([1, 2], 4))  # and in one that is neither running nor closed at the end
+"""
+
+
+def test_a_notebook_like_script_ends_without_noise(tmp_path):
+    """It also takes the context from the server: 40 tokens, of which the prompt has 23."""
+    CHATML_TOKENIZER.save_pretrained(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", NOTEBOOK, str(server.server_port), str(tmp_path)], capture_output=True, text=True,
+            timeout=300, cwd=Path(mt.__file__).parent,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "context_length 17\n"
+    assert "nclosed" not in ended.stderr and "Traceback" not in ended.stderr and "never" not in ended.stderr
 
 
 def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():
