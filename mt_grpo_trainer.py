@@ -2200,6 +2200,8 @@ class ToolProcesses:
                 if not isinstance(error, (OSError, RuntimeError)):
                     raise
                 problem, attempts = error, attempts + 1
+            if idle:  # meanwhile one is done
+                continue
             if self._busy[loop]:
                 waiting.append(free := loop.create_future())
                 try:

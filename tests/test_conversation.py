@@ -1832,7 +1832,9 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
 def open_files(more: int):
     """Leave this process so many file descriptors beside those that are open."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + more, limits[1]))
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, more, None)), limits[1]))
     try:
         yield
     finally:
@@ -1869,23 +1871,27 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
 
 
 def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
-    threads = mt.ToolThreads()
-    release, done = threading.Event(), []
+    threads, release, done = mt.ToolThreads(), threading.Event(), threading.Event()
     threads.submit(lambda: release.wait(20))
-    before = threading.stack_size(1 << 46)  # no machine has this much
+
+    async def wait_until_released() -> None:
+        asyncio.get_running_loop().call_later(0.3, release.set)
+        await threads.submit_or_wait(done.set)
+
+    before = threading.stack_size(1 << 47)  # more than a process can address
     try:
-        monkeypatch.setattr(mt.ToolThreads, "WAIT_SECONDS", 0.2)
-        with pytest.raises(
-            mt.ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. Check"
-        ):
-            within(lambda: asyncio.run(threads.submit_or_wait(lambda: done.append(1))))
-    except RuntimeError:
-        threading.stack_size(before)
-        raise
+        with monkeypatch.context() as patch:
+            patch.setattr(mt.ToolThreads, "WAIT_SECONDS", 0.2)
+            with pytest.raises(
+                mt.ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "
+            ):
+                asyncio.run(threads.submit_or_wait(done.set))
+        assert not done.is_set()
+        asyncio.run(wait_until_released())
+        assert done.wait(10)
     finally:
         threading.stack_size(before)
         release.set()
-    assert done == []
 
 
 def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
