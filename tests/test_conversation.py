@@ -1845,7 +1845,9 @@ def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated):
     """A shortage of file descriptors is the trainer's, so no call may fail by it."""
     before = children()
     with open_files(14):
-        rollouts, _ = run_many(isolated, [[ADD, call("leave", how="os._exit"), ADD, ANSWER]] * 12, seconds=60)
+        rollouts, _ = run_many(
+            isolated, [[ADD, call("leave", how="os._exit"), ADD, ANSWER]] * 12, seconds=60, max_steps=3
+        )
     wanted = ["5", "Error: the tool's process ended with exit code 3", "5", None]
     assert [[turn.observation for turn in rollout.turns] for rollout in rollouts] == [wanted] * 12
     assert len(children() - before) < 8  # the shortage was there
