@@ -29,11 +29,12 @@ import array
 import asyncio
 import atexit
 import bisect
-import collections
+import collections.abc
 import concurrent.futures
 import copy
 import dataclasses
 import difflib
+import enum
 import fcntl
 import functools
 import hashlib
@@ -1214,6 +1215,73 @@ def parse_call(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+LISTS = (list, *(getattr(collections.abc, name) for name in ("Sequence", "MutableSequence", "Collection", "Iterable")))
+DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+TYPES_THAT_WORK = "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, and Any"
+
+
+def without_name(expected: Any) -> Any:
+    """The type that a `NewType` is of."""
+    while hasattr(expected, "__supertype__"):
+        expected = expected.__supertype__
+    return expected
+
+
+def type_name(expected: Any) -> str:
+    """A type as one writes it: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`."""
+    if isinstance(expected, type) and typing.get_origin(expected) is None:
+        return expected.__name__
+    return str(expected).replace("typing.", "")
+
+
+def takes_json(expected: Any) -> bool:
+    """Whether a value that was read from JSON can ever be of this annotated type.
+
+    >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, Path | str)]
+    [True, True, True, True]
+    >>> [takes_json(t) for t in (Path | None, tuple, dict[int, str])]
+    [False, False, False]
+    """
+    expected = without_name(expected)
+    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return any(takes_json(option) for option in options if option is not type(None))
+    if origin is typing.Literal:
+        return all(type(option) in (str, int, bool, type(None)) for option in options)
+    if origin in DICTS:
+        return not options or (options[0] in (str, Any) and takes_json(options[1]))
+    if origin in LISTS:
+        return all(takes_json(option) for option in options)
+    return expected in (str, int, float, bool, type(None), Any, object)
+
+
+def misfit(value: Any, expected: Any, where: str = "") -> tuple[Any, str] | None:
+    """The part of an argument that is not of its type, and where it stands; None if all of it is.
+
+    >>> misfit([1, "2"], list[int]), misfit({"a": {"b": 1}}, dict[str, dict[str, str]]), misfit([1], list[int] | None)
+    (('2', '[1]'), (1, "['a']['b']"), None)
+    """
+    expected = without_name(expected)
+    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        misfits = [misfit(value, option, where) for option in options]
+        # The option that fits best is the one that is wrong only further inside.
+        return None if None in misfits else max(misfits, key=lambda wrong: len(wrong[1]))
+    if origin in LISTS and isinstance(value, list):
+        parts = enumerate(value) if options else ()
+        return next(filter(None, (misfit(part, options[0], f"{where}[{i}]") for i, part in parts)), None)
+    if origin in DICTS and isinstance(value, dict):
+        parts = value.items() if options else ()
+        return next(filter(None, (misfit(part, options[1], f"{where}[{key!r}]") for key, part in parts)), None)
+    if origin is typing.Literal:
+        fits = any(type(value) is type(option) and value == option for option in options)
+    elif origin in (*LISTS, *DICTS):
+        fits = False
+    else:
+        fits = takes_json(expected) and (expected is object or fits_type(value, expected))
+    return None if fits else (value, where)
+
+
 @functools.cache
 def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
     """A tool's signature and type hints."""
@@ -1231,10 +1299,16 @@ def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
         signature.bind(**call.arguments)
     except TypeError as error:
         return f"{error}. Usage: {call.name}{signature}"
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)  # of **rest
     for name, value in call.arguments.items():
-        if name in hints and not fits_type(value, hints[name]):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
-            return f"argument {name!r} must be {expected}, got {type(value).__name__}. Usage: {call.name}{signature}"
+        expected = hints.get(name if name in signature.parameters else rest, Any)
+        if wrong := misfit(value, expected):
+            part, where = wrong
+            got = repr(part)[:80] if "Literal[" in str(expected) else type(part).__name__
+            return (
+                f"argument {name!r} must be {type_name(expected)}, got {got}{where and f' at {name}{where}'}. "
+                f"Usage: {call.name}{signature}"
+            )
     return None
 
 
@@ -1248,13 +1322,66 @@ def result_message(observation: str) -> str:
     return f"<result>\n{observation}\n</result>"
 
 
+TURN_TAGS = ("think", "reasoning", "tool", "result", "answer")  # as tokens of their own they are control tokens
+
+
+AUTHORS = ("system", "developer", "assistant")  # roles whose messages are left as they are written
+
+
+def is_control(token: str, special: bool, template: str) -> bool:
+    """Whether an added token opens or closes something in a conversation.
+
+    Not every added token does: some tokenizers have runs of blanks, rulers or HTML as tokens, and those are text.
+
+    >>> [is_control(t, False, "{{ '<call>' }}") for t in ("<|sep|>", "</call>", "<think>", "<table>", "    ")]
+    [True, True, True, False, False]
+    """
+    if special or re.fullmatch(r"<[|｜].*[|｜]>", token, re.DOTALL):
+        return not token.isspace()
+    tag = re.fullmatch(r"([<\[])/?(.+)([>\]])", token, re.DOTALL)
+    return tag is not None and (
+        tag[2] in TURN_TAGS or any(f"{tag[1]}{slash}{tag[2]}{tag[3]}" in template for slash in ("", "/"))
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> re.Pattern:
+    """What `neutralise` breaks. `size` and `template` are the tokenizer's, so that a changed one is read again."""
+    tokens = {str(t): t.special for t in tokenizer.added_tokens_decoder.values()}
+    tokens |= dict.fromkeys(tokenizer.all_special_tokens, True)
+    control = {"</result>", *(t for t, special in tokens.items() if is_control(t, special, template))}
+    # Sorted, so that the result is the same in every process: longest first, then by the alphabet.
+    return re.compile("|".join(re.escape(t) for t in sorted(control, key=lambda t: (-len(t), t))))
+
+
+def find_control(text: str, tokenizer: PreTrainedTokenizerBase) -> re.Match | None:
+    """The first control token that stands in a text, or `</result>`."""
+    return control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template)).search(text)
+
+
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A tool's text that can neither open or close a turn nor close its own result: a space breaks control tokens."""
+    """A text that can neither open or close a turn nor close its own result: a space breaks control tokens.
+
+    INVARIANT: the tokenizer finds no control token in what comes out, and text without any comes out as it is.
+    """
+
+    def broken(match: re.Match) -> str:
+        token = match[0].lstrip()
+        return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
+
     text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates, which no tokenizer takes
-    for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), "</result>"}:
-        if len(token) > 1 and token in text:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+    while (found := find_control(text, tokenizer)) is not None:  # again, since one can begin inside another
+        text = found.re.sub(broken, text)
     return text
+
+
+def neutralise_prompt(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """A prompt whose user and tool messages are neutralised. What the author writes is not: system and assistant."""
+    return [
+        {**m, "content": neutralise(m["content"], tokenizer)}
+        if isinstance(m["content"], str) and m["role"] not in AUTHORS else m
+        for m in messages
+    ]  # fmt: skip
 
 
 # =====================================================================================================================
@@ -1269,7 +1396,15 @@ LOOP_THREAD = "mt-grpo-rollouts"
 def background_loop() -> asyncio.AbstractEventLoop:
     """One event loop in a daemon thread, so that synchronous calls also work in a notebook's running loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=LOOP_THREAD, daemon=True).start()
+
+    def run() -> None:
+        while True:
+            try:
+                return loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a task that an async tool has started: it gets it as well
+                pass
+
+    threading.Thread(target=run, name=LOOP_THREAD, daemon=True).start()
     return loop
 
 
@@ -1321,6 +1456,43 @@ def is_logprob(value: Any) -> bool:
 def sampling_defaults() -> dict[str, Any]:
     """Every sampling field: an unset one would take the model's own generation_config.json on the server."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+SAMPLING_KEYS = {  # what a request may say beside the prompt; a server ignores what it does not know
+    *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",
+    "structured_outputs", "response_format", "thinking_token_budget", "spaces_between_special_tokens", "vllm_xargs",
+    "cache_salt", "user",
+}  # fmt: skip
+CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
+
+
+def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
+    """Raise `ValueError` for a key that would change nothing, or that the conversation sets itself."""
+    for key in sampling_params or {}:
+        if key not in known and key in ("max_tokens", "max_completion_tokens"):
+            raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
+
+
+def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
+    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`."""
+    expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
+        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. For one, write [...] around it.")
+    prompts = list(prompts)
+    for prompt in prompts:
+        if isinstance(prompt, dict):
+            raise ValueError(f"{name} is one conversation's messages, expected {expected}: write [...] around it.")
+        messages = [] if texts and isinstance(prompt, str) else prompt
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
+        ):
+            raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
+    return prompts
 
 
 def allow_many_open_files(wanted: int = 65_535) -> None:
@@ -1430,6 +1602,11 @@ class VLLMServerClient:
         """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
         return self.request("GET", "/v1/models")["data"][0]
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The served model's context in tokens, if the server says it."""
+        return self.model_card.get("max_model_len")
+
     def server_info(self) -> dict[str, Any]:
         """vLLM's own configuration as a tree; needs the development endpoints."""
         return self.request("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
@@ -1445,16 +1622,18 @@ class VLLMServerClient:
 
     # -- generation --
 
-    def _session(self) -> aiohttp.ClientSession:
+    async def _session(self) -> aiohttp.ClientSession:
         """This event loop's connections."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
+            ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s: a request on one that is about to be closed is lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )  # fmt: skip
+            for session in ended:
+                await session.close()
         return self._sessions[loop]
 
     async def _post(
@@ -1469,7 +1648,7 @@ class VLLMServerClient:
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
             try:
-                async with self._session().post(url, json=payload) as response:
+                async with (await self._session()).post(url, json=payload) as response:
                     if response.status == 200:
                         return read(json.loads(await response.read()))
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
@@ -1550,7 +1729,9 @@ class VLLMServerClient:
 
         Raises:
             ServerError: no answer within the time limits, or one whose ids and logprobs do not match.
+            ValueError: an unknown sampling parameter.
         """
+        check_sampling_params(sampling_params)
         payload = {
             **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True,
             **(sampling_params or {}), "model": self.model_card["id"], "prompt": prompt_ids, "max_tokens": max_tokens,
@@ -1583,6 +1764,8 @@ class VLLMServerClient:
         Returns:
             Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
         """
+        messages_list = check_conversations(messages_list, "messages_list", texts=False)
+        check_sampling_params(sampling_params, CHAT_KEYS)
 
         async def one(messages):
             payload = {
@@ -1773,6 +1956,16 @@ class VLLMServerClient:
         atexit.unregister(self.close)
         with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
             run_async(self._close_sessions(), timeout=5.0)
+        for loop in list(self._sessions):  # of a caller's own loops, which may have ended
+            session = self._sessions.pop(loop)
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(session.close(), loop)
+            elif loop.is_closed():
+                run_async(session.close(), timeout=5.0)
+            else:  # in a thread, since this one may run another loop
+                thread = threading.Thread(target=loop.run_until_complete, args=(session.close(),), daemon=True)
+                thread.start()
+                thread.join(5.0)
         self._control.close()
         if self._folder is not None:
             self._folder_lock.close()
@@ -1887,6 +2080,7 @@ class ToolThreads:
     """
 
     IDLE_SECONDS = 60.0  # until a thread without work ends
+    WAIT_SECONDS = 60.0  # for a free thread, where the machine refuses a new one
 
     def __init__(self):
         self._idle: list[queue.SimpleQueue] = []  # the inboxes of threads that wait; the last in is the first out,
@@ -1900,6 +2094,20 @@ class ToolThreads:
         inbox.put(work)
         if waiting is None:
             threading.Thread(target=self._run, args=(inbox,), name="tool-idle", daemon=True).start()
+
+    async def submit_or_wait(self, work: Callable[[], None]) -> None:
+        """`submit`; where no thread can be started, as soon as one is free. Raises `ToolsUnavailable`."""
+        give_up = time.monotonic() + self.WAIT_SECONDS
+        while True:
+            try:
+                return self.submit(work)
+            except RuntimeError as error:  # can't start new thread
+                if time.monotonic() > give_up:
+                    raise ToolsUnavailable(
+                        f"no thread for a tool within {self.WAIT_SECONDS:g} s: {error}. Check the limit of processes "
+                        "(ulimit -u) and the memory, or lower max_concurrent_tools."
+                    ) from error
+            await asyncio.sleep(0.05)
 
     def _run(self, inbox: queue.SimpleQueue) -> None:
         while True:
@@ -1918,11 +2126,43 @@ class ToolThreads:
 TOOL_THREADS = ToolThreads()
 
 
+ADDRESS = r" at 0x[0-9a-fA-F]+"
+
+
+def json_form(value: Any) -> Any:
+    """What JSON knows, of a value that it does not know. Raises `TypeError` where its text would be an address."""
+    nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, nodata):
+        pass
+    elif dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump(mode="json")
+    elif hasattr(value, "tolist"):  # numpy, torch
+        return value.tolist()
+    elif hasattr(value, "isoformat"):  # date, time
+        return value.isoformat()
+    elif isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    elif isinstance(value, collections.abc.Set):  # in one order, whatever the hashes are
+        dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
+        return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
+    elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
+        return list(value)
+    elif not callable(value) and not re.search(ADDRESS, text := str(value)):  # Decimal, Path, UUID
+        return text
+    raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
+
+
 def as_text(result: Any) -> str:
     """A tool's result as the model reads it: text as it is, bytes as UTF-8, anything else as JSON."""
-    if isinstance(result, bytes):
-        return result.decode("utf-8", "replace")
-    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
+        result = json_form(result)
+    return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
 async def run_tool(
@@ -1933,7 +2173,8 @@ async def run_tool(
     `finish` is what to make of the result, in that thread: a large one takes its time, and the loop is everybody's.
 
     Whatever it raises, `SystemExit` included, comes out as an ordinary exception. A call that takes longer than
-    `timeout` seconds raises `ToolTimeout` and is abandoned, with its thread or as a cancelled task.
+    `timeout` seconds raises `ToolTimeout` and is abandoned, with its thread or as a cancelled task. Where there is
+    neither a thread nor a process for it, it waits for one, outside its time; `ToolsUnavailable` if none comes.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future = loop.create_future()  # of (result, error): a future refuses StopIteration as exception
@@ -1969,7 +2210,8 @@ async def run_tool(
         if inspect.iscoroutinefunction(call):
             task = loop.create_task(wait_for(call(**arguments)))
         else:
-            TOOL_THREADS.submit(work)
+            await TOOL_THREADS.submit_or_wait(work)
+            deadline = loop.time() + timeout
         await asyncio.wait({done}, timeout=timeout)
         if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
             awaitable, done = done.result()[0], loop.create_future()
@@ -1986,6 +2228,20 @@ async def run_tool(
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     return result
+
+
+# INVARIANT: these two run in a tool's process as well, and use only what is imported here.
+RESULT_SOURCE = f"""
+import collections.abc, dataclasses, enum, functools, json, re
+from typing import Any
+ADDRESS = {ADDRESS!r}
+{inspect.getsource(json_form)}
+{inspect.getsource(as_text)}
+"""
+
+
+class ToolsUnavailable(RuntimeError):
+    """No tool can be run here, whatever the policy calls: the trainer's fault, which the policy must not read."""
 
 
 # What a tool's process runs. Not this module, whose imports take seconds: a killed process is replaced by a new one.
@@ -2010,13 +2266,11 @@ for call in calls:
         result = module.TOOL_FUNCTIONS[index](**arguments)
         if inspect.isawaitable(result):  # an async function behind a plain decorator
             result = asyncio.run(awaited(result))
-        if isinstance(result, bytes):
-            result = result.decode("utf-8", "replace")
-        elif not isinstance(result, str):
-            result = json.dumps(result, default=str, ensure_ascii=False)
-        answer = json.dumps({"result": result})
+        answer = json.dumps({"result": as_text(result)})
     except BaseException as error:
-        answer = json.dumps({"error": type(error).__name__, "text": str(error)})
+        name = type(error).__name__
+        text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
+        answer = json.dumps({"error": name, "text": text})
     if len(answer) > 1 << 24:  # it is read by the loop that all conversations share
         answer = json.dumps({"error": "ValueError", "text": "the result is longer than 16 MiB"})
     answers.write(b"%d\\n%s" % (len(answer), answer.encode()))
@@ -2034,15 +2288,21 @@ class ToolProcesses:
 
     START_SECONDS = 600.0  # to import the tools file, which is not the call's time
     IDLE_SECONDS = 60.0  # until a process without work ends
+    START_ATTEMPTS = 10  # where the machine refuses a process, and no other one could take the call
 
     def __init__(self, path: str):
-        self._command = [sys.executable, "-c", TOOL_PROCESS, json.dumps([path, [str(folder) for folder in sys.path]])]
+        folders = [str(folder) for folder in sys.path]
+        self._command = [sys.executable, "-c", RESULT_SOURCE + TOOL_PROCESS, json.dumps([path, folders])]
         # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
+        # Those that start or work, which may become idle, and the calls that wait for one of them.
+        self._busy: dict[asyncio.AbstractEventLoop, int] = collections.Counter()
+        self._waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future]] = collections.defaultdict(list)
+        self._path = path
 
     async def try_one(self) -> None:
         """Raise where a process cannot import the file: it may lock what this process, too, has imported."""
-        process = await self._process()
+        process = await self._start()
         self._end(process)
         await process.wait()
 
@@ -2071,13 +2331,60 @@ class ToolProcesses:
         return tool if inspect.iscoroutinefunction(tool) else prepare_and_call
 
     async def _process(self) -> asyncio.subprocess.Process:
-        """One that waits for a call, a new one if there is none."""
-        idle = self._idle[asyncio.get_running_loop()]
-        while idle:
-            process, end = idle.pop()
-            end.cancel()
-            if process.returncode is None:
-                return process
+        """One that waits for a call, else a new one, else the next one that is done with its call.
+
+        Raises:
+            ToolsUnavailable: none can be started, and there is none to wait for.
+        """
+        loop = asyncio.get_running_loop()
+        idle, waiting, attempts = self._idle[loop], self._waiting[loop], 0
+        while True:
+            while idle:
+                process, end = idle.pop()
+                end.cancel()
+                if process.returncode is None:
+                    self._busy[loop] += 1
+                    return process
+            self._busy[loop] += 1
+            try:
+                return await self._start()
+            except BaseException as error:
+                self._one_less(loop)
+                if not isinstance(error, (OSError, RuntimeError)):
+                    raise
+                problem, attempts = error, attempts + 1
+            if idle:  # meanwhile one is done
+                continue
+            if self._busy[loop]:
+                waiting.append(free := loop.create_future())
+                try:
+                    await free
+                except asyncio.CancelledError:
+                    self._wake_one(loop)  # it may have been this one's turn
+                    raise
+            elif isinstance(problem, OSError) and attempts < self.START_ATTEMPTS:
+                await asyncio.sleep(0.1)
+            else:
+                raise ToolsUnavailable(
+                    f"no process for the tools of {self._path!r} can be started: {error_text(problem)}. See above; "
+                    "check the limits of open files and processes (ulimit -n, -u), the memory, and that the file "
+                    "still imports."
+                ) from problem
+
+    def _one_less(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A process is no longer busy: one of those that wait may look again."""
+        self._busy[loop] -= 1
+        self._wake_one(loop)
+
+    def _wake_one(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting[loop]:
+            free = self._waiting[loop].pop(0)
+            if not free.done():
+                free.set_result(None)
+                return
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """A new process that has imported the file."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(  # in a session of its own: Ctrl-C is the trainer's to handle
             *self._command, stdin=pipe, stdout=pipe, start_new_session=True
@@ -2087,10 +2394,6 @@ class ToolProcesses:
         return process
 
     async def _call(self, process: asyncio.subprocess.Process, index: int, arguments: dict[str, Any]) -> Any:
-        async with self._killed_on_error(process):
-            process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
-            size = await process.stdout.readuntil(b"\n")
-            answer = json.loads(await process.stdout.readexactly(int(size)))
         loop = asyncio.get_running_loop()
         waits = self._idle[loop]
 
@@ -2098,8 +2401,15 @@ class ToolProcesses:
             waits.remove((process, timer))
             self._end(process)
 
-        timer = loop.call_later(self.IDLE_SECONDS, end)
-        waits.append((process, timer))
+        try:
+            async with self._killed_on_error(process):
+                process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
+                size = await process.stdout.readuntil(b"\n")
+                answer = json.loads(await process.stdout.readexactly(int(size)))
+            timer = loop.call_later(self.IDLE_SECONDS, end)
+            waits.append((process, timer))
+        finally:
+            self._one_less(loop)
         if "error" in answer:
             raise type(answer["error"], (Exception,), {})(answer["text"])
         return answer["result"]
@@ -2117,6 +2427,8 @@ class ToolProcesses:
                         await asyncio.wait_for(process.wait(), 1.0)
             finally:
                 self._end(process)
+                with suppress(TimeoutError):  # until its pipes are free again
+                    await asyncio.wait_for(process.wait(), 5.0)
             if ended:
                 raise RuntimeError(f"the tool's process ended with exit code {await process.wait()}") from None
             raise
@@ -2145,7 +2457,7 @@ class MultiTurnToolEnv:
         max_completion_length: Tokens of the whole completion, tool results included.
         max_turn_tokens: Tokens of one model turn. None: what remains of the completion.
         max_tool_response_tokens: Tokens of one tool result; a longer one is cut with a visible marker.
-        max_model_len: The model's context in tokens. None: not bounded here.
+        max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
         tool_timeout: Seconds that one call may take.
         max_concurrent_tools: Calls at the same time.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
@@ -2224,8 +2536,8 @@ class MultiTurnToolEnv:
             Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
             the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
         """
-        states = self.start(prompts, llm)
         sampling_params = self._with_stops(sampling_params, llm)
+        states = self.start(prompts, llm)
         run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
         return {
             "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
@@ -2236,15 +2548,17 @@ class MultiTurnToolEnv:
 
     def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
         """Open conversations, for `step`."""
+        prompts = check_conversations(prompts, "prompts")
         tokenizer = self._tokenizer(llm)
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            messages = self.with_system_prompt(messages)
             if messages != previous:  # the rollouts of a group have the same prompt
+                previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
                 ids = self.prompt_ids(messages, tokenizer)
+            else:
+                messages = list(states[-1].prompt_messages)
             states.append(Rollout(messages, list(ids), index))
-            previous = messages
         return states
 
     def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
@@ -2256,6 +2570,7 @@ class MultiTurnToolEnv:
 
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
         """A base model's own end token need not be the one that ends a turn in its chat template."""
+        check_sampling_params(sampling_params)
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
 
     def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
@@ -2292,7 +2607,7 @@ class MultiTurnToolEnv:
         """Generate, parse, run the tool, append. Every id that was sampled is kept as it was sampled."""
         tokenizer = self._tokenizer(llm)
         history = rollout.prompt_ids + rollout.completion_ids
-        completion_left, context_left = self._room(rollout, len(history))
+        completion_left, context_left = self._room(rollout, len(history), llm)
         budget = min(completion_left, context_left, self.max_turn_tokens or completion_left)
         if budget <= 0:
             rollout.stop_reason = StopReason.MAX_TOKENS if completion_left <= 0 else StopReason.CONTEXT_LENGTH
@@ -2307,7 +2622,7 @@ class MultiTurnToolEnv:
         if answered:
             rollout.stop_reason = StopReason.ANSWERED
         elif turn.tool_call is None and turn.finish_reason == "length":
-            full = len(history) + len(turn.token_ids) >= (self.max_model_len or float("inf"))
+            full = len(history) + len(turn.token_ids) >= self._context(llm)
             rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
         elif turn.tool_call is None:
             rollout.stop_reason = StopReason.NO_TOOL_CALL
@@ -2315,7 +2630,7 @@ class MultiTurnToolEnv:
             rollout.stop_reason = StopReason.MAX_TURNS
         else:
             text, turn.error, turn.tool_seconds = await self.call_tool(turn.tool_call)
-            self._observe(rollout, turn, text, tokenizer)
+            self._observe(rollout, turn, text, llm)
 
     def _state_key(self, turns: list[Turn]) -> Any:
         if self.state_key is None:
@@ -2325,10 +2640,14 @@ class MultiTurnToolEnv:
         except Exception as error:
             raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
 
-    def _room(self, rollout: Rollout, used: int) -> tuple[float, float]:
+    def _context(self, llm: Any) -> float:
+        """The model's context in tokens."""
+        return self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
+
+    def _room(self, rollout: Rollout, used: int, llm: Any) -> tuple[float, float]:
         """Tokens left of the completion and of the model's context."""
         completion = self.max_completion_length - (used - len(rollout.prompt_ids))
-        return completion, (self.max_model_len or float("inf")) - used
+        return completion, self._context(llm) - used
 
     def _as_turn(self, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> Turn:
         length = end_of_turn(tokenizer, generation.token_ids)
@@ -2339,7 +2658,11 @@ class MultiTurnToolEnv:
         return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
 
     async def call_tool(self, call: ToolCall) -> tuple[str, str | None, float]:
-        """(observation, error kind or None, seconds). Mistakes and failures become text; nothing is raised."""
+        """(observation, error kind or None, seconds). Mistakes and a tool's failures become text.
+
+        Raises:
+            ToolsUnavailable: the machine cannot run tools.
+        """
         if mistake := check_call(call, self.tools):
             return f"Error: {mistake}", "call", 0.0
         loop = asyncio.get_running_loop()
@@ -2348,16 +2671,19 @@ class MultiTurnToolEnv:
             started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
             try:
                 text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
+            except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
+                raise
             except ToolTimeout as raised:
                 text, error = f"Error: {raised}", "timeout"
             except Exception as raised:  # any failure of a tool is an observation, never the end of a run
                 text, error = f"Error: {error_text(raised)}", "tool"
             return text, error, time.perf_counter() - started
 
-    def _observe(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _observe(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
         """Append the observation, cut so that an answer still fits; without room for any, the conversation ends."""
+        tokenizer = self._tokenizer(llm)
         used = len(rollout.prompt_ids) + len(rollout.completion_ids)
-        completion_left, context_left = self._room(rollout, used)
+        completion_left, context_left = self._room(rollout, used, llm)
         room = min(completion_left, context_left) - self.MIN_ANSWER_TOKENS
         limit = self.max_tool_response_tokens
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
@@ -2416,10 +2742,34 @@ def check_tool(tool: Callable) -> None:
         raise ValueError(f"A tool must be a named function, got {tool!r}.")
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: it is what the model reads to use the tool.")
-    hints = typing.get_type_hints(tool)
-    for parameter in inspect.signature(tool).parameters:
-        if parameter not in hints:
-            raise ValueError(f"Tool {name} has no type hint for {parameter!r}. Write `{parameter}: str` or the like.")
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ValueError(f"Tool {name} is a generator function. Expected `return` with all of it, not `yield`.")
+    try:
+        hints = typing.get_type_hints(tool)
+    except Exception as error:
+        raise ValueError(f"Tool {name} has type hints that cannot be read: {error_text(error)}.") from error
+    for parameter in inspect.signature(tool).parameters.values():
+        check_parameter(name, parameter, hints)
+
+
+def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
+    """Raise `ValueError` for a parameter that no call could ever give: calls are JSON objects of named arguments."""
+    name = parameter.name
+    if name not in hints:
+        raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
+        raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
+    if not takes_json(hints[name]):
+        raise ValueError(
+            f"Tool {tool}: parameter {name!r} is {type_name(hints[name])}, which no argument from JSON can be. "
+            f"Types that work: {TYPES_THAT_WORK}."
+        )
+    if re.search(ADDRESS, repr(parameter.default)):
+        raise ValueError(
+            f"Tool {tool}: the default of {name!r} is {parameter.default!r}, whose address the model would read, "
+            "another one in every process. Write None, and make the object inside the tool."
+        )
 
 
 # =====================================================================================================================
@@ -2756,6 +3106,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         splits = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for split in (train_dataset, *(s for s in splits if s is not None)):
             env.max_model_len = check_context(env, model_config, split, args)
+            warn_of_control_tokens(env, split, "train_dataset" if split is train_dataset else "eval_dataset")
 
         self.env = env
         if args.credit_assignment == "gigpo" and env.state_key is None:
@@ -3832,7 +4183,24 @@ def check_dataset(dataset: Any, name: str) -> None:
 def longest_prompt(env: MultiTurnToolEnv, dataset: Any) -> int:
     """Tokens of the longest prompt, looked for among the 32 with the most characters."""
     prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
-    return max(len(env.prompt_ids(env.with_system_prompt(messages), env.tokenizer)) for messages in prompts)
+    prompts = [env.with_system_prompt(neutralise_prompt(messages, env.tokenizer)) for messages in prompts]
+    return max(len(env.prompt_ids(messages, env.tokenizer)) for messages in prompts)
+
+
+def warn_of_control_tokens(env: MultiTurnToolEnv, dataset: Any, name: str) -> None:
+    """Say once which prompts of a dataset hold control tokens as text, and so do not reach the model as they are."""
+    found = {}  # row -> its first control token
+    for row, prompt in enumerate(dataset["prompt"]):
+        contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
+        if token := next(filter(None, (find_control(text, env.tokenizer) for text in contents)), None):
+            found[row] = token[0]
+    if found:
+        row, token = next(iter(found.items()))
+        logger.warning(
+            f"{name}, row {row}{f' (and {len(found) - 1} more)' if found.keys() - {row} else ''}: the prompt holds "
+            f"the control token {token!r} as text. The model reads {neutralise(token, env.tokenizer)!r} instead. What "
+            "has to stay a control token belongs into system_prompt."
+        )
 
 
 def check_env(args: MTGRPOConfig, env: MultiTurnToolEnv) -> None:

@@ -500,6 +500,14 @@ def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
             state_numbers(Rollout([], [1], turns=[turn([1], key)]))
 
 
+def test_prompts_with_control_tokens_are_told_before_training(random_model, tmp_path, caplog):
+    prompts = [[{"role": "user", "content": text}] for text in ("1?", "2?<|im_end|>", "3?", "4?")]
+    evaluated = Dataset.from_dict({"prompt": [p for p in prompts[1:2] for _ in range(8)]})
+    make_trainer(random_model, tmp_path, prompts=prompts, eval_dataset=evaluated, eval_strategy="steps", eval_steps=1)
+    told = [text.split(": the prompt")[0] for text in caplog.messages if "control token" in text]
+    assert told == ["train_dataset, row 1", "eval_dataset, row 0 (and 7 more)"]
+
+
 def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
     make_trainer(random_model, tmp_path, credit_assignment="gigpo")
     assert "without state keys" in caplog.text and "turn_return" in caplog.text
