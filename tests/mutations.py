@@ -50,7 +50,71 @@ REWARDS_AND_CREDIT: list[Mutation] = []
 
 SERVER_AND_WEIGHTS: list[Mutation] = []
 
-CONVERSATION_AND_TOOLS: list[Mutation] = []
+CONVERSATION_AND_TOOLS: list[Mutation] = [
+    Mutation(
+        "wiki: MediaWiki searches titles only",
+        "tools/wiki_search.py",
+        'srwhat="text", ',
+        "",
+        "tests/test_tools.py::test_wiki_with_the_search_of_mediawiki_itself",
+    ),
+    Mutation(
+        "wiki: pages without an extract stay without text",
+        "tools/wiki_search.py",
+        "if without := [",
+        "if False and [",
+        "tests/test_tools.py::test_wiki_with_the_search_of_mediawiki_itself",
+    ),
+    Mutation(
+        "wiki: common words count more than rare ones",
+        "tools/wiki_search.py",
+        "math.log(1 + most / total)",
+        "(1.0 if total < 2 else 3.0)",
+        "tests/test_tools.py::test_wiki_with_the_search_of_mediawiki_itself",
+    ),
+    Mutation(
+        "wiki: the check takes no results for an answer",
+        "tools/wiki_search.py",
+        'if not wiki_search(query).startswith("[1] ")',
+        "if not wiki_search(query)",
+        "tests/test_tools.py::test_check_of_a_wiki_whose_search_finds_nothing",
+    ),
+    Mutation(
+        "wiki: stumps of passages",
+        "tools/wiki_search.py",
+        "MIN_CUT_CHARS = 300",
+        "MIN_CUT_CHARS = 50",
+        "tests/test_tools.py::test_no_stump_of_a_passage",
+    ),
+    Mutation(
+        "wiki: a retrieval server's surplus is kept",
+        "tools/wiki_search.py",
+        "in passages[:topk]]",
+        "in passages]",
+        "tests/test_tools.py::test_server_that_returns_more_than_asked_for",
+    ),
+    Mutation(
+        "wiki: the lock follows links",
+        "tools/wiki_search.py",
+        " | os.O_NOFOLLOW",
+        "",
+        "tests/test_tools.py::test_lock_that_others_have_put_there",
+    ),
+    Mutation(
+        "wiki: the lock may be a pipe",
+        "tools/wiki_search.py",
+        "if not S_ISREG(opened.st_mode) or ",
+        "if ",
+        "tests/test_tools.py::test_lock_that_others_have_put_there",
+    ),
+    Mutation(
+        "wiki: an index may be a pipe",
+        "tools/wiki_search.py",
+        "if not index.is_file():",
+        "if index.is_dir():",
+        "tests/test_tools.py::test_index_that_is_a_pipe",
+    ),
+]
 
 CONFIGURATION_AND_DATA: list[Mutation] = []
 
