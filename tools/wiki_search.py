@@ -18,27 +18,37 @@ the backend. They are read at every call:
   `<index>.lock` stays). The trainer makes one search before it loads a model, so that wrong settings end the run there
   and a large corpus is indexed outside the time limit of a tool call. To build the index by hand:
   `WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"`.
-- `mediawiki` asks the API of Wikipedia (or of another wiki with the extension TextExtracts) and returns the
-  introductions of the pages found. It is rate-limited: for trying things out, not for training.
+- `mediawiki` asks the API of Wikipedia, or of another wiki, and returns the introductions of the pages found. The
+  extension CirrusSearch (Wikipedia has it) ranks pages by all words of the query. MediaWiki's own search wants every
+  word and does not rank: there, one request per word finds the pages with the most and the rarest words. The extension
+  TextExtracts gives clean texts; without it they are the pages' wikitext, roughly cleaned. Wikipedia is rate-limited:
+  for trying things out, not for training.
 - `retrieval` asks a server that speaks the protocol of Search-R1: `POST /retrieve` with
   `{"queries": [...], "topk": k, "return_scores": true}`, answered by
   `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}]]}`.
 
+A result holds whole passages in the order of their rank, as many as fit into `MAX_RESULT_CHARS`. The last one is cut
+where that leaves a useful part of it, the others are left out: more passages never push a better one out.
+
 Protects against: search syntax in a query (local), overlong results (`MAX_RESULT_CHARS`) and queries
 (`MAX_QUERY_CHARS`), servers that are busy (429 and 5xx are retried), that hang before their answer or between two
-parts of it (time limits), or that answer with something else; half-built indexes; an index path that names another
-file. Credentials in `WIKI_SEARCH_URL` are not shown in errors.
+parts of it (time limits), that answer with something else or with more passages than asked for; half-built indexes; an
+index path that names another file; in folders where others may write: their links, pipes, locks and indexes.
+Credentials in `WIKI_SEARCH_URL` are not shown in errors.
 
 Does not protect against: what the passages say. They reach the model as they are, with whatever instructions or tags
-they contain. Nor against a server that sends without end, or MediaWiki's own search syntax in a query (it can only
+they contain. Nor against a server that sends without end, or CirrusSearch's own syntax in a query (it can only
 search).
 
 Errors: "nothing found" is a result. A wrong setting, corpus or server raises with what was found and what to do.
 """
 
 import contextlib
+import functools
 import hashlib
+import html
 import json
+import math
 import os
 import random
 import re
@@ -47,8 +57,11 @@ import sys
 import tempfile
 import threading
 import unicodedata
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from stat import S_ISREG, S_IWOTH
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -63,7 +76,10 @@ except ImportError:  # not POSIX: processes that start together each build the i
 
 
 MAX_RESULT_CHARS = 3000  # of one result, all passages together; about 750 tokens of English
+MIN_CUT_CHARS = 300  # a passage of which less would fit is left out, unless it is the only one
 MAX_QUERY_CHARS = 300  # MediaWiki's own limit; the rest of a longer query is dropped
+MAX_QUERY_WORDS = 12  # mediawiki without CirrusSearch: the longest words, one request each
+MAX_HITS = 500  # mediawiki without CirrusSearch: pages per word, the API's own limit
 MAX_TOPK = 20  # MediaWiki gives at most 20 extracts
 
 TITLE_WEIGHT = 2.0  # a word in the title counts as this many in the text
@@ -127,15 +143,18 @@ def _topk() -> int:
 
 
 def _format(passages: list[tuple[str, str]]) -> str:
-    """Numbers the (title, text) pairs and cuts the longest until all fit into MAX_RESULT_CHARS."""
-    separator = "\n\n"
-    blocks = [f"[{i}] {title}\n{text}".strip() for i, (title, text) in enumerate(passages, 1)]
-    room = MAX_RESULT_CHARS - len(separator) * (len(blocks) - 1)
-    by_length = sorted(range(len(blocks)), key=lambda i: len(blocks[i]))
-    for rank, i in enumerate(by_length):  # an equal share each; what a short passage leaves goes to the longer ones
-        blocks[i] = _cut(blocks[i], room // (len(blocks) - rank))
-        room -= len(blocks[i])
-    return separator.join(blocks)
+    """Numbers the (title, text) pairs and joins them, best first, while they fit into MAX_RESULT_CHARS."""
+    result = ""
+    for i, (title, text) in enumerate(passages, 1):
+        block = f"[{i}] {title}\n{text}".strip()
+        separator = "\n\n" if result else ""
+        room = MAX_RESULT_CHARS - len(result) - len(separator)
+        if len(block) > room and result and room < MIN_CUT_CHARS:
+            break
+        result += separator + _cut(block, room)
+        if len(block) > room:
+            break
+    return result
 
 
 def _cut(text: str, limit: int) -> str:
@@ -146,12 +165,17 @@ def _cut(text: str, limit: int) -> str:
     return text[: max(0, limit - len(marker))].rstrip() + marker
 
 
+def _content_words(query: str) -> list[str]:
+    """The different words of a query without stop words, unless it has no others."""
+    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
+    return [word for word in words if word not in STOP_WORDS.split()] or words
+
+
 # --- local: SQLite FTS5 ----------------------------------------------------------------------------------------------
 
 
 def _search_local(query: str, topk: int) -> list[tuple[str, str]]:
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
-    words = [word for word in words if word not in STOP_WORDS.split()] or words
+    words = _content_words(query)
     if not words:
         return []
     # INVARIANT: a word holds no quotation mark, so that the quotes leave no FTS syntax of the query alive.
@@ -197,6 +221,11 @@ def _index_path(corpus: Path, state: str) -> Path:
     if os.access(corpus.parent, os.W_OK) or _stored_state(beside) == state:
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wiki_search"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if fcntl and (cache.lstat().st_uid != os.geteuid() or cache.stat().st_mode & S_IWOTH):
+        raise ValueError(
+            f"others may write to the folder {cache}: set WIKI_SEARCH_INDEX to a path in a folder of your own"
+        )
     return cache / f"{corpus.stem}-{hashlib.sha256(str(corpus).encode()).hexdigest()[:16]}.fts5"
 
 
@@ -210,6 +239,13 @@ def _stored_state(index: Path) -> str | None:
     """The state an index was built from, None if there is none yet."""
     if not index.exists():
         return None
+    if not index.is_file():  # a pipe would block
+        raise ValueError(f"{index} is not a file: delete it or set WIKI_SEARCH_INDEX to another path")
+    if fcntl and index.parent.stat().st_mode & S_IWOTH and index.lstat().st_uid not in (os.geteuid(), 0):
+        raise ValueError(
+            f"{index} belongs to another user, in a folder where everybody may write: "
+            "set WIKI_SEARCH_INDEX to a path in a folder of your own"
+        )
     try:
         with contextlib.closing(_connect(index)) as connection:
             return connection.execute("SELECT state FROM built_from").fetchone()[0]
@@ -228,11 +264,23 @@ def _connect(index: Path) -> sqlite3.Connection:
 def _lock(index: Path) -> Iterator[None]:
     """Lets one thread of one process at a time build this index."""
     index.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{index}.lock", "a") as file:
-        if fcntl:
-            with contextlib.suppress(OSError):  # a file system without locks: built more than once, still whole
-                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+    if not fcntl:
         yield
+        return
+    advice = "delete it, or set WIKI_SEARCH_INDEX to a path in a folder of your own"
+    try:  # others may have put a link or a pipe there: do not follow the one, do not wait for the other
+        lock = os.open(f"{index}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise ValueError(f"the lock {index}.lock cannot be opened ({error.strerror}): {advice}") from None
+    try:
+        opened = os.fstat(lock)
+        if not S_ISREG(opened.st_mode) or opened.st_uid != os.geteuid():
+            raise ValueError(f"the lock {index}.lock is not a file of this user: {advice}")
+        with contextlib.suppress(OSError):  # a file system without locks: built more than once, still whole
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)  # releases it
 
 
 def _build_index(corpus: Path, index: Path) -> None:
@@ -285,20 +333,100 @@ def _rows(corpus: Path, lines: Iterator[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _search_mediawiki(query: str, topk: int) -> list[tuple[str, str]]:
-    url = os.environ.get("WIKI_SEARCH_URL") or MEDIAWIKI_URL
-    params = {
-        "action": "query",
-        "format": "json",
-        "formatversion": 2,
-        "generator": "search",
-        "gsrsearch": query,
-        "gsrlimit": topk,
-        "gsrnamespace": 0,
-        "prop": "extracts",
-        "exintro": 1,
-        "explaintext": 1,
-        "exlimit": topk,
-    }
+    words = _content_words(query)
+    if "CirrusSearch" in _extensions(_mediawiki_url()):
+        titles = _hits(query, topk)[0]
+        if not titles and len(words) > 1:
+            titles = _hits(" OR ".join(words), topk)[0]
+    else:
+        titles = _titles_by_words(words)
+    return _texts(titles[:topk])
+
+
+def _titles_by_words(words: list[str]) -> list[str]:
+    """Titles of the pages with any of the words, those with the most and the rarest words first."""
+    words = sorted(words, key=len, reverse=True)[:MAX_QUERY_WORDS]
+    searches = dict.fromkeys([" ".join(words), *words]) if words else []  # the first one wants every word
+    hits = [_hits(search, MAX_HITS) for search in searches]
+    most = max((total for _, total in hits), default=0)
+    scores = {}
+    for titles, total in hits:
+        for title in titles:
+            scores[title] = scores.get(title, 0.0) + math.log(1 + most / total)  # inverse document frequency
+    return sorted(scores, key=scores.get, reverse=True)
+
+
+def _hits(search: str, limit: int) -> tuple[list[str], int]:
+    """Titles of at most `limit` pages whose text matches, and the number of all such pages."""
+
+    def read(answer: dict) -> tuple[list[str], int]:
+        titles = [hit["title"] for hit in answer["search"]]
+        return titles, max(len(titles), answer.get("searchinfo", {}).get("totalhits", 0))
+
+    # Without srwhat, MediaWiki's own search looks at the titles alone.
+    return _ask_mediawiki(read, list="search", srsearch=search, srwhat="text", srnamespace=0, srlimit=limit)
+
+
+def _texts(titles: list[str]) -> list[tuple[str, str]]:
+    """(title, introduction) of those pages that have a text, in the order given."""
+    texts = dict.fromkeys(titles, "")
+    if titles and "TextExtracts" in _extensions(_mediawiki_url()):
+        texts = _pages(titles, prop="extracts", exintro=1, explaintext=1, exlimit=len(titles))
+    if without := [title for title, text in texts.items() if not text]:
+        texts |= _pages(without, prop="revisions", rvprop="content", rvslots="main")
+    return [(title, text) for title, text in texts.items() if text]
+
+
+def _pages(titles: list[str], **prop) -> dict[str, str]:
+    """The texts of pages by title, in the order given; a redirect gives the page that it leads to."""
+
+    def read(answer: dict) -> dict[str, str]:
+        targets = {redirect["from"]: redirect["to"] for redirect in answer.get("redirects", [])}
+        pages = {page["title"]: page for page in answer["pages"]}  # they come in order of page id
+        return {title: _page_text(pages.get(title, {})) for title in dict.fromkeys(targets.get(t, t) for t in titles)}
+
+    return _ask_mediawiki(read, titles="|".join(titles), redirects=1, **prop)
+
+
+def _page_text(page: dict) -> str:
+    if "extract" in page:
+        return page["extract"].strip()
+    revisions = page.get("revisions") or [{}]  # none of a page that was deleted since
+    return _plain_text(revisions[0].get("slots", {}).get("main", {}).get("content", ""))
+
+
+def _plain_text(wikitext: str) -> str:
+    """The introduction without templates, tables, notes and markup; the whole page if that leaves nothing."""
+    text = re.sub(r"<!--.*?-->|<ref\b[^<>]*/>|<ref\b.*?</ref>", "", wikitext, flags=re.DOTALL)
+    blocks = re.compile(
+        r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}"  # templates, tables
+        r"|\[\[(?:File|Image|Category):[^\[\]]*\]\]"
+        r"|\[\[[^\[\]|]*\|[^\[\]|]*\|[^\[\]]*\]\]",  # images with options, whatever their namespace is called
+        re.IGNORECASE,
+    )
+    link = re.compile(r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]")
+    while (shorter := link.sub(r"\1", blocks.sub("", text))) != text:  # from the inside out: they may be nested
+        text = shorter
+    text = re.sub(r"\[\w+://[^\s\]]+ ?([^\]]*)\]|<[^<>]*>|''+|__[A-Z]+__", r"\1", text)
+    introduction = re.split(r"^=", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
+    return html.unescape(introduction or text.strip())
+
+
+@functools.cache
+def _extensions(url: str) -> frozenset[str]:
+    """The names of a wiki's extensions, asked for once in each process."""
+    params = {"meta": "siteinfo", "siprop": "extensions"}
+    return _ask_mediawiki(lambda answer: frozenset(extension["name"] for extension in answer["extensions"]), **params)
+
+
+def _mediawiki_url() -> str:
+    return os.environ.get("WIKI_SEARCH_URL") or MEDIAWIKI_URL
+
+
+def _ask_mediawiki(read: Callable[[dict], Any], **params) -> Any:
+    """What `read` takes from the API's answer. Raises on an error, and on an answer that `read` cannot read."""
+    url = _mediawiki_url()
+    params = {"action": "query", "format": "json", "formatversion": 2, **params}
     answer = _fetch("MediaWiki API", "GET", url, params=params)
     try:
         if "error" in answer:  # with status 200
@@ -306,11 +434,10 @@ def _search_mediawiki(query: str, topk: int) -> list[tuple[str, str]]:
                 f"the MediaWiki API at {_shown(url)} answered the error {answer['error']['code']!r}: "
                 f"{_cut(str(answer['error'].get('info')), 200)}; check WIKI_SEARCH_URL or search less often"
             )
-        pages = answer.get("query", {}).get("pages", [])  # no `query` if nothing was found
-        pages = sorted(pages, key=lambda page: page["index"])  # they come in order of page id; index is the rank
-        return [(page["title"], page.get("extract", "").strip()) for page in pages]
+        return read(answer["query"])
     except (KeyError, TypeError, AttributeError):
-        raise _unexpected("MediaWiki API", url, "with query.pages", answer) from None
+        asked = params.get("list") or params.get("meta") or "pages"
+        raise _unexpected("MediaWiki API", url, f"with query.{asked}", answer) from None
 
 
 def _search_retrieval(query: str, topk: int) -> list[tuple[str, str]]:
@@ -325,7 +452,7 @@ def _search_retrieval(query: str, topk: int) -> list[tuple[str, str]]:
         passages = [item["document"]["contents"].partition("\n") for item in found]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _unexpected("retrieval server", url, '{"result": [[{"document": ..}]]}', answer) from None
-    return [(_unquote(head.strip()), text) if text else ("", head) for head, _, text in passages]
+    return [(_unquote(head.strip()), text) if text else ("", head) for head, _, text in passages[:topk]]
 
 
 def _unquote(title: str) -> str:
@@ -416,8 +543,36 @@ class _Retry(Retry):
 
 
 def check_search() -> None:
-    """One search, before training: settings, corpus and server are right, and a local index is built. Raises."""
-    wiki_search("history of the world")
+    """Before training: settings and server are right, a search returns text, a local index is built. Raises."""
+    if os.environ.get("WIKI_SEARCH_BACKEND") == "mediawiki":
+        _check_mediawiki()
+        return
+    result = wiki_search("history of the world")
+    if os.environ.get("WIKI_SEARCH_BACKEND") == "retrieval" and result.startswith("No results"):
+        warnings.warn(f"{result.splitlines()[0]}: check that the retrieval server has loaded its corpus", stacklevel=2)
+
+
+def _check_mediawiki() -> None:
+    """A search for words of one of the wiki's pages must return text."""
+    where = f"the wiki at {_shown(_mediawiki_url())}"
+    load = "add wfLoadExtension( 'TextExtracts' ); to its LocalSettings.php"
+    titles = _ask_mediawiki(
+        lambda answer: [page["title"] for page in answer["random"]], list="random", rnnamespace=0, rnlimit=10
+    )
+    if not titles:
+        raise ValueError(f"{where} has no pages in its main namespace: check WIKI_SEARCH_URL")
+    texts = _texts(titles)
+    if not texts:
+        raise ValueError(f"{where} gives no text of its pages ({_cut(', '.join(titles), 100)}): {load}")
+    if "TextExtracts" not in _extensions(_mediawiki_url()):
+        warnings.warn(f"{where} has no extension TextExtracts, texts are its wikitext: {load}", stacklevel=3)
+    title, text = max(texts, key=lambda page: len(page[1]))
+    query = " ".join(re.findall(r"\w{4,12}", text)[:3]) or title
+    if not wiki_search(query).startswith("[1] "):
+        raise ValueError(
+            f"{where} finds nothing for {query!r}, words of its page {title!r}: rebuild its search index "
+            "(php maintenance/rebuildtextindex.php), or set WIKI_SEARCH_URL to another wiki"
+        )
 
 
 TOOL_FUNCTIONS = [wiki_search]
