@@ -264,8 +264,12 @@ elif kind == "vllm":
         with open(out + "/deaf", "a") as deaf:
             print(subprocess.Popen(DEAF, env={{}}).pid, file=deaf)
     class Health(http.server.BaseHTTPRequestHandler):
+        answers = [503, 200] if os.environ.get("STAND_IN_SERVER") == "loads" else [200]
         def do_GET(self):
-            self.send_response(200 if self.path == "/health" else 404)
+            status = self.answers.pop(0) if self.path == "/health" and self.answers else 404
+            with open(log, "a") as calls:
+                print("health", status, file=calls)
+            self.send_response(status)
             self.end_headers()
         log_message = lambda *_: None
     server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
@@ -276,6 +280,8 @@ elif kind == "vllm":
         sys.exit()
     server.serve_forever()
 elif kind == "accelerate":
+    if os.environ.get("STAND_IN_TRAINER") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if "STAND_IN_TRAINER" in os.environ:
         sys.exit(int(os.environ["STAND_IN_TRAINER"]))
     subprocess.Popen(SLEEP, start_new_session=True)  # a worker
@@ -399,14 +405,15 @@ def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, r
     assert not launch.sync_dir().exists()
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_the_exit_code_is_the_trainers(tmp_path, recipe, status):
-    launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=str(status))
+@pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
+def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
+    launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=trainer, STAND_IN_SERVER="loads")
     code, output = launch.end()
     assert code == status, output
     assert launch.living() == []
-    calls = [c for c in launch.calls.read_text().splitlines() if c.startswith(("plan", "vllm", "accelerate"))]
-    assert [call.split()[0] for call in calls] == ["plan", "vllm", "accelerate"]
+    calls = launch.calls.read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["plan", "vllm", "health", "health", "accelerate"]
+    assert calls[2:4] == ["health 503", "health 200"]
     assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
     arguments, sync_dir = calls[-1].rsplit(" --weight_sync_dir ", 1)
     assert arguments.endswith(f"--max_steps 2 --vllm_server_port {launch.port}") and not Path(sync_dir).exists()
@@ -466,6 +473,51 @@ def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe
     assert done.returncode != 0 and message in done.stderr
     assert "starting" not in done.stdout
     assert not (Path(recipe).parent / "run" / "vllm_server.log").exists()
+
+
+GPU_PLAN = {
+    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": "2",
+    "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
+    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True,
+}  # fmt: skip
+
+
+def test_the_commands_for_gpus(monkeypatch, capsys):
+    for name in ("ACCELERATE_CONFIG", "TRAINER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ARGS", "--seed 3")
+    command, environment = train.server_command("py", GPU_PLAN, 8001)
+    assert command == (
+        "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
+        "bfloat16 --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm --trust-remote-code "
+        "--weight-transfer-config"
+    ).split() + ['{"backend": "nccl"}', "--seed", "3"]
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    assert "--weight-transfer-config" not in train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1)[0]
+
+    begin = "py -m accelerate.commands.launch --num_processes"
+    command, environment = train.trainer_command("py", GPU_PLAN, ["--config", "r"])
+    assert " ".join(command) == (
+        f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --main_process_port 0 "
+        "mt_grpo_trainer.py --config r --dtype float32"
+    )
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
+    command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
+    assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
+    command, _ = train.trainer_command("py", GPU_PLAN | {"num_processes": 1, "trainer_gpus": "0"}, [])
+    assert " ".join(command) == (
+        f"{begin} 1 --num_machines 1 --mixed_precision no --dynamo_backend no mt_grpo_trainer.py --dtype float32"
+    )
+
+
+def test_a_missing_interpreter_is_reported():
+    done = subprocess.run(["bash", "scripts/train.sh", "recipe"], cwd=ROOT, text=True, capture_output=True,
+                          env={**os.environ, "PYTHON": "/nowhere/python"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train: error: /nowhere/python is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n"
+    )
 
 
 def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):
