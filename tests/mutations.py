@@ -960,6 +960,43 @@ STOPPING_AND_RESUMING: list[Mutation] = [
         "tests/test_checkpoints.py::test_half_of_a_line_does_not_stay",
     ),
 ]
+KEEPER, LAUNCHER = "scripts/keeper.py", "scripts/train.py"
+KILLED_LAUNCH = "tests/test_scripts.py::test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden"
+KEEPER_LOST = "tests/test_scripts.py::test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores"
+ODD_LOCK = "tests/test_scripts.py::test_a_port_with_an_odd_lock_file_is_passed_over"
+
+STOPPING_AND_RESUMING: list[Mutation] = [
+    Mutation("keeper: sessions are not looked at", KEEPER,
+             "if {os.getsid(process.pid), os.getpgid(process.pid)} & sessions:", "if False:", KILLED_LAUNCH),
+    Mutation("keeper: the mark is not looked at", KEEPER,
+             "return process.environ().get(MARK) == mark", "return False", KILLED_LAUNCH),
+    Mutation("keeper: nothing is killed", KEEPER, 'send("kill", left)', "pass", KILLED_LAUNCH),
+    Mutation("keeper: the folder of weights is left", KEEPER,
+             "shutil.rmtree(folder, ignore_errors=True)", "pass", KILLED_LAUNCH),
+    Mutation("launcher: signals reach the keeper", LAUNCHER,
+             "signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)", "signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+             KEEPER_LOST),
+    Mutation("launcher: a hang-up ends it under nohup", LAUNCHER,
+             "if signal.getsignal(number) is not signal.SIG_IGN:", "if True:", KEEPER_LOST),
+    Mutation("launcher: nothing is ended without a keeper", LAUNCHER,
+             "if self.keeper.wait():", "if self.keeper.wait() is None:", KEEPER_LOST),
+    Mutation("launcher: the keeper is told of no process", LAUNCHER,
+             'self.tell(f"process {name} {process.pid}")', "pass",
+             "tests/test_scripts.py::test_a_stop_during_the_checks_ends_them"),
+    Mutation("launcher: any answer is a healthy server", LAUNCHER,
+             'return b" 200 " in connection.recv(64)', "return bool(connection.recv(64))",
+             "tests/test_scripts.py::test_the_exit_code_is_the_trainers"),
+    Mutation("launcher: the server listens everywhere", LAUNCHER,
+             'plan["model"], "--host", "127.0.0.1",', 'plan["model"], "--host", "0.0.0.0",',
+             "tests/test_scripts.py::test_the_commands_for_gpus"),
+    Mutation("port lock: a link is followed", LAUNCHER, " | os.O_NOFOLLOW", "", ODD_LOCK),
+    Mutation("port lock: a FIFO is locked", LAUNCHER, "stat.S_ISREG(status.st_mode) and ", "", ODD_LOCK),
+    Mutation("port lock: the file is emptied", LAUNCHER,
+             "os.O_RDWR | os.O_CREAT |", "os.O_RDWR | os.O_CREAT | os.O_TRUNC |",
+             "tests/test_scripts.py::test_a_lock_is_its_owners_alone_and_lasts"),
+    Mutation("port lock: a port in use is taken", LAUNCHER,
+             "            if is_free(port):", "            if True:", ODD_LOCK),
+]  # fmt: skip
 
 MUTATIONS = [
     *REWARDS_AND_CREDIT, *SERVER_AND_WEIGHTS, *CONVERSATION_AND_TOOLS, *CONFIGURATION_AND_DATA,

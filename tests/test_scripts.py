@@ -3,14 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import evaluate as ev
+import launch_plan
+import psutil
 import pytest
-import train_plan
+import train
+from bench_common import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -178,19 +183,16 @@ def test_setup_refuses_unknown_options():
 
 def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
-    plan = train_plan.make_plan(recipe, [])
+    plan = launch_plan.make_plan(recipe, [])
     assert plan["starts_server"] and plan["num_processes"] == 2
     assert (plan["dtype"], plan["trainer_gpus"], plan["server_gpus"]) == ("float32", "", "")
     assert 96 < plan["max_model_len"] < 1024
-    with train_plan.socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        plan = train_plan.make_plan(recipe, ["--vllm_server_port", str(port)])
-        assert plan["wanted_port"] == port != plan["port"]
+    assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
 
 
 def test_a_server_elsewhere_or_none_is_not_started(recipe):
-    assert not train_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
-    plan = train_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
+    assert not launch_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
+    plan = launch_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
     assert (plan["uses_server"], plan["num_processes"]) == (0, 1)
 
 
@@ -205,7 +207,7 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
 def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
     with pytest.raises(ValueError, match=message):
-        train_plan.make_plan(recipe, arguments)
+        launch_plan.make_plan(recipe, arguments)
 
 
 def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
@@ -213,12 +215,13 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     copy = tmp_path / "my_idea.py"
     text = (ROOT / "mt_grpo_trainer.py").read_text()
     copy.write_text(text.replace('"credit_assignment": ("outcome",', '"credit_assignment": ("best_turn", "outcome",'))
-    command = [sys.executable, ROOT / "scripts/train_plan.py", "--config", recipe, "--credit_assignment", "best_turn"]
+    command = [sys.executable, ROOT / "scripts/launch_plan.py", "--config", recipe, "--credit_assignment", "best_turn"]
     done = {
         name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         for name, environment in {"copy": {"TRAINER": str(copy)}, "original": {}}.items()
     }
-    assert done["copy"].returncode == 0 and "starts_server=1" in done["copy"].stdout, done["copy"].stderr[-2000:]
+    assert done["copy"].returncode == 0, done["copy"].stderr[-2000:]
+    assert json.loads(done["copy"].stdout)["starts_server"]
     assert done["original"].returncode and "credit_assignment='best_turn'" in done["original"].stderr
     launch = Launch(tmp_path, recipe, TRAINER=os.path.relpath(copy, "/"), STAND_IN_TRAINER="0")
     assert launch.end()[0] == 0
@@ -232,32 +235,60 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
 
 def test_a_server_needs_a_gpu_of_its_own():
     with pytest.raises(ValueError, match="colocate"):
-        train_plan.share_gpus(["0"], starts_server=True)
+        launch_plan.share_gpus(["0"], starts_server=True)
 
 
 STAND_IN = f"""#!{sys.executable}
-import os, subprocess, sys, time
-kind = "plan" if "train_plan" in sys.argv[1] else "health" if sys.argv[1] == "-c" else sys.argv[2].split(".")[0]
-with open(os.environ["STAND_IN_LOG"], "a") as log:
-    print(kind, *sys.argv[1:], file=log)
-if kind == "health":
-    sys.exit("up" not in os.listdir(os.environ["STAND_IN_OUT"]))
-elif kind == "plan":
-    print("starts_server=1 uses_server=1 output_dir=" + os.environ["STAND_IN_OUT"], "num_processes=2 trainer_gpus=''")
-    print("server_gpus='' deepspeed=0 model=m revision=main trust_remote_code=0 wanted_port=1 port=2 max_model_len=99")
-    print("dtype=float32 weight_sync=auto weight_sync_dir='' float32_for_ddp=0")
+import http.server, json, os, signal, subprocess, sys, threading, time
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+DEAF = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+if sys.argv[1].endswith("/train.py"):
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+kind = "plan" if "launch_plan" in sys.argv[1] else sys.argv[2].split(".")[0]
+out, log = os.environ["STAND_IN_OUT"], os.environ["STAND_IN_LOG"]
+with open(log, "a") as calls:
+    print(kind, *sys.argv[1:], file=calls)
+if kind == "plan":
+    if os.environ.get("STAND_IN_PLAN") == "hangs":
+        time.sleep(600)
+    print(json.dumps({{"starts_server": True, "uses_server": True, "output_dir": out, "num_processes": 2,
+        "trainer_gpus": "", "server_gpus": "", "deepspeed": False, "model": "m", "revision": "main",
+        "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
+        "dtype": "float32", "weight_sync": "auto", "weight_sync_dir": "", "float32_for_ddp": False}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
     if os.environ.get("STAND_IN_SERVER") == "dies":
         sys.exit("no memory left")
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # an engine
-    first = not os.path.exists(os.environ["STAND_IN_OUT"] + "/up")
-    open(os.environ["STAND_IN_OUT"] + "/up", "w").close()
-    time.sleep(1 if first and os.environ.get("STAND_IN_SERVER") == "dies once" else 600)
+    engine = subprocess.Popen(SLEEP)
+    if os.environ.get("STAND_IN_DEAF"):  # its title is written over its environment, as by setproctitle
+        with open(out + "/deaf", "a") as deaf:
+            print(subprocess.Popen(DEAF, env={{}}).pid, file=deaf)
+    class Health(http.server.BaseHTTPRequestHandler):
+        answers = [503, 200] if os.environ.get("STAND_IN_SERVER") == "loads" else [200]
+        def do_GET(self):
+            status = self.answers.pop(0) if self.path == "/health" and self.answers else 404
+            with open(log, "a") as calls:
+                print("health", status, file=calls)
+            self.send_response(status)
+            self.end_headers()
+        log_message = lambda *_: None
+    server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
+    if os.environ.get("STAND_IN_SERVER") == "dies once" and open(log).read().count("vllm -m") == 1:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        while "accelerate" not in open(log).read():
+            time.sleep(0.1)
+        sys.exit()
+    server.serve_forever()
 elif kind == "accelerate":
+    if os.environ.get("STAND_IN_TRAINER") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if "STAND_IN_TRAINER" in os.environ:
         sys.exit(int(os.environ["STAND_IN_TRAINER"]))
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)  # a worker
+    subprocess.Popen(SLEEP, start_new_session=True)  # a worker
+    if os.environ.get("STAND_IN_DEAF"):  # a worker whose parent is gone
+        code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True).pid)"
+        with open(out + "/deaf", "a") as deaf:
+            subprocess.run([sys.executable, "-c", code, *DEAF], stdout=deaf)
     print("training", flush=True)
     time.sleep(600)
 """
@@ -266,20 +297,24 @@ elif kind == "accelerate":
 class Launch:
     """scripts/train.sh with stand-ins that sleep for the plan, the server and the trainer."""
 
-    def __init__(self, folder, recipe, **environment):
+    def __init__(self, folder, recipe, ignored=(), **environment):
         stand_in = folder / "python"
         stand_in.write_text(STAND_IN)
         stand_in.chmod(0o755)
         self.calls, self.mark = folder / "calls.log", f"mt-grpo-test-{folder}"
+        self.port = int(environment.get("STAND_IN_PORT") or free_port())
         environment = {"PYTHON": str(stand_in), "STAND_IN_LOG": str(self.calls), "STAND_IN_OUT": str(folder),
-                       "STAND_IN_MARK": self.mark, **environment}  # fmt: skip
+                       "STAND_IN_PORT": str(self.port), "STAND_IN_MARK": self.mark, **environment}  # fmt: skip
         self.process = subprocess.Popen(
             ["bash", str(ROOT / "scripts/train.sh"), recipe, "--max_steps", "2"], cwd="/", text=True,
             env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
-            # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP, which bash then
-            # cannot trap.
-            preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in (signal.SIGINT, signal.SIGHUP)],
+            # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP, which the
+            # launcher then ignores too.
+            preexec_fn=lambda: [
+                signal.signal(s, signal.SIG_IGN if s in ignored else signal.SIG_DFL)
+                for s in (signal.SIGINT, signal.SIGHUP)
+            ],
         )  # fmt: skip
 
     def wait_for(self, text):
@@ -300,6 +335,15 @@ class Launch:
                 continue
         return found
 
+    def sync_dir(self):
+        return Path(self.calls.read_text().split("--weight_sync_dir ")[1].split()[0])
+
+    def wait_until_nothing_lives(self):
+        deadline = time.monotonic() + 20
+        while self.living() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.living() == []
+
     def end(self):
         output, _ = self.process.communicate(timeout=120)
         return self.process.returncode, output
@@ -315,23 +359,64 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, sent, status):
     assert len(launch.living()) >= 5  # the script, server, engine, trainer, worker
     launch.process.send_signal(sent)
     assert launch.end()[0] == status
-    deadline = time.monotonic() + 20
-    while launch.living() and time.monotonic() < deadline:
+    launch.wait_until_nothing_lives()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe):
+    """Two are deaf to SIGTERM: one without the environment, one without its parent and in a session of its own."""
+    launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
+    launch.wait_for("training\n")
+    deaf = [psutil.Process(int(pid)) for pid in (tmp_path / "deaf").read_text().split()]
+    assert len(deaf) == 2 and launch.sync_dir().is_dir()
+    time.sleep(1)  # until both ignore SIGTERM
+    launch.process.kill()
+    assert launch.end() == (-9, "train: stopping the server and the trainer\n")
+    launch.wait_until_nothing_lives()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in deaf)
+    assert not launch.sync_dir().exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.parametrize("sent, status", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stop_during_the_checks_ends_them(tmp_path, recipe, sent, status):
+    launch = Launch(tmp_path, recipe, STAND_IN_PLAN="hangs")
+    while not launch.calls.exists() and launch.process.poll() is None:
         time.sleep(0.1)
-    assert launch.living() == []
+    launch.process.send_signal(sent)
+    code, output = launch.end()
+    assert (code, output.splitlines()[-1]) == (status, "train: stopping the checks")
+    launch.wait_until_nothing_lives()
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_the_exit_code_is_the_trainers(tmp_path, recipe, status):
-    launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=str(status))
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, recipe):
+    launch = Launch(tmp_path, recipe, ignored=[signal.SIGHUP])
+    launch.wait_for("training\n")
+    (keeper,) = [p for p in psutil.Process(launch.process.pid).children() if "keeper.py" in " ".join(p.cmdline())]
+    keeper.terminate()  # it is deaf to that
+    launch.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert launch.process.poll() is None and keeper.status() != psutil.STATUS_ZOMBIE
+    assert psutil.Process(launch.process.pid).memory_info().rss < 40 * 2**20  # neither torch nor the trainer
+    keeper.kill()
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    assert not launch.sync_dir().exists()
+
+
+@pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
+def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
+    launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=trainer, STAND_IN_SERVER="loads")
     code, output = launch.end()
     assert code == status, output
     assert launch.living() == []
-    calls = [c for c in launch.calls.read_text().splitlines() if c.startswith(("plan", "vllm", "accelerate"))]
-    assert [call.split()[0] for call in calls] == ["plan", "vllm", "accelerate"]
-    assert "--logprobs-mode processed_logprobs" in calls[1] and "--port 2 " in calls[1]
+    calls = launch.calls.read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["plan", "vllm", "health", "health", "accelerate"]
+    assert calls[2:4] == ["health 503", "health 200"]
+    assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
     arguments, sync_dir = calls[-1].rsplit(" --weight_sync_dir ", 1)
-    assert arguments.endswith("--max_steps 2 --vllm_server_port 2") and not Path(sync_dir).exists()
+    assert arguments.endswith(f"--max_steps 2 --vllm_server_port {launch.port}") and not Path(sync_dir).exists()
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n"
 
 
@@ -361,11 +446,11 @@ def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
 
 
 def test_two_launches_take_two_ports(tmp_path, recipe):
-    """Both are told by their plans that port 2 is free."""
-    launches = []
+    """Both want the same one."""
+    launches, port = [], str(free_port())
     for name in "ab":
         (tmp_path / name).mkdir()
-        launches.append(Launch(tmp_path / name, recipe))
+        launches.append(Launch(tmp_path / name, recipe, STAND_IN_PORT=port))
     for launch in launches:
         launch.wait_for("training\n")
     ports = [launch.calls.read_text().split("--port ")[1].split()[0] for launch in launches]
@@ -388,3 +473,100 @@ def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe
     assert done.returncode != 0 and message in done.stderr
     assert "starting" not in done.stdout
     assert not (Path(recipe).parent / "run" / "vllm_server.log").exists()
+
+
+GPU_PLAN = {
+    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": "2",
+    "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
+    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True,
+}  # fmt: skip
+
+
+def test_the_commands_for_gpus(monkeypatch, capsys):
+    for name in ("ACCELERATE_CONFIG", "TRAINER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ARGS", "--seed 3")
+    command, environment = train.server_command("py", GPU_PLAN, 8001)
+    assert command == (
+        "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
+        "bfloat16 --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm --trust-remote-code "
+        "--weight-transfer-config"
+    ).split() + ['{"backend": "nccl"}', "--seed", "3"]
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    assert "--weight-transfer-config" not in train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1)[0]
+
+    begin = "py -m accelerate.commands.launch --num_processes"
+    command, environment = train.trainer_command("py", GPU_PLAN, ["--config", "r"])
+    assert " ".join(command) == (
+        f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --main_process_port 0 "
+        "mt_grpo_trainer.py --config r --dtype float32"
+    )
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
+    command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
+    assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
+    command, _ = train.trainer_command("py", GPU_PLAN | {"num_processes": 1, "trainer_gpus": "0"}, [])
+    assert " ".join(command) == (
+        f"{begin} 1 --num_machines 1 --mixed_precision no --dynamo_backend no mt_grpo_trainer.py --dtype float32"
+    )
+
+
+def test_a_missing_interpreter_is_reported():
+    done = subprocess.run(["bash", "scripts/train.sh", "recipe"], cwd=ROOT, text=True, capture_output=True,
+                          env={**os.environ, "PYTHON": "/nowhere/python"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train: error: /nowhere/python is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n"
+    )
+
+
+def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):
+    assert Launch(tmp_path, recipe, STOP_TIMEOUT="1 min").end() == (
+        2,
+        "train: error: STOP_TIMEOUT='1 min': expected a whole number, 0 or more\n",
+    )
+
+
+@pytest.mark.parametrize("odd", ["link", "fifo", "folder", "another user's", "listener"])
+def test_a_port_with_an_odd_lock_file_is_passed_over(tmp_path, monkeypatch, odd):
+    """The temporary directory is everybody's: nothing there is followed, changed or waited for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    port, victim = free_port(), tmp_path / "victim"
+    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{port}.lock"
+    victim.write_text("content")
+    if odd == "link":
+        path.symlink_to(victim)
+    elif odd == "fifo":
+        os.mkfifo(path)
+    elif odd == "folder":
+        path.mkdir()
+    elif odd == "another user's":
+        if os.getuid():
+            pytest.skip("needs root, to give a file away")
+        path.write_text("content")
+        os.chown(path, 65534, 65534)
+    with socket.socket() as listener:
+        if odd == "listener":
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        chosen, lock = train.lock_port(port)
+    os.close(lock)
+    assert chosen > port and (tmp_path / f"mt-grpo-{os.getuid()}-port-{chosen}.lock").is_file()
+    assert victim.read_text() == "content"
+    if odd == "another user's":
+        assert path.read_text() == "content"
+
+
+def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, lock = train.lock_port(free_port())
+    second, other = train.lock_port(first)
+    assert second > first
+    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{first}.lock"
+    assert path.stat().st_mode & 0o777 == 0o600 and not os.get_inheritable(lock)
+    os.close(lock)
+    path.write_text("a note of its owner")
+    again, lock = train.lock_port(first)
+    assert again == first and path.read_text() == "a note of its owner"
+    os.close(lock)
+    os.close(other)

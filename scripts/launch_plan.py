@@ -1,15 +1,13 @@
-"""What `scripts/train.sh` has to start for a recipe, found out and checked before anything is started.
+"""What `scripts/train.py` has to start for a recipe, found out and checked before anything is started.
 
-    python scripts/train_plan.py --config RECIPE [trainer arguments...]
+    python scripts/launch_plan.py --config RECIPE [trainer arguments...]
 
-Prints shell assignments. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
+Prints JSON. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
 """
 
-import contextlib
 import importlib.util
+import json
 import os
-import shlex
-import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -46,16 +44,6 @@ def share_gpus(gpus: list[str], starts_server: bool) -> tuple[list[str], list[st
             "visible. Expected two or more. With one, add: --vllm_mode colocate"
         )
     return gpus[:-1], gpus[-1:]
-
-
-def free_port(wanted: int) -> int:
-    """`wanted` if nothing listens there, else a free port."""
-    for port in (wanted, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
-    raise ValueError("No free port was found on 127.0.0.1.")
 
 
 def check_for_processes(argv: list[str], num_processes: int) -> None:
@@ -122,20 +110,19 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     with mt.output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
         pass
     plan = {
-        "starts_server": int(starts_server), "uses_server": int(uses_server), "output_dir": args.output_dir,
+        "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
-        "server_gpus": ",".join(servers), "deepspeed": int(importlib.util.find_spec("deepspeed") is not None),
+        "server_gpus": ",".join(servers), "deepspeed": importlib.util.find_spec("deepspeed") is not None,
     }  # fmt: skip
     # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
     dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
-    plan["float32_for_ddp"] = int(bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given)
+    plan["float32_for_ddp"] = bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given
     if starts_server:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
-        port = free_port(args.vllm_server_port)
         plan |= {
             "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
-            "trust_remote_code": int(args.trust_remote_code), "wanted_port": args.vllm_server_port, "port": port,
+            "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
             "max_model_len": server_context(script_args, args, model_args),
             "dtype": server_dtype(args, model_args) if servers else "float32", "weight_sync": args.weight_sync,
             "weight_sync_dir": args.weight_sync_dir or "",
@@ -146,12 +133,13 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) < 3 or sys.argv[1] != "--config":
         sys.exit(f"error: expected --config RECIPE, got {sys.argv[1:]}")
+    output = os.dup(1)  # for the plan alone: what tools and libraries print goes to standard error
+    os.dup2(2, 1)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the shell alone
-            plan = make_plan(sys.argv[2], sys.argv[3:])
+        plan = make_plan(sys.argv[2], sys.argv[3:])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print("\n".join(f"{key}={shlex.quote(str(value))}" for key, value in plan.items()))
+    os.write(output, json.dumps(plan).encode())
 
 
 if __name__ == "__main__":
