@@ -61,7 +61,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -572,6 +572,9 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
             "include_stop_str_in_output"}  # fmt: skip
     known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
              "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
+    for key in args.chat_template_kwargs or {}:
+        if not isinstance(key, str) or key in ("conversation", "tokenize", "add_generation_prompt", "return_dict"):
+            raise ValueError(f"chat_template_kwargs: {key!r} is set by the conversation, or no text. Remove it.")
     for key, value in (args.generation_kwargs or {}).items():
         if key in ours:
             raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
@@ -605,9 +608,11 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return isinstance(value, (str, expected))
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
-    return True  # enumerations and the like: the dataclass itself converts and refuses them
+    return True  # classes of settings: the dataclass itself converts and refuses them
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -671,7 +676,8 @@ def read_recipe(path: str) -> dict[str, Any]:
             raise ValueError(unknown_key(key, f"in {path}", known))
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
-            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.")
+            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
         choices = CHOICES.get(key) or choices_of(key)
         if choices and value not in (*choices, default_of(key)):
             raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(choices)}.")
@@ -2240,7 +2246,7 @@ class MultiTurnToolEnv:
     def _fill_in(self, system_prompt: str) -> str:
         try:
             return system_prompt.format(tool_descriptions=describe_tools(self.tools))
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
                 "Write literal braces twice: {{ and }}."
