@@ -40,6 +40,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -63,11 +64,12 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jinja2
 import numpy
 import requests
 import torch
@@ -78,6 +80,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.data import Sampler
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_callback import TrainerState
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
@@ -181,9 +184,14 @@ class MTGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        check_ranges(self)
+        check_mappings(self)
+        if self.output_dir == "":
+            raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")
         check_batch_arithmetic(self)
         super().__post_init__()
         check_config(self)
+        self.output_dir, self.weight_sync_dir = absolute(self.output_dir), absolute(self.weight_sync_dir)
         self.resume_from_checkpoint = checkpoint_to_resume(self.resume_from_checkpoint, self.output_dir)
 
 
@@ -196,6 +204,45 @@ CHOICES = {
     "vllm_mode": ("server", "colocate"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+
+# The values that each number may have, as an interval: `[` includes the bound, `(` does not, and infinity is never
+# included. NaN is in no interval. A default is always allowed: `max_steps: -1` means whole epochs, -5 means nothing.
+RANGES = {
+    key: interval
+    for interval, keys in {
+        "(-inf, inf)": ("turn_reward_weights", "outcome_reward_weights", "presence_penalty", "frequency_penalty"),
+        "[0, inf)": (
+            "learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "turn_advantage_coef", "top_k",
+            "min_tokens", "max_env_steps", "weight_check_every", "log_rollouts", "dataloader_num_workers",
+            "num_completions_to_print", "eval_delay", "neftune_noise_alpha", "router_aux_loss_coef", "epsilon",
+            "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "entropy_coef",
+            "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+            "vllm_importance_sampling_clip_min", "off_policy_mask_threshold",
+        ),
+        "(0, inf)": (
+            "temperature", "repetition_penalty", "tool_timeout", "reward_timeout", "vllm_server_timeout",
+            "vllm_request_timeout", "num_train_epochs", "logging_steps", "save_steps", "eval_steps", "adam_epsilon",
+            "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_cap",
+        ),
+        "[1, inf)": (
+            "max_steps", "num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size",
+            "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation", "num_generations_eval",
+            "max_completion_length", "max_turn_tokens", "max_concurrent_tools", "dataset_size", "eval_dataset_size",
+            "pad_to_multiple_of", "torch_empty_cache_steps", "eval_accumulation_steps", "save_total_limit",
+            "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout", "ref_model_sync_steps", "lora_r",
+            "lora_alpha", "vllm_max_model_length", "vllm_tensor_parallel_size",
+        ),
+        "[2, inf)": ("num_generations",),
+        "[10, inf)": ("max_tool_response_tokens",),
+        "[0, 1]": ("min_p", "turn_discount", "ref_model_mixup_alpha", "top_entropy_quantile"),
+        "(0, 1]": ("top_p", "vllm_gpu_memory_utilization"),
+        "[0, 1)": ("adam_beta1", "adam_beta2", "lora_dropout"),
+        "[1, 65535]": ("vllm_server_port", "vllm_group_port"),
+        "[0, 4294967295]": ("seed",),
+    }.items()
+    for key in keys
+}  # fmt: skip
 
 # TRL settings that have no effect, or another meaning, in a multi-turn rollout: refused, so that no recipe holds a
 # line that nothing reads. Key -> (why, what to do).
@@ -252,20 +299,117 @@ def backend_of(args: GRPOConfig) -> str:
     return args.vllm_mode if args.use_vllm else "transformers"
 
 
+def field_of(key: str) -> dataclasses.Field:
+    """Where a recipe key is declared, whichever dataclass does it."""
+    return next(
+        cls.__dataclass_fields__[key]
+        for cls in (MTGRPOConfig, MTGRPOScriptArguments, ModelConfig)
+        if key in cls.__dataclass_fields__
+    )
+
+
 def default_of(key: str) -> Any:
-    """A recipe key's default, whichever dataclass declares it."""
-    for cls in (MTGRPOConfig, MTGRPOScriptArguments, ModelConfig):
-        for f in dataclasses.fields(cls):
-            if f.name == key:
-                return f.default_factory() if f.default is dataclasses.MISSING else f.default
-    raise KeyError(key)
+    f = field_of(key)
+    return f.default_factory() if f.default is dataclasses.MISSING else f.default
+
+
+def choices_of(key: str) -> list:
+    """What TRL and transformers let the command line choose from; nothing holds a recipe to it."""
+    return field_of(key).metadata.get("choices") or []
+
+
+def absolute(path: str | None) -> str | None:
+    """The same file for the whole run, whatever a tool or a reward does to the working directory."""
+    return path and os.path.abspath(os.path.expanduser(path))
+
+
+def in_range(value: Any, interval: str) -> bool:
+    """Whether a number, or text that means one, is in an interval of `RANGES`.
+
+    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range(math.nan, "(-inf, inf)")
+    (True, False, True, False)
+    """
+    low, high = map(float, interval[1:-1].split(", "))
+    number = float(value)
+    at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+    return low < number < high or at_a_bound
+
+
+def range_text(interval: str) -> str:
+    """An interval of `RANGES` in words.
+
+    >>> range_text("[0, inf)"), range_text("(0, 1]"), range_text("(-inf, inf)")
+    ('a finite number of at least 0', 'a finite number above 0, at most 1', 'a finite number')
+    """
+    low, high = interval[1:-1].split(", ")
+    words = [] if low == "-inf" else [f"{'of at least' if interval[0] == '[' else 'above'} {low}"]
+    words += [] if high == "inf" else [f"{'at most' if interval[-1] == ']' else 'below'} {high}"]
+    return " ".join(["a finite number", ", ".join(words)]).strip()
+
+
+def check_ranges(config: Any) -> None:
+    """Raise `ValueError` for a number of a dataclass of settings that is not in its interval of `RANGES`."""
+    for key in RANGES.keys() & vars(config).keys():
+        value = getattr(config, key)
+        if value is None or value == default_of(key):
+            continue
+        if not fits_type(value, known_keys()[key], from_yaml=True):
+            raise ValueError(f"{key}={value!r} is {type(value).__name__}, expected {range_text(RANGES[key])}.")
+        if key == "pad_to_multiple_of" and isinstance(value, str) and not value.isdigit():
+            if value.lower() in ("none", "null"):
+                continue
+            raise ValueError(f"pad_to_multiple_of={value!r}, expected auto, none or {range_text(RANGES[key])}.")
+        for number in value if isinstance(value, list) else [value]:
+            if not in_range(number, RANGES[key]):
+                raise ValueError(f"{key}={value!r}, expected {range_text(RANGES[key])}.")
+
+
+def check_mappings(args: GRPOConfig) -> None:
+    """Raise `ValueError` with the key's name for a mapping that is neither one, nor JSON, nor a file of it."""
+    for key in args._VALID_DICT_FIELDS:
+        value = getattr(args, key)
+        if not isinstance(value, str):
+            continue
+        by_path = key in ("accelerator_config", "fsdp_config", "deepspeed") and not value.startswith("{")
+        if by_path and not os.path.isfile(value):
+            raise ValueError(f"{key}={value!r} is not a file. Expected a JSON file or a mapping.")
+        try:
+            mapping = json.loads(Path(value).read_bytes() if by_path else value)
+        except ValueError as error:
+            raise ValueError(f"{key}={value!r} is not JSON ({error}). Expected a mapping.") from None
+        if not isinstance(mapping, dict):
+            raise ValueError(f"{key}={value!r} is {type(mapping).__name__}, expected a mapping.")
+
+
+def check_report_to(names: list[str]) -> None:
+    """Raise `ValueError` for a logger that transformers does not know, or whose package is not installed."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to: {name!r} is not known. Expected none, or some of: {known}.")
+        if name not in (*available, "azure_ml", "flyte"):  # transformers lists these two nowhere or not always
+            raise ValueError(
+                f"report_to: the package of {name!r} is not installed. Run `pip install {name}`, or remove it."
+            )
+
+
+def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
+    """Raise `ValueError` where the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training data has {num_prompts} prompts, but one batch of rollouts needs {needed} "
+            f"({args.generation_batch_size} rollouts / num_generations={args.num_generations}), so that no step would "
+            f"be taken. Set dataset_size to {needed} or more, or lower per_device_train_batch_size or "
+            "gradient_accumulation_steps."
+        )
 
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
     """Raise `ValueError` with the nearest valid values where `num_generations` does not divide the batch."""
-    for key, least in (("num_generations", 2), ("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1)):
-        if not isinstance(getattr(args, key), int) or getattr(args, key) < least:
-            raise ValueError(f"{key}={getattr(args, key)!r}, expected a whole number of at least {least}.")
+    if args.num_generations is None:
+        raise ValueError("num_generations is None. Expected the number of rollouts per prompt, such as 8.")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     per_step = args.per_device_train_batch_size * world_size
     steps = args.steps_per_generation or args.gradient_accumulation_steps
@@ -308,27 +452,8 @@ def check_config(args: MTGRPOConfig) -> None:
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
-    positive = ("max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "tool_timeout",
-                "max_concurrent_tools", "reward_timeout", "temperature", "vllm_server_timeout",
-                "vllm_request_timeout")  # fmt: skip
-    for key in positive:
-        value = getattr(args, key)
-        if value is not None and not value > 0:  # nor NaN
-            raise ValueError(f"{key}={value} must be above 0.")
-    if args.max_tool_response_tokens < 10:
-        raise ValueError(f"max_tool_response_tokens={args.max_tool_response_tokens}, expected at least 10.")
-    for key in ("max_env_steps", "weight_check_every", "log_rollouts"):
-        if getattr(args, key) < 0:
-            raise ValueError(f"{key}={getattr(args, key)} must be 0 or more.")
-    for key in ("learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "turn_advantage_coef"):
-        value = getattr(args, key)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ValueError(f"{key}={value}, expected a finite number of at least 0.")
-    for key in ("top_p", "min_p", "turn_discount"):
-        value = getattr(args, key)
-        if value is not None and not (0 <= value <= 1 and (value > 0 or key != "top_p")):
-            raise ValueError(f"{key}={value}, expected a share from 0 to 1.")
     check_generation_kwargs(args, backend)
+    check_report_to(args.report_to)
     check_save_points(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
@@ -400,7 +525,7 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
     if whole and newest != whole[0]:
         logger.warning(f"{newest} is the newest checkpoint, written after {whole[0]}.")
-    found = newest if str(wanted).lower() in ("last", "true") else Path(wanted)
+    found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
     if found is None or not (found / "trainer_state.json").is_file():
         raise ValueError(
             f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
@@ -601,11 +726,16 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
             "include_stop_str_in_output"}  # fmt: skip
     known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
              "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
-    for key in args.generation_kwargs or {}:
+    for key in args.chat_template_kwargs or {}:
+        if not isinstance(key, str) or key in ("conversation", "tokenize", "add_generation_prompt", "return_dict"):
+            raise ValueError(f"chat_template_kwargs: {key!r} is set by the conversation, or no text. Remove it.")
+    for key, value in (args.generation_kwargs or {}).items():
         if key in ours:
             raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
         if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
             raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
+        if key in RANGES and not (fits_type(value, float) and in_range(value, RANGES[key])):
+            raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(RANGES[key])}.")
 
 
 def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
@@ -632,34 +762,79 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return isinstance(value, (str, expected))
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
-    return True  # enumerations and the like: the dataclass itself converts and refuses them
+    return True  # classes of settings: the dataclass itself converts and refuses them
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML's safe loader, which takes the last of two equal keys without a word; this one refuses them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if isinstance(key, collections.abc.Hashable) and lines.setdefault(key, line) != line:
+                raise yaml.YAMLError(
+                    f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
+                )
+        return super().construct_mapping(node, deep)
+
+
+def check_variables(variables: Any, path: str) -> None:
+    """Raise `ValueError` unless the `env` of a recipe can be set as environment variables."""
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"env: {variables!r} in {path} is {type(variables).__name__}, expected lines of `NAME: value`."
+        )
+    for name, value in variables.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
+            raise ValueError(
+                f"env: {name!r} in {path} is no name of an environment variable. Expected text without =."
+            )
+        if not isinstance(value, (str, int, float)) or "\0" in str(value):
+            raise ValueError(f'env: {name}: {value!r} in {path}, expected text or a number (quote what is empty: "").')
+
+
+class RecipeParser(TrlParser):
+    """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
 
 
 def read_recipe(path: str) -> dict[str, Any]:
     """The YAML mapping of a recipe file, every key known and every value of its type. Raises `ValueError`."""
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
     except OSError as error:
         raise ValueError(
             f"The recipe {path!r} cannot be read: {error.strerror}. See hf_recipes/ for examples."
         ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The recipe {path!r} is not UTF-8 text ({error}). Expected lines of `key: value`.") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"The recipe {path!r} is not valid YAML: {error}") from None
+        raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     known = known_keys()
     for key, value in recipe.items():
         if key == "env":
+            check_variables(value, path)
             continue
         if key not in known:
             raise ValueError(unknown_key(key, f"in {path}", known))
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
-            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.")
-        if key in CHOICES and value not in CHOICES[key]:
-            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(CHOICES[key])}.")
+            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
+        choices = CHOICES.get(key) or choices_of(key)
+        if choices and value not in (*choices, default_of(key)):
+            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(choices)}.")
         if key in REFUSED_KEYS and value != default_of(key):
             raise ValueError(f"{key}: {value!r} in {path} is not supported: {REFUSED_KEYS[key]}.")
     return recipe
@@ -685,20 +860,33 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
     if "--config" in argv:
         position = argv.index("--config") + 1
-        if position == len(argv):
+        if argv.count("--config") > 1:
+            raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
+        if position == len(argv) or argv[position].startswith("--") or not argv[position]:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         read_recipe(argv[position])
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
     for key in given:
         if key not in ("config", "help") and key.removeprefix("no_") not in known_keys():
             raise ValueError(unknown_key(key, "on the command line", known_keys()))
+    for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
+        if count > 1:
+            logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
     if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # a recipe's server is then of no use
         address = {"vllm_server_host", "vllm_server_port"} - set(given)
         argv += [f"--{key}={default_of(key)}" for key in address]
-    parser = TrlParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
-    script_args, args, model_args = parser.parse_args_and_config(argv)
+    parser = RecipeParser((MTGRPOScriptArguments, MTGRPOConfig, ModelConfig))
+    try:
+        script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
+        raise ValueError(f"The settings cannot be used: {type(error).__name__}: {error}") from error
+    if rest:
+        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
+    check_ranges(script_args)
+    check_ranges(model_args)
     for key, reason in REFUSED_KEYS.items():
         for parsed in (script_args, model_args):
             if getattr(parsed, key, default_of(key)) != default_of(key):
@@ -708,16 +896,25 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
     ):
         if not model_args.use_peft and getattr(model_args, key) != default_of(key):
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
-    for key in ("dataset_size", "eval_dataset_size"):
-        if getattr(script_args, key) is not None and getattr(script_args, key) < 1:
-            raise ValueError(f"{key}={getattr(script_args, key)}, expected at least 1, or no such line for all rows.")
     for key, value in (
         ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
         ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
     ):  # fmt: skip
         if not value:
             raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
+    make_paths_absolute(script_args, model_args)
     return script_args, args, model_args
+
+
+def make_paths_absolute(script_args: MTGRPOScriptArguments, model_args: ModelConfig) -> None:
+    """Those that a recipe gives from the folder where the run starts; `MTGRPOConfig` does its own."""
+    for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
+        setattr(config, key, absolute(getattr(config, key)))
+    for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # names on the Hub, too
+        if getattr(config, key) not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(getattr(config, key))):
+            setattr(config, key, absolute(getattr(config, key)))
+    if folder := os.environ.get("TENSORBOARD_LOGGING_DIR"):
+        os.environ["TENSORBOARD_LOGGING_DIR"] = absolute(folder)
 
 
 # =====================================================================================================================
@@ -2438,7 +2635,7 @@ class ToolTimeout(Exception):
     """A tool call took longer than it may. Not `TimeoutError`, which a tool may raise for reasons of its own."""
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """What the model reads about a failed tool."""
     try:
         return str(error) or type(error).__name__
@@ -2514,7 +2711,7 @@ class MultiTurnToolEnv:
     def _fill_in(self, system_prompt: str) -> str:
         try:
             return system_prompt.format(tool_descriptions=describe_tools(self.tools))
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
                 "Write literal braces twice: {{ and }}."
@@ -2637,7 +2834,7 @@ class MultiTurnToolEnv:
             return None
         try:
             return self.state_key(turns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
 
     def _context(self, llm: Any) -> float:
@@ -3098,6 +3295,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for split in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
             if split is not None:
                 check_dataset(split, "eval_dataset")
+        check_num_prompts(len(train_dataset), args)
+        for split in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if split is not None:
+                check_reward_columns(turn_funcs + outcome_funcs, split.column_names, "eval_dataset")
+        check_reward_columns(turn_funcs + outcome_funcs, train_dataset.column_names, "train_dataset")
         check_env(args, env)
         env.tokenizer = env.tokenizer or tokenizer
         env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
@@ -3361,7 +3563,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        self._saved, step = {}, None
+        self._saved, step = {}, 0
         self._check_room()
         if resume_from_checkpoint:
             path = Path(resume_from_checkpoint)
@@ -3378,10 +3580,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             if self._flight is not None:
                 self._flight.cancel()
                 self._flight = None
-        if step is not None and step == self.state.global_step:
+        if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "
                 f"{self.state.max_steps}. To train on, set max_steps or num_train_epochs above it."
+            )
+        if self.state.global_step == 0:
+            raise RunError(
+                f"No optimizer step was taken, with {len(self.train_dataset)} prompts: the model is what it was. "
+                f"Expected at least {self.args.generation_batch_size // self.args.num_generations} prompts."
             )
         return result
 
@@ -4039,6 +4246,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> N
 # =====================================================================================================================
 
 
+REWARD_COLUMNS = (  # what a reward function gets beside the data's columns
+    "prompts", "completions", "completion_ids", "rollout_turns", "trainer_state", "log_extra", "log_metric",
+)  # fmt: skip
+
+
 def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
     if not turn_funcs + outcome_funcs:
         raise ValueError(
@@ -4070,6 +4282,21 @@ def own_copy(value: Any) -> Any:
 COPIED = {list, tuple, dict, Turn, ToolCall}
 
 
+def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
+    """Raise `ValueError` where a reward function must get a column that the data does not have, or a name is taken."""
+    columns = [column for column in columns if column != "prompt"]
+    if taken := [column for column in columns if column in REWARD_COLUMNS]:
+        raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
+    for func in funcs:
+        for name, parameter in inspect.signature(func).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and parameter.default is parameter.empty and name not in (*columns, *REWARD_COLUMNS):
+                raise ValueError(
+                    f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
+                    f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."
+                )
+
+
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
     """What each function returns for the batch: async ones at the same time, the others one after another.
 
@@ -4098,6 +4325,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         except Exception as error:
             text = error_text(error)
             hint = " (functions without async run in a thread, for the time limit)" if "thread" in text else ""
+            if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+                hint = f": there is no such column in {', '.join(columns)}"
             raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}") from error
 
     values: list = [None] * len(funcs)
@@ -4147,6 +4376,8 @@ def reward_weights(weights: list[float] | None, funcs: list[Callable], kind: str
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
+    if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
+        raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
     return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
 
@@ -4173,18 +4404,32 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty.")
-    prompt = dataset[0]["prompt"]
-    if not isinstance(prompt, list) or not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-    ):
-        raise ValueError(f"{name}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
+    for i, prompt in enumerate(dataset["prompt"]):
+        check_prompt(prompt, f"{name}, row {i}")
+
+
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise `ValueError` unless a prompt is a list of messages whose roles and contents are text."""
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
+        raise ValueError(f"{where}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
+    for message in prompt:
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(
+                    f"{where}: a prompt must be a list of messages with role and content, which are text, got "
+                    f"{key}: {message.get(key)!r:.100} in {message!r:.200}."
+                )
 
 
 def longest_prompt(env: MultiTurnToolEnv, dataset: Any) -> int:
     """Tokens of the longest prompt, looked for among the 32 with the most characters."""
     prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
     prompts = [env.with_system_prompt(neutralise_prompt(messages, env.tokenizer)) for messages in prompts]
-    return max(len(env.prompt_ids(messages, env.tokenizer)) for messages in prompts)
+    try:
+        return max(len(env.prompt_ids(messages, env.tokenizer)) for messages in prompts)
+    except jinja2.TemplateError as error:
+        roles = sorted({message["role"] for messages in prompts for message in messages})
+        raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
 
 
 def warn_of_control_tokens(env: MultiTurnToolEnv, dataset: Any, name: str) -> None:
@@ -4222,7 +4467,17 @@ def check_env(args: MTGRPOConfig, env: MultiTurnToolEnv) -> None:
 def load_model_config(name: str, args: MTGRPOConfig) -> Any:
     """The configuration of the model that the trainer is going to load."""
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(name, error)) from error
+
+
+def model_error(name: str, error: Exception) -> str:
+    """What to say of a model that is not there, or not whole."""
+    if name.startswith((".", "/", "~")) and not os.path.exists(name):
+        return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
+    return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
 
 
 def check_context(env: MultiTurnToolEnv, model_config: Any, dataset: Any, args: MTGRPOConfig) -> int | None:
@@ -4325,16 +4580,24 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
     """Import a file by path and return the lists with these names (missing ones empty, all missing an error)."""
     if not Path(path).is_file():
         raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
+    if not path.endswith(".py"):
+        raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error}") from error
-    if not any(isinstance(getattr(module, name, None), list) for name in names):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the run without a word
+        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error_text(error)}") from error
+    if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
-    return [getattr(module, name, []) for name in names]
+    lists = [getattr(module, name, []) for name in names]
+    for name, value in zip(names, lists, strict=True):
+        if not isinstance(value, list):
+            raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
+    return lists
 
 
 def module_name(path: str, key: str) -> str:
@@ -4357,6 +4620,7 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
 
     A file may define `CHECK_TOOLS`, a function that raises where its tools cannot work: no data, no server.
     """
+    path = absolute(path)  # processes import it too, later
     (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
     if not tools:
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
@@ -4367,8 +4631,11 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
     try:
         check()
-    except Exception as error:
-        raise ValueError(f"tools_script: the tools of {path!r} do not work: {error_text(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the run without a word
+        text = error_text(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error_text(error)}"
+        raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
     if isolate:
         processes = ToolProcesses(path)
         try:
@@ -4443,22 +4710,52 @@ def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     >>> to_row({"question": "Who?", "answer": {"value": "Ada", "aliases": ["Ada", "Lovelace"]}}, "")["answer"]
     ['Ada', 'Lovelace']
     """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is {row!r:.100}, expected an object with 'question' and 'answer', or 'prompt'.")
     if "prompt" in row:
         prompt = row["prompt"]
-        return {**row, "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}] if prompt.strip() else None
+        if isinstance(prompt, list):
+            prompt = [
+                {**m, "content": plain_content(m.get("content"), where)} if isinstance(m, dict) else m for m in prompt
+            ]
+        check_prompt(prompt, where)
+        return {**row, "prompt": prompt}
     if "question" not in row or "answer" not in row:
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
     answer = row["answer"]
     if isinstance(answer, dict):  # TriviaQA
         if "value" not in answer:
             raise ValueError(f"{where}: answer has {sorted(answer)}, expected 'value' and 'aliases'.")
-        answer = list(dict.fromkeys([answer["value"], *(answer.get("aliases") or [])]))
+        aliases = answer.get("aliases") or []
+        if not fits_type(aliases, list[str]) or not isinstance(answer["value"], str):
+            raise ValueError(
+                f"{where}: answer is {answer!r:.100}, expected text as 'value', a list of it as 'aliases'."
+            )
+        answer = list(dict.fromkeys([answer["value"], *aliases]))
     elif isinstance(answer, str) and "####" in answer:  # GSM8K
         answer = answer.rpartition("####")[2].strip().replace(",", "")
     question = row["question"]
+    if not isinstance(question, str) or not question.strip() or answer is None:
+        key, value = ("answer", answer) if answer is None else ("question", question)
+        raise ValueError(f"{where}: {key} is {value!r:.100}, expected {'one' if key == 'answer' else 'text'}.")
     return {**row, "prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
 
 
+def plain_content(content: Any, where: str) -> Any:
+    """A message's content as text where it is a list of text parts. Raises `ValueError` for an image or the like."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
+            raise ValueError(
+                f"{where}: a message has the part {part!r:.100}. Rollouts are text only: expected text parts."
+            )
+    return "".join(part["text"] for part in content)
+
+
+MOST_GENERATED = 1_000_000  # rows: there are not many more without repeats
 GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
@@ -4479,40 +4776,127 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     Raises:
         ValueError: no such file, a line that is not JSON, missing columns.
     """
+    hub = False
     if name in GENERATED_DATASETS:
+        if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
+            raise ValueError(
+                f"{name}: split {split!r}, size {size}. Expected train or test, at most {MOST_GENERATED} rows."
+            )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
         rows = read_jsonl(path, size)
+    elif Path(name).is_file() or Path(name).suffix in (".csv", ".tsv", ".parquet", ".txt") or name[0] in "/.~":
+        raise ValueError(
+            f"dataset_name: {name!r} {'cannot be read' if Path(name).is_file() else 'does not exist'}. Expected JSON "
+            f"lines (.jsonl, .json), a folder of them, {', '.join(GENERATED_DATASETS)}, or a Hub name."
+        )
     else:
-        hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
-        split = test_split if split == "test" else split
+        hub, rows = True, load_from_hub(name, split, size, config)
+    if config and not hub:
+        raise ValueError(f"dataset_config={config!r} has no effect with dataset_name: {name!r}. Remove it.")
+    if not len(rows):
+        raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
+    return to_dataset([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)], name)
+
+
+def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:
+    """Rows of a dataset of the Hub. Raises `ValueError` with the dataset's name for whatever goes wrong."""
+    hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
+    split = test_split if split == "test" else split
+    try:
         rows = load_dataset(hub_name, config or hub_config, split=split)
-        if name in HUB_DATASETS:  # without TriviaQA's articles, which are most of its size
-            rows = rows.select_columns(["question", "answer"])
-        rows = rows.select(range(min(size, len(rows)))) if size else rows
-    return Dataset.from_list([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)])
+    except Exception as error:  # the network's, the Hub's and the files' errors have no common class
+        known = [] if name in HUB_DATASETS else [*GENERATED_DATASETS, *HUB_DATASETS]
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"dataset_name: {name!r} ({config or hub_config or 'no configuration'}, split {split!r}) cannot be "
+            f"loaded from the Hub: {type(error).__name__}: {' '.join(str(error).split())}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+        ) from error
+    if name in HUB_DATASETS:  # without TriviaQA's articles, which are most of its size
+        rows = rows.select_columns(["question", "answer"])
+    return rows.select(range(min(size, len(rows)))) if size else rows
+
+
+def to_dataset(rows: list[dict[str, Any]], name: str) -> Dataset:
+    """The rows as a dataset, None where a row lacks a column of another. Raises `ValueError` for mixed types."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))  # `from_list` takes those of the first row
+    try:
+        return Dataset.from_list([{key: row.get(key) for key in columns} for row in rows])
+    except (ValueError, TypeError, OverflowError) as error:
+        for key in columns:
+            first: dict[str, int] = {}
+            for i, row in enumerate(rows):
+                if row.get(key) is not None:
+                    first.setdefault(type(row[key]).__name__, i)
+            if len(first) > 1:
+                found = ", ".join(f"{kind} in row {i}" for kind, i in first.items())
+                raise ValueError(f"dataset {name!r}: {key!r} is {found}. Expected one type in all rows.") from error
+        raise ValueError(f"dataset {name!r} cannot be made a table: {error}") from error
 
 
 def read_jsonl(path: Path, size: int | None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"dataset_name: {str(path)!r} is not a file. Expected JSON lines with question and answer.")
-    rows = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if size is not None and len(rows) >= size:
-                break
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+    rows, number = [], 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if size is not None and len(rows) >= size:
+                    break
+                if text := line.decode("utf-8-sig").strip():  # with or without a byte order mark
+                    rows.append(json.loads(text))
+                    if not isinstance(rows[-1], dict):
+                        raise ValueError(f"{path}, line {number} is {text:.80}, expected an object on each line.")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not UTF-8 text: {error}. Save the file as UTF-8.") from None
+    except (OSError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} cannot be read: {error}.") from error
     return rows
 
 
 # =====================================================================================================================
 # main
 # =====================================================================================================================
+
+
+class LastingOutput(io.FileIO):
+    """Standard output or error for the whole run: where its reader has gone, what is written goes to /dev/null.
+
+    Without it the first line after `| head` has ended, or after a terminal was closed, would end the run.
+    """
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # for threads and processes too
+            os.close(null)
+            name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
+            with suppress(OSError):  # past the other one's buffer: it may be what is being written
+                os.write(other, f"{name} cannot be written to any more ({error}): training goes on.\n".encode())
+            return super().write(data)
+
+
+def keep_output_open() -> None:
+    """Have no closed pipe end the run. Streams that are not the process's own, as in a notebook, stay as they are."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed before the start
+            setattr(sys, name, open(os.devnull, "w"))
+        elif stream is getattr(sys, f"__{name}__") and not isinstance(stream.buffer, LastingOutput):
+            with suppress(OSError):
+                stream.flush()
+            raw = LastingOutput(stream.fileno(), "w", closefd=False)
+            lasting = io.TextIOWrapper(
+                raw if stream.write_through else io.BufferedWriter(raw), encoding=stream.encoding,
+                errors=stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through,
+            )  # fmt: skip
+            setattr(sys, name, lasting)
 
 
 @contextmanager
@@ -4523,12 +4907,13 @@ def output_lock(path: str) -> Iterator[None]:
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-        lock = open(Path(path) / ".lock", "a+")
+        file = open(Path(path) / ".lock", "a+")
     except OSError as error:
         raise ValueError(
-            f"output_dir={path!r} cannot be written: {error}. Set output_dir to a writable directory."
-        ) from None
-    with lock as file:
+            f"output_dir={path!r} cannot be written to: {error.strerror} ({error.filename}). Expected a folder, "
+            "which may be new."
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -4560,18 +4945,30 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
         tokenizer = AutoTokenizer.from_pretrained(
             model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
-    except (OSError, KeyError) as error:
-        raise ValueError(f"model_name_or_path: {model_args.model_name_or_path!r} cannot be loaded: {error}") from error
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(model_args.model_name_or_path, error)) from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes one without its files
+        raise ValueError(f"model_name_or_path: {model_args.model_name_or_path!r} has no tokenizer that reads text.")
     env = build_env(script_args, args, tools, tokenizer)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation, **(args.model_init_kwargs or {}),
     }  # fmt: skip
-    return MTGRPOEnvTrainer(
-        model=model_args.model_name_or_path, env=env, turn_reward_funcs=turn_funcs, outcome_reward_funcs=outcome_funcs,
-        args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
-    )  # fmt: skip
+    try:
+        return MTGRPOEnvTrainer(
+            model=model_args.model_name_or_path, env=env, turn_reward_funcs=turn_funcs, args=args,
+            outcome_reward_funcs=outcome_funcs, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=tokenizer, peft_config=get_peft_config(model_args),
+        )  # fmt: skip
+    except Exception as error:  # weights that are not there, not whole or of another shape, keys that nothing takes
+        loading = isinstance(error, (OSError, ImportError, SafetensorError)) or re.search(
+            "ignore_mismatched_sizes|unexpected keyword argument", str(error)
+        )
+        if args.push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
+            raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
+        if not loading:
+            raise
+        raise ValueError(model_error(model_args.model_name_or_path, error)) from error
 
 
 def build_env(
@@ -4595,6 +4992,7 @@ def build_env(
 
 def main(argv: list[str] | None = None) -> None:
     """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`."""
+    keep_output_open()
     with ExitStack() as stack:
         try:
             script_args, args, model_args = parse_arguments(argv)

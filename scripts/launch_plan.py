@@ -5,6 +5,7 @@
 Prints JSON. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -46,8 +47,8 @@ def share_gpus(gpus: list[str], starts_server: bool) -> tuple[list[str], list[st
     return gpus[:-1], gpus[-1:]
 
 
-def check_for_processes(argv: list[str], num_processes: int) -> None:
-    """Raise `ValueError` for what the trainer's own checks would find with so many processes."""
+def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
+    """The settings with the batch of so many processes. Raises `ValueError` for what the trainer would find there."""
     sizes = {key: option(argv, key) for key in BATCH_KEYS}
     if all(str(value).isdigit() for value in sizes.values() if value is not None):  # else parse_arguments says so
         sizes = {key: value and int(value) for key, value in sizes.items()}
@@ -59,15 +60,23 @@ def check_for_processes(argv: list[str], num_processes: int) -> None:
             os.environ["WORLD_SIZE"] = world_size
         for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             # One process with the batch of all of them passes the same checks.
-            argv = [*argv, f"--{key}", str(sizes[key] * num_processes)]
-    mt.parse_arguments(argv)
+            argv = [*without(argv, key), f"--{key}", str(sizes[key] * num_processes)]
+    return mt.parse_arguments(argv)[1]
 
 
-def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any) -> int:
+def without(argv: list[str], key: str) -> list[str]:
+    """The arguments but for those of one key, of which a second one would be complained about."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}")
+    return parser.parse_known_args(argv)[1]
+
+
+def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig) -> int:
     """Tokens that the server's context must hold: the longest prompt and a whole completion.
 
     Raises:
-        ValueError: tools, rewards or data that do not load, or prompts too long for the model.
+        ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
+            batch of all processes, which `whole` has.
     """
     tools = mt.load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
@@ -81,9 +90,12 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any) -> 
     if args.eval_strategy != "no":
         splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
     needed = 0
-    for split, size in splits:
+    for number, (split, size) in enumerate(splits):
         rows = mt.load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
         mt.check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
+        if number == 0:
+            mt.check_num_prompts(len(rows), whole)
+        mt.check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         mt.check_context(env, config, rows, args)
         needed = max(needed, mt.longest_prompt(env, rows) + args.max_completion_length)
     return needed
@@ -105,7 +117,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
-    check_for_processes(argv, num_processes)
+    whole = check_for_processes(argv, num_processes)
     mt.check_ddp_timeout(args, num_processes)
     with mt.output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
         pass
@@ -123,7 +135,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         plan |= {
             "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
             "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
-            "max_model_len": server_context(script_args, args, model_args),
+            "max_model_len": server_context(script_args, args, model_args, whole),
             "dtype": server_dtype(args, model_args) if servers else "float32", "weight_sync": args.weight_sync,
             "weight_sync_dir": args.weight_sync_dir or "",
         }  # fmt: skip

@@ -739,7 +739,127 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
 ]
 
-CONFIGURATION_AND_DATA: list[Mutation] = []
+CONFIGURATION_AND_DATA: list[Mutation] = [
+    Mutation(
+        "data that fills no batch is taken",
+        SCRIPT,
+        "if num_prompts < needed:",
+        "if num_prompts < 0:",
+        "tests/test_recipes.py::test_fewer_prompts_than_a_batch_needs",
+    ),
+    Mutation(
+        "the plan counts the prompts of one process",
+        "scripts/train_plan.py",
+        "mt.check_num_prompts(len(rows), whole)",
+        "mt.check_num_prompts(len(rows), args)",
+        "tests/test_scripts.py::test_the_plan_refuses_what_cannot_train",
+    ),
+    Mutation(
+        "a run without a step ends well",
+        SCRIPT,
+        "        elif self.state.global_step == 0:",
+        "        elif False:",
+        "tests/test_recipes.py::test_a_run_without_a_step_fails",
+    ),
+    Mutation(
+        "NaN is in every range",
+        SCRIPT,
+        "return low < number < high or at_a_bound",
+        "return not (number < low or number > high) or at_a_bound",
+        "tests/test_recipes.py::test_every_number_has_a_range",
+    ),
+    Mutation(
+        "numbers of generation_kwargs have no range",
+        SCRIPT,
+        "if key in RANGES and not (fits_type(value, float)",
+        "if False and not (fits_type(value, float)",
+        "tests/test_recipes.py::test_numbers_of_generation_kwargs_have_the_same_ranges",
+    ),
+    Mutation(
+        "reward weights of Python have no range",
+        SCRIPT,
+        'if not all(in_range(weight, RANGES[f"{kind}_reward_weights"])',
+        'if not all(True or in_range(weight, RANGES[f"{kind}_reward_weights"])',
+        "tests/test_recipes.py::test_weights_given_in_python_are_finite_too",
+    ),
+    Mutation(
+        "the last of two equal keys wins",
+        SCRIPT,
+        "lines.setdefault(key, line) != line",
+        "not lines.setdefault(key, line)",
+        "tests/test_recipes.py::test_bad_recipe",
+    ),
+    Mutation(
+        "the package of a logger is not looked for",
+        SCRIPT,
+        'if name not in (*available, "azure_ml", "flyte"):',
+        "if name in ():",
+        "tests/test_recipes.py::test_bad_recipe",
+    ),
+    Mutation(
+        "--config=FILE is not understood",
+        SCRIPT,
+        'if a.startswith("--config=")',
+        'if a.startswith("--configuration=")',
+        "tests/test_recipes.py::test_what_is_given_twice_on_the_command_line_is_said",
+    ),
+    Mutation(
+        "SystemExit in a tools file ends the run without a word",
+        SCRIPT,
+        "    except BaseException as error:  # SystemExit too, which would end the run without a word\n        raise",
+        "    except Exception as error:\n        raise",
+        "tests/test_recipes.py::test_bad_tool_or_reward_file",
+    ),
+    Mutation(
+        "SystemExit in CHECK_TOOLS ends the run without a word",
+        SCRIPT,
+        "    except BaseException as error:  # SystemExit too, which would end the run without a word\n        text",
+        "    except Exception as error:\n        text",
+        "tests/test_recipes.py::test_bad_tool_or_reward_file",
+    ),
+    Mutation(
+        "a reward's column is looked for only while training",
+        SCRIPT,
+        "if by_name and parameter.default is",
+        "if not by_name and parameter.default is",
+        "tests/test_recipes.py::test_bad_tool_or_reward_file",
+    ),
+    Mutation(
+        "columns that the first row lacks are dropped",
+        SCRIPT,
+        "columns = list(dict.fromkeys(key for row in rows for key in row))",
+        "columns = list(rows[0])",
+        "tests/test_recipes.py::test_data_that_is_good_in_spite_of_its_looks",
+    ),
+    Mutation(
+        "a misspelt split is trained on",
+        SCRIPT,
+        'if split not in ("train", "test") or (size',
+        "if (size",
+        "tests/test_recipes.py::test_dataset_that_is_not_there",
+    ),
+    Mutation(
+        "an answer of null is taken",
+        SCRIPT,
+        "not question.strip() or answer is None:",
+        "not question.strip():",
+        "tests/test_recipes.py::test_bad_dataset",
+    ),
+    Mutation(
+        "a tool that changes the folder moves the output",
+        SCRIPT,
+        "= absolute(self.output_dir), absolute(",
+        "= self.output_dir, absolute(",
+        "tests/test_scripts.py::test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder",
+    ),
+    Mutation(
+        "a closed pipe ends the run",
+        SCRIPT,
+        "    keep_output_open()\n    with ExitStack",
+        "    with ExitStack",
+        "tests/test_scripts.py::test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder",
+    ),
+]
 
 STOPPING_AND_RESUMING: list[Mutation] = [
     Mutation(

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -573,7 +574,7 @@ def test_turn_discount_where_nothing_reads_it(tmp_path):
         else:
             with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
                 mt.parse_arguments(["--config", path])
-    with pytest.raises(ValueError, match="turn_discount=1.5, expected a share from 0 to 1"):
+    with pytest.raises(ValueError, match="turn_discount=1.5, expected a finite number of at least 0, at most 1"):
         mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
 
 
@@ -685,14 +686,15 @@ def build(random_model, tmp_path, no_weights):
         ({"credit_assignment": "grpo"}, "credit_assignment: 'grpo' .*Expected one of: outcome, merged, mt_grpo"),
         ({"vllm_mode": "remote"}, "vllm_mode: 'remote' .*Expected one of: server, colocate"),
         ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, none"),
-        ({"max_env_steps": -1}, "max_env_steps=-1 must be 0 or more"),
-        ({"max_completion_length": 0}, "max_completion_length=0 must be above 0"),
-        ({"max_turn_tokens": 0}, "max_turn_tokens=0 must be above 0"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
-        ({"tool_timeout": -1}, "tool_timeout=-1.* must be above 0"),
+        ({"max_env_steps": -1}, "max_env_steps=-1, expected a finite number of at least 0"),
+        ({"max_completion_length": 0}, "max_completion_length=0, expected a finite number of at least 1"),
+        ({"max_turn_tokens": 0}, "max_turn_tokens=0, expected a finite number of at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0, expected a finite number above 0"),
+        ({"tool_timeout": -1}, "tool_timeout=-1.*, expected a finite number above 0"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected 2: tool_execution"),
         ({"outcome_reward_weights": [1.0, 1.0, 1.0]}, "outcome_reward_weights has 3 values, expected 2: exact_match"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder or brace.*Write literal braces"),
+        ({"system_prompt": "{tool_descriptions.a}"}, "system_prompt has a placeholder or brace"),
         ({"tools_script": ...}, "tools_script is not set. Add a line `tools_script: ...` to the recipe"),
         ({"reward_fn": ...}, "reward_fn is not set"),
         ({"dataset_name": ...}, "dataset_name is not set"),
@@ -703,6 +705,74 @@ def build(random_model, tmp_path, no_weights):
 def test_bad_value(changes, message, build):
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+NUMBERS_OUT_OF_RANGE = {
+    **dict.fromkeys(
+        ("lora_r", "lora_alpha", "dataset_size", "eval_dataset_size", "per_device_train_batch_size",
+         "save_total_limit", "per_device_eval_batch_size", "gradient_accumulation_steps", "torch_empty_cache_steps",
+         "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
+         "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
+         "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
+         "max_concurrent_tools", "max_steps"),
+        (0, -5),
+    ),
+    **dict.fromkeys(
+        ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
+         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
+         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
+         "vllm_request_timeout"),
+        (0.0, -1.0, math.inf, math.nan),
+    ),
+    **dict.fromkeys(
+        ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "eval_delay", "beta",
+         "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+         "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef"),
+        (-1.0, math.inf, math.nan),
+    ),
+    **dict.fromkeys(
+        ("top_k", "num_completions_to_print", "max_env_steps", "weight_check_every", "log_rollouts",
+         "dataloader_num_workers"),
+        (-1,),
+    ),
+    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount", "top_entropy_quantile"), (-1, 1.1, math.nan)),
+    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), (0.0, 1.1, math.nan)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
+    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
+    **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
+    "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
+    "pad_to_multiple_of": (0, "some"),
+}  # fmt: skip
+
+
+def test_every_number_has_a_range(tmp_path, no_weights):
+    """A NaN that is taken drops a reward without a word; infinite temperature samples noise."""
+    of_numbers = re.compile(r"\b(int|float)\b")
+    numeric = {
+        key for key, kind in mt.known_keys().items() if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
+    }
+    assert numeric - mt.REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "use_peft": True}
+    for key, values in NUMBERS_OUT_OF_RANGE.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{key}\b.*, expected "):
+                mt.parse_arguments(["--config", write(tmp_path, recipe | {key: value})])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "hot", None])
+def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
+    with pytest.raises(ValueError, match="generation_kwargs: temperature=.*, expected a finite number above 0"):
+        build(generation_kwargs={"temperature": value})
+
+
+def test_values_at_the_edge_of_a_range_are_taken(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1.0, 0.0], "seed": 0,
+            "pad_to_multiple_of": "none", "lr_scheduler_kwargs": '{"num_cycles": 2}'}  # fmt: skip
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | edge)])
+    assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
+    assert args.turn_reward_weights == [-1.0, 0.0] and args.lr_scheduler_kwargs == {"num_cycles": 2}
 
 
 def test_good_values_are_taken(random_model, tmp_path):
@@ -737,6 +807,78 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
         mt.parse_arguments(["--config", str(tmp_path)])
     with pytest.raises(ValueError, match="--config needs a recipe, such as"):
         mt.parse_arguments(["--config"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3. Remove one of them"),
+        ("env:\n  A: 1\n  A: 2\n", "'A' is set on line 2 and again on line 3"),
+        ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
+        ("env:\n  A=B: x\n", "env: 'A=B' in .* is no name of an environment variable"),
+        ("env:\n  A:\n", "env: A: None in .*, expected text or a number"),
+        ("env:\n  A: [1]\n", r"env: A: \[1\] in .*, expected text or a number"),
+        ("env: [A]\n", r"env: \['A'\] in .* is list, expected lines of `NAME: value`"),
+        (bytes(range(256)), "is not UTF-8 text .*Expected lines of `key: value`"),
+        ("system_prompt: Grüße\n".encode("latin-1"), "is not UTF-8 text"),
+        ("max_steps: 3\n".encode("utf-16"), "is not UTF-8 text"),
+        ("max_steps: 3\0\n", "is not valid YAML: unacceptable character"),
+        ("max_steps: 3\n---\nmax_steps: 4\n", "is not valid YAML: expected a single document"),
+        ("dtype: float33\n", "dtype: 'float33' in .* is not known. Expected one of: auto, bfloat16"),
+        ("save_strategy: no\n", "save_strategy: False in .* is bool, expected .*SaveStrategy.*quote them"),
+        ("chat_template_kwargs: {tokenize: true}\n", "chat_template_kwargs: 'tokenize' is set by the conversation"),
+        ("chat_template_kwargs: {3: 1}\n", "chat_template_kwargs: 3 is set by the conversation, or no text"),
+        ("log_level: loud\n", "log_level: 'loud' in .* is not known. Expected one of: .*debug"),
+        ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
+        ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
+        ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
+        ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
+        ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
+        ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),
+    ],
+)
+def test_bad_recipe(content, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    text = "" if isinstance(content, bytes) else content
+    path.write_bytes(content if isinstance(content, bytes) else b"use_cpu: true\nbf16: false\n" + text.encode())
+    message = re.sub(r"line (\d)", lambda found: f"line {int(found[1]) + 2}", message)  # below those two
+    with pytest.raises(ValueError, match=message) as error:
+        mt.parse_arguments(["--config", str(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_merged_mappings_are_no_repeated_keys(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
+    assert mt.read_recipe(str(path))["chat_template_kwargs"] == {"A": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config", "x.yaml"], "--config is given twice. Expected one recipe"),
+        (
+            ["recipe.yaml"],
+            r"Unknown arguments \['recipe.yaml'\]. Expected `--key value`, and the recipe behind --config",
+        ),
+        (["--max_steps", "many"], "Argument --max_steps.*: invalid int value: 'many'"),
+        (["--max_steps"], "Argument --max_steps.*: expected one argument"),
+        (["--generation_kwargs", "{'top_k': 5}"], "generation_kwargs=.* is not JSON"),
+        (["--learning_rate", "nan"], "learning_rate=nan, expected a finite number of at least 0"),
+    ],
+)
+def test_bad_command_line(flags, message, build):
+    """Not argparse's way, which prints a screen of options and exits with 2."""
+    with pytest.raises(ValueError, match=message):
+        build(*flags)
+
+
+def test_what_is_given_twice_on_the_command_line_is_said(caplog):
+    recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
+    _, args, _ = mt.parse_arguments([f"--config={recipe}", "--max-steps", "3", "--beta=0.5", "--max_steps=4"])
+    assert (args.max_steps, args.beta, args.max_env_steps) == (4, 0.5, 2)
+    assert "--max_steps is given 2 times on the command line: the last one counts" in caplog.text
+    assert "--beta is" not in caplog.text
 
 
 def test_batch_that_is_no_whole_groups(build, monkeypatch):
@@ -809,6 +951,7 @@ def test_no_rank_gives_up_before_the_server_is_given_up():
         mt.check_ddp_timeout(args, 2)
 
 
+TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
 REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
 
 
@@ -833,6 +976,25 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
             "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]",
             "Two tools are called 'f'",
         ),
+        ("tools_script", "import sys; sys.exit(0)", "plugin.py' fails to import: SystemExit: 0"),
+        (
+            "tools_script",
+            TOOL + "def CHECK_TOOLS(): raise SystemExit",
+            "the tools of .*plugin.py' do not work: SystemExit",
+        ),
+        ("tools_script", "TOOL_FUNCTIONS = 3", "TOOL_FUNCTIONS of .*plugin.py' is int, expected a list"),
+        ("tools_script", TOOL.replace("str", "'Absent'"), "Tool f has type hints that cannot be read: .*Absent"),
+        ("reward_fn", "class Stop(BaseException): pass\nraise Stop", "plugin.py' fails to import: Stop"),
+        (
+            "reward_fn",
+            REWARD + "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [right], (right,)",
+            "TURN_REWARD_FUNCS of .*plugin.py' is tuple, expected a list",
+        ),
+        (
+            "reward_fn",
+            "def right(completions, gold, **kwargs): pass\nOUTCOME_REWARD_FUNCS = [right]",
+            "Reward right needs 'gold', but train_dataset has no such column. It has: question, answer; the trainer",
+        ),
         ("reward_fn", None, "is not a file. Expected a Python file that defines .*OUTCOME_REWARD_FUNCS"),
         ("reward_fn", "1 / 0", "fails to import: ZeroDivisionError"),
         ("reward_fn", REWARD, r"defines no list. Add the line `OUTCOME_REWARD_FUNCS = \[my_function\]`"),
@@ -854,23 +1016,114 @@ def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
     assert code is not None or f"{key}: {str(path)!r}" in str(error.value)
 
 
+ROW = '{"question": "1+1?", "answer": "2"}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "dataset_name: .* is not a file. Expected JSON lines with question and answer"),
-        ("", "train_dataset .*(empty|expected)"),
+        ("", "dataset_name: .*data.jsonl', split 'train', is empty. Expected at least one row"),
         ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
         ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
         ('{"question": "1+1?", "answer": {"text": "2"}}', r"row 0: answer has \['text'\], expected 'value'"),
         ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
+        (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
+        (f"[{ROW.strip()}]", r"data.jsonl, line 1 is \[.*, expected an object on each line"),
+        (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text: .* Save the file as UTF-8"),
+        ((ROW + '{"question": "Grüße", "answer": "2"}').encode("latin-1"), "data.jsonl, line 2 is not UTF-8 text"),
+        (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected text"),
+        (ROW + '{"question": 3, "answer": "2"}', "row 1: question is 3, expected text"),
+        (ROW + '{"question": " ", "answer": "2"}', "row 1: question is ' ', expected text"),
+        (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected one"),
+        (ROW + '{"question": "1+1?", "answer": 2}', "'answer' is str in row 0, int in row 1. Expected one type in"),
+        (
+            '{"question": "?", "answer": {"value": "a", "aliases": [{}]}}',
+            "row 0: answer is .*a list of it as 'aliases'",
+        ),
+        ('{"question": "?", "answer": {"value": null}}', "row 0: answer is .*expected text as 'value'"),
+        (
+            '{"prompt": null, "answer": "2"}',
+            "row 0: a prompt must be a list of messages with role and content, got None",
+        ),
+        (
+            '{"prompt": " ", "answer": "2"}',
+            "row 0: a prompt must be a list of messages with role and content, got None",
+        ),
+        ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}',
+            "row 0: a message has the part {'type': 'image', 'url': 'x'}. Rollouts are text only: expected text parts",
+        ),
+        (
+            '{"question": "?", "answer": "2", "completions": "x"}',
+            "train_dataset has a column 'completions', which .*Rename",
+        ),
+        (
+            '{"question": "?", "answer": "2", "n": 123456789012345678901234567890}',
+            "data.jsonl' cannot be made a table",
+        ),
     ],
 )
 def test_bad_dataset(content, message, build, tmp_path):
     path = tmp_path / "data.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         build(dataset_name=str(path))
+
+
+def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
+    """A byte order mark, blank lines, text parts, and columns that only later rows have."""
+    parts = '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}], "level": 3}\n'
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + (ROW + "\n" + parts).encode())
+    rows = mt.load_rows(str(tmp_path / "data.jsonl"), "train")
+    assert rows["prompt"][:] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
+    assert (rows["answer"][:], rows["level"][:]) == (["2", None], [None, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "more", "message"),
+    [
+        ("arithmetc", "train", {}, "'arithmetc' .*cannot be loaded from the Hub: .* Did you mean 'arithmetic'"),
+        ("nobody/nothing", "test", {}, "'nobody/nothing' .*split 'test'.* cannot be loaded from the Hub: "),
+        (
+            "DATA.csv",
+            "train",
+            {},
+            "DATA.csv' cannot be read. Expected JSON lines .*, arithmetic, chain, or a Hub name",
+        ),
+        ("absent.parquet", "train", {}, "'absent.parquet' does not exist. Expected JSON lines"),
+        ("/absent/data", "train", {}, "'/absent/data' does not exist. Expected JSON lines"),
+        ("docs", "train", {}, "docs/train.jsonl' is not a file"),
+        ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None. Expected train or test"),  # else of train
+        ("chain", "train", {"size": 10**9}, "chain: split 'train', size 1000000000. .* at most 1000000 rows"),
+        ("arithmetic", "train", {"config": "main"}, "dataset_config='main' has no effect with .*'arithmetic'"),
+    ],
+)
+def test_dataset_that_is_not_there(name, split, more, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    (tmp_path / "DATA.csv").write_text("question,answer\n1+1?,2\n")
+    with pytest.raises(ValueError, match=message):
+        mt.load_rows(str(tmp_path / name) if name == "DATA.csv" else name, split, **more)
+
+
+def test_fewer_prompts_than_a_batch_needs(build):
+    """TRL's sampler drops a batch that is not whole: the run would end with the model that it began with."""
+    message = (
+        r"has 8 prompts, but one batch of rollouts needs 16 \(128 rollouts / num_generations=8\).*"
+        "Set dataset_size to 16 or more, or lower per_device_train_batch_size"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(per_device_train_batch_size=128)
+
+
+def test_a_run_without_a_step_fails(random_model, tmp_path):
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    trainer.train_dataset = trainer.train_dataset.select([])
+    with pytest.raises(mt.RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
+        trainer.train()
 
 
 def test_prompt_that_does_not_fit_the_context(build):
@@ -881,6 +1134,63 @@ def test_prompt_that_does_not_fit_the_context(build):
     length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
     assert "context of 8192" in str(error.value)
     assert f"set max_completion_length to at most {8192 - length}" in str(error.value)
+
+
+def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
+    """A copy of the model with one file of another content, or without it."""
+    shutil.copytree(model, folder / "model")
+    for path in (folder / "model").glob(name):
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("*.safetensors", None, "cannot be loaded: .*no file named model.safetensors"),
+        ("*.safetensors", "cut off", "cannot be loaded: "),
+        ("config.json", "{", "cannot be loaded: .*config.json' is not a valid JSON"),
+        ("config.json", '{"model_type": "nope"}', "cannot be loaded: .*`nope`"),
+        ("tok*", None, "has no tokenizer that reads text"),
+    ],
+)
+def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
+    model = change_model(tmp_path, random_model, name, text)
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), model, tmp_path)
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{model}' {message}"):
+        mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+
+
+@pytest.mark.parametrize("name", ["/absent/model", "./absent", "absent/model"])
+def test_model_that_is_not_there(name, build, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
+        build(model_name_or_path=name)
+
+
+def test_a_reward_that_asks_for_a_column_that_is_not_there():
+    def right(completions, **kwargs):
+        return [float(gold == "2") for gold in kwargs["gold"]]
+
+    columns = {"prompts": [[]], "completions": [[]], "answer": ["2"]}
+    message = "Reward right raised KeyError: 'gold': there is no such column in prompts, completions, answer"
+    with pytest.raises(RuntimeError, match=message):
+        mt.run_rewards([right], columns, 5.0, torch.device("cpu"))
+
+
+def test_weights_given_in_python_are_finite_too():
+    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected finite numbers"):
+        mt.reward_weights([math.nan], [len], "turn")
+
+
+@pytest.mark.parametrize("output", ["file", "file/below", "/proc/absent"])
+def test_output_that_cannot_be_written(output, tmp_path):
+    (tmp_path / "file").touch()
+    argv = ["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(tmp_path / output)]
+    with pytest.raises(SystemExit, match=f"^error: output_dir='.*{output}' cannot be written to: .*Expected a folder"):
+        mt.main(argv)
 
 
 def test_main_prints_the_error_alone(tmp_path):

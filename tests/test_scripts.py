@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -190,6 +191,39 @@ def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
     assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
 
 
+def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
+    """As with `| head`: the reader of standard output leaves, then that of standard error."""
+    tools = (ROOT / "tools/calculator.py").read_text() + "\nimport os\nos.chdir('/')\n"
+    (tmp_path / "tools.py").write_text(tools)
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    shutil.copytree(random_model, tmp_path / "model")
+    flags = {
+        "model_name_or_path": "model", "dataset_name": "data.jsonl", "tools_script": "tools.py", "output_dir": "out",
+        "use_vllm": "false", "per_device_train_batch_size": "4", "max_steps": "12", "logging_steps": "1",
+        "save_strategy": "no",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, mt.__file__, f"--config={recipe}", *(f"--{key}={value}" for key, value in flags.items())],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        first = process.stdout.read(100)
+        process.stdout.close()
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if b"standard output cannot be written to any more" in line:
+                break
+        process.stderr.close()
+        assert process.wait(timeout=300) == 0, b"".join(said)[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    assert b"loss" in first and b"training goes on" in said[-1]
+    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 12
+    assert {"model.safetensors", "rollouts.rank0.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
 def test_a_server_elsewhere_or_none_is_not_started(recipe):
     assert not launch_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
     plan = launch_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
@@ -202,6 +236,7 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
     (["--max_completion_length", "4000"], "more than the model's context"),
     (["--tools_script", "tools/nothing.py"], "is not a file"),
     (["--turn_reward_weights", "1"], "expected 2"),
+    (["--dataset_size", "1", "--per_device_train_batch_size", "4"], "has 1 prompts, but one batch .* needs 2 "),
     (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s. Set ddp_timeout above it"),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
