@@ -63,8 +63,8 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
              "tests/test_faults.py::test_what_a_step_asks_its_server_for"),
     Mutation("neither pause nor reset", SCRIPT,
              'self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})\n'
-             "            # A load that fails half-way leaves a version that nobody expects, so that nobody samples from "
-             "it.\n"
+             "            # A load that fails half-way leaves a version that nobody expects, so that nobody "
+             "samples from it.\n"
              '            self.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})\n'
              "            load()\n"
              '            answer = self.request("POST", "/reset_prefix_cache")\n',
