@@ -28,6 +28,7 @@ Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P`
 import array
 import asyncio
 import atexit
+import base64
 import bisect
 import collections.abc
 import concurrent.futures
@@ -53,12 +54,14 @@ import resource
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
 import time
 import types
 import typing
+import urllib.parse
 import zipfile
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -71,7 +74,6 @@ from typing import Any
 import aiohttp
 import jinja2
 import numpy
-import requests
 import torch
 import yaml
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
@@ -444,8 +446,9 @@ def check_config(args: MTGRPOConfig) -> None:
     for key in inert:
         if getattr(args, key) != default_of(key):
             raise ValueError(
-                f"{key}={getattr(args, key)!r} has no effect with the {backend} backend (use_vllm={args.use_vllm}, "
-                f"vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads it."
+                f"{key}={hide_password(repr(getattr(args, key)))} has no effect with the {backend} backend "
+                f"(use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads "
+                "it."
             )
     if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise ValueError(
@@ -1586,11 +1589,11 @@ def neutralise_prompt(messages: list[dict[str, Any]], tokenizer: PreTrainedToken
 # =====================================================================================================================
 
 
-LOOP_THREAD = "mt-grpo-rollouts"
+LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 
 @functools.cache
-def background_loop() -> asyncio.AbstractEventLoop:
+def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
     """One event loop in a daemon thread, so that synchronous calls also work in a notebook's running loop."""
     loop = asyncio.new_event_loop()
 
@@ -1601,7 +1604,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
             except (SystemExit, KeyboardInterrupt):  # of a task that an async tool has started: it gets it as well
                 pass
 
-    threading.Thread(target=run, name=LOOP_THREAD, daemon=True).start()
+    threading.Thread(target=run, name=thread, daemon=True).start()
     return loop
 
 
@@ -1701,22 +1704,73 @@ def allow_many_open_files(wanted: int = 65_535) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_lock(path: Path, flags: int = os.O_RDWR) -> typing.TextIO:
+    """A lock file in a place where others may write: no link is followed, and nothing is waited for.
+
+    Raises `OSError` for all that is no ordinary file of this user, or of the folder's owner.
+    """
+    # A FIFO that is opened without O_NONBLOCK waits for its other end.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), path.parent.lstat().st_uid):
+        os.close(descriptor)
+        raise OSError(f"{path} is no ordinary file of this user. Remove it.")
+    return open(descriptor, "r+" if flags & os.O_RDWR else "r")
+
+
+def hide_password(url: str) -> str:
+    """`url` as it may be printed.
+
+    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
+    ('http://...@gpu1:8000', 'http://gpu1:8000')
+    """
+    return re.sub(r"//.*@", "//...@", url)
+
+
+def split_server_url(url: str) -> tuple[str, str | None]:
+    """`url` without user and password, and the header `Authorization` that says them.
+
+    Raises `ServerError` for an address that can never work.
+
+    >>> split_server_url("http://ann:secret@gpu1:8000/")
+    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"[\s?#]", url)
+    except ValueError:  # a port that is no number or above 65535, brackets that do not match
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
+            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
+        )
+    user, found, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    return parts._replace(netloc=host).geturl().rstrip("/"), header
+
+
 class VLLMServerClient:
     """Talks to `vllm serve` (dev mode): token ids in, token ids and logprobs as sampled out; weights; health.
 
     Args:
         host, port: Where the server listens. 0.0.0.0, TRL's default, is reached as 127.0.0.1.
         tokenizer: Needed by `chat` and by `MultiTurnToolEnv`, not by `generate`.
-        base_url: In place of host and port, for example behind TLS.
+        base_url: In place of host and port, for example behind TLS. A user and password in it are sent, never shown.
         api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
         timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
         request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
         transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL weight group.
+
+    Raises `ServerError` for an address that can never work.
     """
 
     BAD_ANSWERS = 3  # in a row, until a server is taken to be broken
+    NOTICE_SECONDS = 10.0  # between two lines that say that a server is waited for
+    NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
     WATCH_SECONDS = 1.0  # between two looks at the server's version; no server restarts in so short a time
 
     def __init__(
@@ -1733,7 +1787,10 @@ class VLLMServerClient:
         sync_dir: str | None = None,
         group_port: int = 51216,
     ):
-        self.base_url = (base_url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}").rstrip("/")
+        host = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if host.count(":") > 1 and "[" not in host else host
+        if not base_url and "/" in host:  # a URL, whose scheme would be taken for the name
+            raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
+        self.base_url, credentials = split_server_url(base_url or f"http://{host}:{port}")
         self.tokenizer = tokenizer
         self.timeout = timeout
         self.request_timeout = request_timeout
@@ -1742,11 +1799,15 @@ class VLLMServerClient:
         self.group_port = group_port
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.retries = 0  # requests that were sent again, since the last who asked set it to 0
-        self._control = requests.Session()
-        self._control.trust_env = False  # as aiohttp below: no HTTP_PROXY between the trainer and its own server
+        self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._control.headers.update(self._headers)
+        if api_key and credentials:
+            raise ServerError(
+                f"{self.base_url}: got a password in vllm_server_base_url, and VLLM_API_KEY. A request has room for "
+                "one of them: remove the other."
+            )
+        authorization = f"Bearer {api_key}" if api_key else credentials
+        self._headers = {"Authorization": authorization} if authorization else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._nccl = None  # TRL's client, which holds the NCCL group
         self._folder: Path | None = None  # of the disk transport, this client's own
@@ -1755,25 +1816,52 @@ class VLLMServerClient:
 
     # -- control calls (synchronous) --
 
-    def request(self, method: str, path: str, timeout: float = 60.0, **kwargs) -> Any:
-        """One control call; returns the JSON answer. Raises `ServerError` with URL, status and body.
+    def request(
+        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] = lambda answer: answer,
+        **kwargs,
+    ) -> Any:  # fmt: skip
+        """One control call; returns what `read` makes of the JSON answer. Raises `ServerError` with URL, status, body.
 
-        `ServerLost` where it may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
+        `ServerLost` where it may come back: no connection, no whole answer within `timeout` seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
+        call = self._call(method, url, timeout, kwargs)
+        future = asyncio.run_coroutine_threadsafe(call, background_loop(CONTROL_THREAD))
         try:
-            response = self._control.request(method, url, timeout=(10.0, timeout), **kwargs)
-        except requests.RequestException as error:
-            raise ServerLost(f"{method} {url}: {error}. Is the vLLM server running?") from error
-        if response.status_code == 404:
-            raise ServerError(f"{method} {url}: 404. Start the vLLM server with VLLM_SERVER_DEV_MODE=1.")
-        if not response.ok:
-            kind = ServerLost if response.status_code == 429 or response.status_code >= 500 else ServerError
-            raise kind(f"{method} {url}: {response.status_code} {response.text[:2000]}")
+            status, body = future.result()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}" if str(error) else f"no whole answer within {timeout:g} s"
+            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
+            if isinstance(error, never) and not self._reached:  # a name server may also fail in the middle of a run
+                raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
+            raise ServerLost(f"{method} {url}: {problem}. Is the vLLM server running?") from error
+        except BaseException:
+            future.cancel()
+            raise
+        self._reached = True
+        text = body.decode("utf-8", "replace")
+        if not 200 <= status < 300:
+            kind = ServerLost if status == 429 or status >= 500 else ServerError
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self._advice(status, path)}")
         try:
-            return response.json() if response.content else {}
-        except ValueError:
-            raise ServerError(f"{method} {url}: expected JSON, got {response.text[:200]!r}") from None
+            return read(json.loads(body) if body else {})
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
+
+    def _advice(self, status: int, path: str) -> str:
+        """What to do about the status of an answer."""
+        if status in (401, 403):
+            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
+        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
+            return f". {self.NO_VLLM}"
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1." if status == 404 else ""
+
+    async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and body. `timeout` bounds the whole call: a server may send a byte every second for ever."""
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limits) as session:
+            async with session.request(method, url, **kwargs) as response:
+                return response.status, await response.read()
 
     def healthy(self) -> bool:
         """Whether the server answers its health check now."""
@@ -1784,20 +1872,37 @@ class VLLMServerClient:
         return True
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
-        """Wait up to `timeout` seconds, or until `unless` is true. Raises `ServerError`."""
-        deadline = time.monotonic() + self.timeout
-        while not unless() and not self.healthy():
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
-                    f"`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, vllm_server_timeout."
-                )
+        """Wait up to `timeout` seconds, or until `unless` is true, and say what for. Raises `ServerError`.
+
+        At once where waiting cannot help: another service answers, or the address cannot work.
+        """
+        began, said = time.monotonic(), float("-inf")
+        while not unless():
+            left = began + self.timeout - time.monotonic()
+            try:
+                self.request("GET", "/health", timeout=min(10.0, max(left, 1.0)))
+                return
+            except ServerLost as error:
+                if left <= 0:
+                    raise ServerError(
+                        f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
+                        "`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
+                        f"vllm_server_timeout. The last try: {str(error)[:500]}"
+                    ) from None
+                if time.monotonic() - said >= self.NOTICE_SECONDS:
+                    said = time.monotonic()
+                    logger.warning(f"Waiting up to {left:.0f} s more for a vLLM server: {str(error)[:500]}")
             time.sleep(1.0)
 
     @functools.cached_property
     def model_card(self) -> dict[str, Any]:
         """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
-        return self.request("GET", "/v1/models")["data"][0]
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            card = answer["data"][0]
+            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
+
+        return self.request("GET", "/v1/models", read=read)
 
     @property
     def max_model_len(self) -> int | None:
@@ -1806,7 +1911,12 @@ class VLLMServerClient:
 
     def server_info(self) -> dict[str, Any]:
         """vLLM's own configuration as a tree; needs the development endpoints."""
-        return self.request("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
+            return answer["vllm_config"]
+
+        return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
 
     def settings(self) -> dict[str, Any]:
         """What decides what the server samples, and how much fits, beside the weights."""
@@ -1815,7 +1925,7 @@ class VLLMServerClient:
 
     def weight_version(self) -> str:
         """The version that the last push set. A restarted server no longer knows it."""
-        return self.request("GET", "/weight_info")["weight_version"]
+        return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
 
     # -- generation --
 
@@ -1850,7 +1960,7 @@ class VLLMServerClient:
                         return read(json.loads(await response.read()))
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
                     if response.status not in (429, 500, 502, 503, 504):
-                        raise ServerError(f"POST {url}: {problem}")
+                        raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
             except aiohttp.ClientError as error:
                 problem = f"{type(error).__name__}: {error}"
             except TimeoutError:
@@ -1988,8 +2098,12 @@ class VLLMServerClient:
             **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
             "prompt_logprobs": 0,
         }  # fmt: skip
-        entries = self.request("POST", "/v1/completions", json=payload)["choices"][0]["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+        def read(answer: dict[str, Any]) -> list[float]:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+        return self.request("POST", "/v1/completions", json=payload, read=read)
 
     # -- weights --
 
@@ -2000,8 +2114,10 @@ class VLLMServerClient:
             raise ServerError(
                 'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
             )
+        if self.transport == "nccl" and self._headers:
+            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
         if self.transport == "auto":
-            return "nccl" if device.type == "cuda" and config == "nccl" else "disk"
+            return "nccl" if device.type == "cuda" and config == "nccl" and not self._headers else "disk"
         return self.transport
 
     def update_weights(
@@ -2069,17 +2185,14 @@ class VLLMServerClient:
 
         What runs that were killed left behind is removed: a folder belongs to nobody once its lock is free.
         """
-        if self._folder is not None and not self._folder.is_dir():  # cleaned away, as temporary directories are
-            self._folder_lock.close()
-            self._folder = None
+        if self._folder is not None and not self._holds_its_folder():
+            self._leave_folder()
         if self._folder is None:
             shared = [Path(d) for d in ([self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()])]
             shared = [d for d in shared if self.sync_dir or os.access(d, os.W_OK)]
             for root in shared:
-                for lock in root.glob("mt-grpo-weights-*/lock"):
-                    with suppress(OSError), open(lock) as file:  # another user's, or locked by a run that lives
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(lock.parent, ignore_errors=True)
+                for folder in root.glob("mt-grpo-weights-*"):
+                    self._remove_if_dead(folder)
             free = {root: shutil.disk_usage(root).free for root in shared}
             root = next((root for root in shared if free[root] > 1.05 * size), None)
             if root is None:
@@ -2088,11 +2201,34 @@ class VLLMServerClient:
                     + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
                 )
             folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
-            self._folder_lock = open(folder / "lock", "w")
-            fcntl.flock(self._folder_lock, fcntl.LOCK_EX)  # before others know the folder by its name
-            folder.chmod(0o755)
+            self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before others know the folder by its name
+            if not root.stat().st_mode & stat.S_ISVTX:  # where everybody may write, not everybody is to read
+                folder.chmod(0o755)
             self._folder = folder.rename(root / f"mt-grpo-weights-{self.instance}")
         return self._folder
+
+    @staticmethod
+    def _remove_if_dead(folder: Path) -> None:
+        """Remove a folder of weights, unless it is another user's or a run that lives has its lock."""
+        with suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                with open_lock(folder / "lock") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _holds_its_folder(self) -> bool:
+        """Whether the folder is still the one that this client made: temporary directories are cleaned away."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._folder_lock.fileno()), (self._folder / "lock").lstat())
+        return False
+
+    def _leave_folder(self) -> None:
+        if self._holds_its_folder():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder_lock.close()
+        self._folder = None
 
     def _push_nccl(self, named_weights, version, expected, device) -> dict[str, float]:
         from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
@@ -2163,11 +2299,8 @@ class VLLMServerClient:
                 thread = threading.Thread(target=loop.run_until_complete, args=(session.close(),), daemon=True)
                 thread.start()
                 thread.join(5.0)
-        self._control.close()
         if self._folder is not None:
-            self._folder_lock.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+            self._leave_folder()
 
 
 class ServeSession:
@@ -3345,6 +3478,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 transport=args.weight_sync, sync_dir=args.weight_sync_dir,
                 group_port=args.vllm_group_port,
             )  # fmt: skip
+            if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
+                args.vllm_server_base_url = self.client.base_url
             check_server(self.client, env, model_config, args, train_dataset)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
@@ -4556,10 +4691,9 @@ def check_server(
                 f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
             )
     text = '<tool>{"name": "x"}</tool> Ünï 123'
-    answer = client.request(
-        "POST", "/tokenize", json={"model": card["id"], "prompt": text, "add_special_tokens": False}
-    )
-    if answer["tokens"] != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
+    payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
+    tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
+    if tokens != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:
@@ -4907,13 +5041,13 @@ def output_lock(path: str) -> Iterator[None]:
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-        file = open(Path(path) / ".lock", "a+")
+        lock = open_lock(Path(path) / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ValueError(
-            f"output_dir={path!r} cannot be written to: {error.strerror} ({error.filename}). Expected a folder, "
-            "which may be new."
+            f"output_dir={path!r} cannot be written to: {error.strerror or error} ({error.filename or path}). Expected "
+            "a folder, which may be new."
         ) from error
-    with file:
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

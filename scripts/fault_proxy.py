@@ -34,6 +34,8 @@ class Request:
     began: float = field(default_factory=time.monotonic)
     status: int | None = None  # what the client was answered; None: nothing whole
     fault: str | None = None
+    query: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Fault:
         name: Counted under it in `FaultProxy.counts`.
         delay: Seconds before anything else.
         status, body: Answered in the server's place.
+        drip: Seconds before each byte of that body.
         cut: The connection closes in mid-answer; with `status=0` before the server was asked at all.
         change: From the server's JSON answer to the one that is passed on, bytes as they are.
     """
@@ -53,6 +56,7 @@ class Fault:
     status: int | None = None
     body: bytes = b'{"error": {"message": "injected", "code": 0}}'
     cut: bool = False
+    drip: float = 0.0
     change: Callable[[Any], Any] | None = None
 
 
@@ -156,13 +160,17 @@ class FaultProxy:
             payload = json.loads(body) if body else None
         except ValueError:
             payload = None
-        request = Request(incoming.method, incoming.path, payload)
+        request = Request(
+            incoming.method, incoming.path, payload, query=incoming.query_string, headers=dict(incoming.headers)
+        )
         self.requests.append(request)
         fault = self.faults(request)
         if fault is not None:
             request.fault = fault.name
             self.counts[fault.name] += 1
             await asyncio.sleep(fault.delay)
+            if fault.drip:
+                return await self._drip(incoming, fault)
             if fault.status:
                 return self._answer(request, fault.status, fault.body)
         if not self.reachable or (fault is not None and fault.status == 0):
@@ -185,6 +193,15 @@ class FaultProxy:
             await cut.write(answer[: len(answer) // 2])
             return self._hang_up(incoming)
         return self._answer(request, status, answer)
+
+    @staticmethod
+    async def _drip(incoming: web.Request, fault: Fault) -> web.StreamResponse:
+        answer = web.StreamResponse(status=fault.status or 200, headers={"Content-Length": str(len(fault.body))})
+        await answer.prepare(incoming)
+        for i in range(len(fault.body)):
+            await asyncio.sleep(fault.drip)
+            await answer.write(fault.body[i : i + 1])
+        return answer
 
     @staticmethod
     def _answer(request: Request, status: int, body: bytes) -> web.Response:

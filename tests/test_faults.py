@@ -153,6 +153,7 @@ class Watched(MTGRPOEnvTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches, self.weights, self.set_off, self.synced_with_flight = [], {}, [], []
+        self.evaluated = []
 
     def _set_off(self, prompts, which):
         if self._weight_counter.version not in self.weights:
@@ -169,15 +170,14 @@ class Watched(MTGRPOEnvTrainer):
 
     def _roll_out(self, prompts):
         rollouts = super()._roll_out(prompts)
-        if self.model.training:
-            self.batches.append(rollouts)
+        (self.batches if self.model.training else self.evaluated).append(rollouts)
         return rollouts
 
     def rows(self, key):
         return [row[key] for row in self.state.log_history if key in row]
 
 
-def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=False, **changes):
+def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched, **changes):
     values = dict(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
@@ -188,9 +188,9 @@ def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=Fal
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
             for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
     tmp_path.mkdir(exist_ok=True)
-    return Watched(
+    return trainer_class(
         str(MODEL), MultiTurnToolEnv([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
-        vllm_server_host="127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def assert_from_the_weights_of_its_version(trainer):
         n: t.detach().clone() for n, t in AutoModelForCausalLM.from_pretrained(MODEL).state_dict().items()
     }
     apart = 0.0
-    for rollout in (rollout for batch in trainer.batches for rollout in batch):
+    for rollout in (rollout for batch in trainer.batches + trainer.evaluated for rollout in batch):
         sampled = torch.tensor([p for p, m in zip(rollout.logprobs, rollout.loss_mask) if m])
         expected = logprobs_under(trainer.weights[rollout.policy_version], rollout)
         assert (sampled - expected).abs().max() < 1e-3, rollout.policy_version
@@ -230,6 +230,12 @@ def assert_whole(rollouts, limit=CONTEXT):
         assert rollout.stop_reason in set(StopReason)
         assert all(len(turn.token_ids) == len(turn.logprobs) for turn in rollout.turns)
         assert len(rollout.prompt_ids) + len(completion) <= limit
+
+
+def pushed_versions(proxy) -> list[str]:
+    """The versions whose push was completed so far, without the one that only shows that pushes arrive."""
+    versions = [r.payload["new_version"] for r in list(proxy.requests) if r.path == "/update_weight_version"]
+    return [version for version in versions if not version.startswith("loading-") and not version.endswith("-probe")]
 
 
 def paused(server) -> bool:
@@ -489,6 +495,114 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
     assert trainer.state.global_step == 1 and not paused(proxy)
 
 
+@needs_vllm
+def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
+    """A probe and a push, nothing sampled meanwhile; every sampling field as configured; the policy as it was."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    sampling = dict(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.1)
+    trainer = make_trainer(None, tmp_path, max_steps=1, learning_rate=0.0, **sampling,
+                           generation_kwargs={"frequency_penalty": 0.5},
+                           vllm_server_base_url=f"http://ann:hunter2@127.0.0.1:{proxy.port}")  # fmt: skip
+    trainer.train()
+
+    def push(version):
+        return ["/pause?mode=wait", f"loading-{version}", "/collective_rpc?", "/reset_prefix_cache?", version,
+                "/resume?"]  # fmt: skip
+
+    version = trainer.client.weight_version()
+    calls = [(r.payload or {}).get("new_version") or f"{r.path}?{r.query}" for r in proxy.requests
+             if r.method == "POST" and r.path not in ("/tokenize", COMPLETIONS)]  # fmt: skip
+    assert calls == [*push(f"{version}-probe"), *push(version)]
+    sampled = [r for r in proxy.requests if r.path == COMPLETIONS and "prompt_logprobs" not in r.payload]
+    assert [r.path for r in proxy.requests[: proxy.requests.index(sampled[0])]].count("/resume") == 2
+    assert len(sampled) >= 16
+    expected = {
+        **sampling, "frequency_penalty": 0.5, "stop": ["</tool>", "</answer>"], "include_stop_str_in_output": True,
+        "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    for request in sampled:
+        assert {key: request.payload.get(key) for key in expected} == expected
+        assert 0 < request.payload["max_tokens"] <= 48
+        assert trainer.processing_class.eos_token_id in request.payload["stop_token_ids"]
+    scored = [r.payload for r in proxy.requests if "prompt_logprobs" in (r.payload or {})]
+    assert [(p["temperature"], p["prompt_logprobs"]) for p in scored] == [(1.0, 0)] * 2  # of the probe and the push
+    before = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    # The password goes to the server, and nowhere else.
+    assert {r.headers.get("Authorization") for r in proxy.requests} == {"Basic YW5uOmh1bnRlcjI="}
+    assert "hunter2" not in trainer.args.to_json_string() + str(trainer.args)
+
+
+def further_off(answer):
+    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+        for value in entry.values():
+            value["logprob"] += 0.01
+    return answer
+
+
+IGNORED = Fault("ignored", status=200, body=b'{"results": [null]}')
+FURTHER_OFF = Fault("further off", change=further_off)
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault, message", [
+    (IGNORED, "A changed weight did not arrive at http://127.0.0.1"),
+    (FURTHER_OFF, "disagree: mean difference of logprobs 1.00e-02, allowed 0.001"),
+], ids=["pushes ignored", "0.01 off"])  # fmt: skip
+def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path, fault, message):
+    """One that ignores pushes holds the right weights at the first: only a changed weight shows it."""
+
+    def rule(request):
+        if fault is IGNORED:
+            return IGNORED if request.path == "/collective_rpc" else None
+        return FURTHER_OFF if "prompt_logprobs" in (request.payload or {}) else None
+
+    restore = VLLMServerClient("127.0.0.1", proxy.port, sync_dir=str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    restore.update_weights(iter(model.state_dict().items()), "bundled")
+    restore.close()
+    trainer = make_trainer(proxy.port, tmp_path, max_steps=1)
+    proxy.requests.clear()
+    proxy.faults = rule
+    with pytest.raises(ServerError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not paused(proxy)
+    assert {"prompt_logprobs" in r.payload for r in proxy.requests if r.path == COMPLETIONS} == {True}
+
+
+@needs_vllm
+@pytest.mark.parametrize("path, fault, message", [
+    ("/reset_prefix_cache", Fault("refused", status=200, body=b'{"success": false}'), "could not reset its prefix"),
+    ("/collective_rpc", Fault("refused", status=400), "/collective_rpc: 400"),
+], ids=["cache", "load"])  # fmt: skip
+def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, client, tmp_path, path, fault, message):
+    client.sync_dir = str(tmp_path)
+    proxy.faults = first(1, fault, path)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with pytest.raises(ServerError, match=message):
+        client.update_weights(iter(model.state_dict().items()), "v-half")
+    assert client.weight_version() == "loading-v-half" and not paused(proxy)
+    client.update_weights(iter(model.state_dict().items()), "v-whole")
+    assert client.weight_version() == "v-whole"
+
+
+@needs_vllm
+def test_keys_of_old_weights_do_not_outlive_a_push(client, tmp_path):
+    """A prompt of 400 tokens fills blocks of the prefix cache, which 128 tokens share."""
+    client.sync_dir = str(tmp_path)
+    prompt = [(7 * i * i) % 300 + 20 for i in range(400)]
+    run_async(client.generate(prompt, 16, {"stop": []}))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
+    client.update_weights(iter(state.items()), "v-other")
+    generation = run_async(client.generate(prompt, 16, {"stop": []}))
+    model.load_state_dict(state)
+    ids = torch.tensor([prompt + generation.token_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+    assert generation.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
+
+
 STOPPING = """
 import os
 import signal
@@ -569,8 +683,8 @@ def test_a_server_that_is_away_at_a_push_ends_the_run_saved(proxy, tmp_path):
     """The wait for it is as long as `vllm_server_timeout`, and what was trained is kept."""
 
     def rule(request):
-        if request.path == "/pause" and len([r for r in proxy.requests if r.path == "/pause"]) == 4:
-            proxy.reachable = False  # probe, first push, second push; the fourth is that of step 2
+        if request.path == "/pause" and len(pushed_versions(proxy)) == 2:  # the push of step 2 begins
+            proxy.reachable = False
         return None
 
     proxy.faults = rule
@@ -586,8 +700,8 @@ def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
     """Where server and trainer are told to go together, the trainer does not spend its grace on the server."""
 
     def rule(request):
-        pushes = len([r for r in proxy.requests if r.path == "/pause"])
-        if pushes == 4 and proxy.reachable and (where == "push" or request.path == COMPLETIONS):
+        last = (2, "/pause") if where == "push" else (3, COMPLETIONS)
+        if proxy.reachable and (len(pushed_versions(proxy)), request.path) == last:
             proxy.reachable = False
             times.append(time.monotonic())
             threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -611,16 +725,41 @@ def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
 @needs_vllm
 def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     """From one version each, the last batch leaves none in the air, and evaluation waits for those that are."""
-    trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), evaluates=True, max_steps=6,
+
+    def seconds(expression):
+        if len(trainer.set_off) != 3:
+            return 0.0
+        deadline = time.monotonic() + 60  # the third batch is in the air until the first evaluation wants to push
+        while (False, True) not in trainer.synced_with_flight and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return 1.5
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), evaluates=True, max_steps=6,
                            overlap_rollouts=True, eval_strategy="steps", eval_steps=2,
                            per_device_eval_batch_size=16)  # fmt: skip
     trainer.train()
     assert trainer.rows("rollout/staleness") == [0, 1, 1, 1, 1, 1]
+    assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]  # the push waited for what was in the air
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
     assert trainer._flight is None and len(trainer.set_off) == 6
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_flight  # an evaluation's push came upon a flight
+    assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
     assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_path):
+    """A subclass that changes the inputs of a step would score the rollouts of others with them."""
+
+    class Reordered(Watched):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(inputs[::-1])
+
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
+    with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and trainer._flight is None
 
 
 @needs_vllm
@@ -731,32 +870,32 @@ def is_complete(path):
 
 
 @needs_vllm
-def test_what_has_a_versions_name_is_complete(client, tmp_path):
-    """Somebody who looks all the time never finds a version without its file, nor with a part of it."""
-    client.sync_dir, seen, wrong, stop = str(tmp_path), set(), [], threading.Event()
+def test_what_has_a_versions_name_is_complete(proxy, client, tmp_path):
+    """A version's folder comes to be by a rename of one whose file is whole, and the server loads that one."""
+    client.sync_dir, made, renamed, loaded = str(tmp_path), [], [], []
 
-    def watch():
-        while not stop.is_set():
-            for folder in tmp_path.glob("mt-grpo-weights-*/*"):
-                if folder.name == "lock" or folder.name.startswith("partial-") or folder.name in seen:
-                    continue  # what was complete once may be on its way out
-                try:
-                    complete = is_complete(folder / "model.safetensors")
-                except (OSError, ValueError) as error:
-                    wrong.append((folder.name, repr(error)))
-                else:
-                    seen.add(folder.name) if complete else wrong.append((folder.name, "not complete"))
+    def watch(event, arguments):  # Python calls it before it makes or renames a file
+        path = str(arguments[0]) if event in ("os.mkdir", "os.rename") and watching else ""
+        if path.startswith(str(tmp_path)) and event == "os.mkdir":
+            made.append(Path(path).name)
+        elif path.startswith(str(tmp_path)) and "partial-" in path:
+            renamed.append((Path(arguments[1]).name, is_complete(Path(path) / "model.safetensors")))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    def rule(request):
+        if request.path == "/collective_rpc":
+            folder = Path(request.payload["kwargs"]["weights_path"])
+            loaded.append((folder.name, is_complete(folder / "model.safetensors")))
+
+    model, watching = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), True
+    sys.addaudithook(watch)  # which cannot be removed
+    proxy.faults = rule
     try:
-        for i in range(8):
+        for i in range(3):
             client.update_weights(iter(model.state_dict().items()), f"v-{i}")
     finally:
-        stop.set()
-        watcher.join()
-    assert not wrong and len(seen) >= 6
+        watching = False
+    assert renamed == loaded == [("v-0", True), ("v-1", True), ("v-2", True)]
+    assert made[1:] == ["partial-v-0", "partial-v-1", "partial-v-2"] and made[0].startswith(".mt-grpo-")
     assert [path.name for path in next(tmp_path.glob("mt-grpo-weights-*")).iterdir()] == ["lock"]
 
 
@@ -797,6 +936,49 @@ def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@needs_vllm
+def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
+    """No FIFO is waited for, no link followed, no other user's folder removed; a dead run's own folder is."""
+    open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
+    for folder in (open_to_all, own, victim):
+        folder.mkdir()
+    open_to_all.chmod(0o1777)  # as /dev/shm
+    names = ("fifo", "dead", "linked-lock", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
+    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
+    for name, folder in folders.items():
+        folder.mkdir()
+        if name in ("dead", "another-users"):
+            (folder / "lock").touch()
+    os.mkfifo(folders["fifo"] / "lock")
+    (victim / "lock").write_text("precious")
+    (folders["linked-lock"] / "lock").symlink_to(victim / "lock")
+    (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
+    if "another-users" in folders:
+        os.chown(folders["another-users"], 12345, 12345)
+    modes = []
+
+    def rule(request):
+        if request.path == "/collective_rpc":
+            modes.append(oct(Path(request.payload["kwargs"]["weights_path"]).parent.stat().st_mode & 0o777))
+
+    proxy.faults = rule
+    weights = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
+
+    def push():
+        for folder in (open_to_all, own):
+            client.sync_dir = str(folder)
+            client.update_weights(iter(weights.items()), f"v-{folder.name}")
+            client.close()
+
+    pushing = threading.Thread(target=push, daemon=True)
+    pushing.start()
+    pushing.join(60)
+    assert modes == ["0o700", "0o755"]  # where everybody may write, only this user may read
+    left = {path.name.removeprefix("mt-grpo-weights-") for path in open_to_all.iterdir()}
+    assert left == {*names, "link"} - {"dead"} and not list(own.iterdir())
+    assert (victim / "lock").read_text() == "precious"
 
 
 @needs_vllm

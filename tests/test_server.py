@@ -12,6 +12,7 @@ import requests
 import torch
 from bench_common import VLLMServer, free_port
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -313,15 +314,29 @@ def test_nccl_needs_a_server_started_for_it(client):
 
 
 def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
-    """Each rank sends its own prompts; both wait for rank 0's push and see the same version."""
+    """Each rank sends its own prompts; neither sends one between the start and the end of rank 0's push."""
     recipe = (ROOT / "hf_recipes/tiny/calculator-vllm.yaml").read_text()
     assert "use_vllm: true" in recipe
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
                "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--model_name_or_path",
-               str(served_model), "--output_dir", str(tmp_path), "--max_steps", "2", "--vllm_server_port", str(port),
-               "--per_device_train_batch_size", "8"]  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
+               str(served_model), "--output_dir", str(tmp_path), "--max_steps", "2", "--vllm_server_port",
+               "{port}", "--per_device_train_batch_size", "8"]  # fmt: skip
+    with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
+        # A rank that does not wait for the push has sent its prompts by the time that the server is paused.
+        proxy.faults = lambda request: Fault("late", delay=2.0) if request.path == "/pause" else None
+        command = [str(proxy.port) if word == "{port}" else word for word in command]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+        assert result.returncode == 0, result.stderr[-3000:]
+        seen = [r for r in proxy.requests if r.path in ("/pause", "/resume", "/v1/completions")]
+    pushing, sampled = False, []
+    for request in seen:
+        pushing = {"/pause": True, "/resume": False}.get(request.path, pushing)
+        if request.path == "/v1/completions" and "prompt_logprobs" not in request.payload:
+            assert not pushing
+            sampled.append(tuple(request.payload["prompt"]))
+    assert [r.path for r in seen].count("/pause") == 3  # the probe, and a push for each step
+    firsts = {prompt for prompt in sampled if not any(prompt[: len(p)] == p != prompt for p in sampled)}
+    assert len(firsts) == 4 and all(sampled.count(prompt) == 8 for prompt in firsts)  # a prompt per rank and step
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     rows = [row for row in state["log_history"] if "reward" in row]
     assert len(rows) == 2
