@@ -1,7 +1,7 @@
 """Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
 
     python scripts/bench_sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
-    python scripts/bench_sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays as is
+    python scripts/bench_sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
     python scripts/bench_sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the

@@ -52,7 +52,16 @@ SERVER_AND_WEIGHTS: list[Mutation] = []
 
 CONVERSATION_AND_TOOLS: list[Mutation] = []
 
-CONFIGURATION_AND_DATA: list[Mutation] = []
+CONFIGURATION_AND_DATA: list[Mutation] = [
+    Mutation(
+        "a documented default is not the key's", "docs/recipes.md", "| `turn_discount` | 1.0 |",
+        "| `turn_discount` | 0.9 |", "tests/test_docs.py::test_every_key_is_documented_with_its_default",
+    ),
+    Mutation(
+        "a documented command has an option that nothing takes", "docs/recipes.md", "--num_problems 512 --k 4",
+        "--problems 512 --k 4", "tests/test_docs.py::test_every_command_has_a_script_and_options_that_it_accepts",
+    ),
+]  # fmt: skip
 
 STOPPING_AND_RESUMING: list[Mutation] = []
 
