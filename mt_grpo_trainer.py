@@ -853,7 +853,7 @@ def known_keys() -> dict[str, Any]:
 def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
     near = difflib.get_close_matches(str(key), known, n=1)
     return f"Unknown key {key!r} {where}." + (
-        f" Did you mean {near[0]!r}?" if near else " See the README's table of keys."
+        f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
     )
 
 
@@ -1248,8 +1248,8 @@ def turn_return_advantages(
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
     Those that ended at turn k are among them with what they got there, so to go on is credited with what comes of it:
-    with `scale_rewards: group` and a reward for every call it learned to call for ever, not with `none` (README).
-    Turn 0: 0.8 against 0.4; turn 1: 0.6 against 0; turn 2: A is alone.
+    with `scale_rewards: group` and a reward for every call it learned to call for ever, not with `none`
+    (docs/credit.md). Turn 0: 0.8 against 0.4; turn 1: 0.6 against 0; turn 2: A is alone.
 
     >>> turn_return_advantages(example(), 2, 1.0, "none", 1.0)
     tensor([[ 0.7000,  0.8000,  0.5000],
@@ -5043,9 +5043,9 @@ def output_lock(path: str) -> Iterator[None]:
         Path(path).mkdir(parents=True, exist_ok=True)
         lock = open_lock(Path(path) / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
+        what = f"{error.strerror} ({error.filename})" if error.strerror else error
         raise ValueError(
-            f"output_dir={path!r} cannot be written to: {error.strerror or error} ({error.filename or path}). Expected "
-            "a folder, which may be new."
+            f"output_dir={path!r} cannot be written to: {what}. Expected a folder, which may be new."
         ) from error
     with lock as file:
         try:

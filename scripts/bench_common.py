@@ -1,4 +1,4 @@
-"""What the benchmarks share: a real vLLM server, the machine's description, spreads, sections of the README."""
+"""What the benchmarks share: a real vLLM server, the machine's description, spreads, sections of the pages."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs/speed.md"  # where the benchmarks of speed write their tables
 
 
 def free_port() -> int:
@@ -155,18 +155,18 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """The file under `docs/` that a section of the README is made from."""
+    """The file under `docs/` that a section of a page is made from."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines of the README between which `scripts/bench_<name>.py --report` writes."""
+    """The lines of the page between which `scripts/bench_<name>.py --report` writes."""
     return f"<!-- {name} results: made by scripts/bench_{name}.py --report -->", f"<!-- end of {name} results -->"
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """The README's text with this benchmark's section in place of the old one. Raises `ValueError` without markers.
+    """The page's text with this benchmark's section in place of the old one. Raises `ValueError` without markers.
 
     >>> begin, end = markers("step")
     >>> with_section(f"a {begin}old{end} b", "step", "new") == f"a {begin}\\n\\nnew\\n\\n{end} b"
@@ -176,22 +176,22 @@ def with_section(text: str, name: str, section: str) -> str:
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"README.md has no lines {begin!r} and {end!r}. Put them where the section belongs.")
+        raise ValueError(f"The page has no lines {begin!r} and {end!r}. Put them where the section belongs.")
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
 
 
-def write_section(name: str, section: str, path: Path = README) -> None:
-    """Put a benchmark's section into the README."""
+def write_section(name: str, section: str, path: Path = PAGE) -> None:
+    """Put a benchmark's section into its page."""
     path.write_text(with_section(path.read_text(encoding="utf-8"), name, section), encoding="utf-8")
 
 
-def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], readme: Path = README) -> None:
-    """`bench_<name>.py --report`: the README's section from the results file."""
+def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], page: Path = PAGE) -> None:
+    """`bench_<name>.py --report`: the page's section from the results file."""
     if not results.is_file():
         sys.exit(f"error: no {results}. Run without --report first.")
     text = section(json.loads(results.read_text(encoding="utf-8")))
-    write_section(name, text, readme)
-    print(f"the section in {readme}\n\n{text}")
+    write_section(name, text, page)
+    print(f"the section in {page}\n\n{text}")
 
 
 def pyplot() -> Any:

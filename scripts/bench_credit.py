@@ -2,7 +2,7 @@
 
     python scripts/bench_credit.py                     # what is missing, two runs at a time; then the report
     python scripts/bench_credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
-    python scripts/bench_credit.py --report            # only docs/credit_results.json, docs/credit.png, README's table
+    python scripts/bench_credit.py --report            # only docs/credit_results.json, docs/credit.png, the tables
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
@@ -63,7 +63,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
     },
 }  # fmt: skip
-RESULTS, PICTURE, README = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("README.md")
+RESULTS, PICTURE, PAGE = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("docs/credit.md")
 RUNS = Path("runs/credit")
 FIGURES = (
     "tool_executed",
@@ -412,7 +412,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def report() -> None:
-    """Write the results file, the plot and the README's table from all finished runs."""
+    """Write the results file, the plot and the page's tables from all finished runs."""
     known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in METHODS]
     rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
                                                       r["seed"], r["learning_rate"]))  # fmt: skip
@@ -433,8 +433,8 @@ def report() -> None:
         print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
         return
     plot(rows, PICTURE)
-    write_section("credit", table, README)
-    print(f"{PICTURE} and the table in {README}\n\n{table}")
+    write_section("credit", table, PAGE)
+    print(f"{PICTURE} and the tables in {PAGE}\n\n{table}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
     python scripts/bench_overlap.py            # 3 seeds of 40 steps each way, about 15 minutes on 2 cores
     python scripts/bench_overlap.py --short    # 1 seed of 12 steps: the timings only
-    python scripts/bench_overlap.py --report   # only the README's section, from docs/overlap_results.json
+    python scripts/bench_overlap.py --report   # only the section of docs/speed.md, from docs/overlap_results.json
 
 One vLLM server on a core of its own, one training process on another, so that the two halves of a step do not wait for
 each other's core. Without overlap a step is the sum of its halves: rollouts (`rollout/wait_seconds`) and everything
@@ -84,7 +84,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The README's paragraph and table."""
+    """The page's paragraph and table."""
     total, place, steps = results["summary"], results["machine"], results["steps"]
     lines = [
         f"**`overlap_rollouts: true`**: {ROLLOUTS} rollouts per step, {place['cores']} cores ({place['cpu']}), the "

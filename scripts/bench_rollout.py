@@ -3,7 +3,7 @@ loop.
 
     python scripts/bench_rollout.py            # everything, about 25 minutes on two cores; then the report
     python scripts/bench_rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
-    python scripts/bench_rollout.py --report   # only README's section, from docs/rollout_results.json
+    python scripts/bench_rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
 
 Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
 
@@ -41,7 +41,7 @@ from typing import Any
 import aiohttp
 import bench_common
 import requests
-from bench_common import README, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+from bench_common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
@@ -490,7 +490,7 @@ def sharing_table(rows: list[Row]) -> list[str]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """README's section."""
+    """The section of docs/speed.md."""
     runs, place = results["runs"], results["machine"]
     limit = results["settings"]["max_concurrent_tools"]
     text = [
@@ -505,7 +505,7 @@ def section(results: dict[str, Any]) -> str:
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
         "counts fully."
         + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "", f"![Conversations per second at {HEADLINE[0]} conversations](docs/{PICTURE.name})", "", *table(runs),
+        "", f"![Conversations per second at {HEADLINE[0]} conversations]({PICTURE.name})", "", *table(runs),
     ]  # fmt: skip
     if sharing := sharing_table(results["sharing"]):
         tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
@@ -541,15 +541,15 @@ def plot(runs: list[Row], path: Path) -> None:
 
 
 def write_report() -> None:
-    """README's section and its picture, from the results file."""
-    report("rollout", RESULTS, section, README)
+    """The section of docs/speed.md and its picture, from the results file."""
+    report("rollout", RESULTS, section, PAGE)
     plot(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"], PICTURE)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="at most 10 minutes; README stays as it is")
-    parser.add_argument("--report", action="store_true", help="only write README's section")
+    parser.add_argument("--short", action="store_true", help="at most 10 minutes; docs/speed.md stays as it is")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
     parser.add_argument("--max_concurrent_tools", type=int, help="default: the recipe's")
     options = parser.parse_args(argv)
     if options.report:

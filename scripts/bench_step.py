@@ -1,9 +1,9 @@
 """Compare the trainer's own step, everything but generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
-    python scripts/bench_step.py                  # all shapes; docs/step_results.json and the README's section
+    python scripts/bench_step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
     python scripts/bench_step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
     python scripts/bench_step.py --profile 20     # where the trainer's own seconds go, shape by shape
-    python scripts/bench_step.py --report         # only the README's section, from docs/step_results.json
+    python scripts/bench_step.py --report         # only the section of docs/speed.md, from docs/step_results.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_common import README, ROOT, machine, report, spread, stopwatch, write_results, write_section
+from bench_common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
@@ -492,7 +492,7 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The README's section: one row per shape."""
+    """The section of docs/speed.md: one row per shape."""
     where, threads = results["machine"], results["threads"]
     pairs = " or ".join(map(str, sorted({row["pairs"] for row in results["shapes"].values()})))
     lines = [
@@ -541,14 +541,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all, with --short the quick ones")
     parser.add_argument("--pairs", type=int, help="pairs of steps per shape, in place of the shape's own number")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="of each process")
-    parser.add_argument("--short", action="store_true", help="smaller, under 10 minutes; README.md is left alone")
+    parser.add_argument("--short", action="store_true", help="smaller, under 10 minutes; docs/speed.md is left alone")
     parser.add_argument("--profile", type=int, metavar="STEPS", help="only profile our side over so many steps")
-    parser.add_argument("--report", action="store_true", help="only write the README's section")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
     options = parser.parse_args(argv)
     if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
         sys.exit("error: --threads, --pairs and --profile must be at least 1.")
     if options.report:
-        return report("step", RESULTS, section, README)
+        return report("step", RESULTS, section, PAGE)
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
@@ -567,7 +567,7 @@ def main(argv: list[str] | None = None) -> None:
     })  # fmt: skip
     write_results(SHORT_RESULTS if options.short else RESULTS, results)
     if not options.short:
-        write_section("step", section(results), README)
+        write_section("step", section(results), PAGE)
     print(summary(results))
 
 

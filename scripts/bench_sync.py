@@ -1,8 +1,8 @@
 """Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
 
     python scripts/bench_sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
-    python scripts/bench_sync.py --short     # fewer repetitions, float32 only, at most ten minutes; README stays as is
-    python scripts/bench_sync.py --report    # only the README's section, from docs/sync_results.json
+    python scripts/bench_sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
+    python scripts/bench_sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
 shape of Qwen3-0.6B. What a push costs does not depend on the values of the weights.
@@ -27,7 +27,8 @@ from typing import Any
 from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS, SHORT_RESULTS, README = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json"), Path("README.md")
+RESULTS, SHORT_RESULTS = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json")
+PAGE = Path("docs/speed.md")
 # Size -> what its Qwen3 configuration has; None: the bundled model.
 SIZES: dict[str, dict[str, int] | None] = {
     "0.9M": None,
@@ -268,7 +269,7 @@ def short(seconds: float) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The README's section."""
+    """The section of docs/speed.md."""
     rows, where = results["rows"], results["machine"]
     lines = [
         f"**Weight sync** with `weight_sync: disk`, seconds (median of {min(r['repetitions'] for r in rows)} or more; "
@@ -308,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, help=f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}")
     parser.add_argument("--sync_dir", default=default_sync_dir(), help="where the weights pass; as weight_sync_dir")
     parser.add_argument("--short", action="store_true", help=f"a quick run, into {SHORT_RESULTS}")
-    parser.add_argument("--report", action="store_true", help="only write the README's section")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
     options = parser.parse_args(argv)
     repetitions = options.repetitions
     if repetitions is None:
@@ -316,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     if repetitions < 1:
         sys.exit("error: expected --repetitions of at least 1.")
     if options.report:
-        report("sync", RESULTS, markdown, README)
+        report("sync", RESULTS, markdown, PAGE)
         return
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -345,7 +346,7 @@ def main(argv: list[str] | None = None) -> None:
             flush=True,
         )
     if not options.short:
-        report("sync", RESULTS, markdown, README)
+        report("sync", RESULTS, markdown, PAGE)
     print(last_line(results["rows"]))
 
 

@@ -867,6 +867,16 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
         "tests/test_tools.py::test_index_that_is_a_pipe",
     ),
 ]
+CONFIGURATION_AND_DATA: list[Mutation] = [
+    Mutation(
+        "a documented default is not the key's", "docs/recipes.md", "| `turn_discount` | 1.0 |",
+        "| `turn_discount` | 0.9 |", "tests/test_docs.py::test_every_key_is_documented_with_its_default",
+    ),
+    Mutation(
+        "a documented command has an option that nothing takes", "docs/recipes.md", "--num_problems 512 --k 4",
+        "--problems 512 --k 4", "tests/test_docs.py::test_every_command_has_a_script_and_options_that_it_accepts",
+    ),
+]  # fmt: skip
 
 CONFIGURATION_AND_DATA: list[Mutation] = [
     Mutation(

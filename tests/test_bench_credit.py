@@ -12,12 +12,12 @@ BEGIN, END = markers("credit")
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Results, picture, README and runs in a folder of their own."""
+    """Results, picture, page and runs in a folder of their own."""
     monkeypatch.setattr(bench, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results.json")
     monkeypatch.setattr(bench, "PICTURE", tmp_path / "docs/credit.png")
-    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     (tmp_path / "runs").mkdir()
     return tmp_path
 
@@ -51,7 +51,7 @@ def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
     rows += [row("mt_grpo", 9, 0.1)] + [row("merged", seed, 0.5) for seed in range(6)] + search("merged")  # not both
     write(rows)
     bench.report()
-    text = bench.README.read_text()
+    text = bench.PAGE.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n**(b)") and text.endswith(f"{END}\nafter\n")
     quoted = "| `mt_grpo` | 0.94 ± 0.04 | 0.50 ± 0.00 | 30 | 0.90 ± 0.00 | 1.00 ± 0.00 | 4.50 ± 0.00 | 0.10 ± 0.00 |"
     assert f"{quoted} 0.0006 |" in text
@@ -110,9 +110,9 @@ def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders):
     assert list(bench.RUNS.glob("*.json")) == []
 
 
-def test_readme_has_the_table_of_the_results_file():
+def test_the_page_has_the_table_of_the_results_file():
     rows = json.loads(bench.RESULTS.read_text(encoding="utf-8"))["runs"]
-    text = bench.README.read_text(encoding="utf-8")
+    text = bench.PAGE.read_text(encoding="utf-8")
     assert with_section(text, "credit", bench.markdown(rows)) == text
     quoted = re.findall(r"^\| `(\w+)` \| \d\.\d\d ± ", text, re.M)
     assert quoted and set(quoted) <= set(bench.METHODS)

@@ -136,14 +136,14 @@ def results():
 
 def test_the_report_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(bench, "PICTURE", tmp_path / "rollout.png")
-    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     with pytest.raises(SystemExit, match="Run without --report"):
         bench.main(["--report"])
     bench.RESULTS.write_text(json.dumps(results()))
     bench.main(["--report"])
-    text = bench.README.read_text()
+    text = bench.PAGE.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n") and text.endswith(f"\n\n{END}\nafter\n") and "old" not in text
     assert (
         "| 256 | 0.2 s | 64.0 (51.2 to 64.0) | 2,000 (1,600 to 2,000) | 0.90 (0.80 to 1.05) | 9.0 (8.0 to 10.0) x | "
@@ -151,7 +151,7 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
     )
     assert "| 1,024 | 0 s | 128.0 | 1,000 | - | - | 0.62 | 700 |" in text
     assert "| 8 | one request with `n: 8` | 2.00 | 25% | 3.0x |" in text
-    assert "](docs/rollout.png)" in text and bench.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert "](rollout.png)" in text and bench.PICTURE.read_bytes().startswith(b"\x89PNG")
     assert "Prompts of 460 tokens" in text and "vLLM server (0.31.0)" in text
 
 

@@ -20,12 +20,12 @@ def row(title, wall, cpu, memory):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Results and README in a folder of their own."""
+    """Results and page in a folder of their own."""
     begin, end = markers("step")
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/step_results.json")
     monkeypatch.setattr(bench, "SHORT_RESULTS", tmp_path / "runs/short.json")
-    monkeypatch.setattr(bench, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     (tmp_path / "docs").mkdir()
     return tmp_path
 
@@ -34,7 +34,7 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     shapes = {"recipe": row("tiny recipe", 1.01, 1.04, 0.99), "long": row("long completions", 1.02, 1.03, 1.0)}
     bench.RESULTS.write_text(json.dumps({"machine": MACHINE, "threads": 2, "shapes": shapes}))
     bench.main(["--report"])
-    text = bench.README.read_text()
+    text = bench.PAGE.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| tiny recipe: 64 x 1,090 tokens | 1.00 s | 1.010 (1.01 to 1.01) | 1.040 (1.04 to 1.04) |" in text
     assert "| 0.990 of 1,000 MiB |" in text and "over 1 alternating pairs" in text and "2 threads" in text
@@ -47,18 +47,18 @@ def test_a_report_needs_results(folders):
         bench.main(["--report"])
 
 
-def test_the_short_form_leaves_the_readme_alone(folders, monkeypatch, capsys):
+def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     taken = []
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
     monkeypatch.setattr(bench, "print_shape", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    before = bench.README.read_text()
+    before = bench.PAGE.read_text()
     bench.main(["--short"])
     assert [(shape["rollouts"], shape["pairs"] >= 15) for shape in taken] == [(64, True), (8, True)]
     assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
-    assert bench.README.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
+    assert bench.PAGE.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
     bench.main(["--pairs", "20"])
-    assert bench.README.read_text() != before and bench.RESULTS.is_file() and len(taken) == 2 + len(bench.SHAPES)
+    assert bench.PAGE.read_text() != before and bench.RESULTS.is_file() and len(taken) == 2 + len(bench.SHAPES)
 
 
 def test_every_full_shape_has_enough_pairs():

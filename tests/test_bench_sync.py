@@ -14,9 +14,10 @@ MODEL = {"parameters": 250_000_000, "tensors": 3, "bytes": 1_000_000_000}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Results and README in a folder of their own."""
+    """Results and page in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/speed.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     return tmp_path
 
 
@@ -57,7 +58,7 @@ def test_a_trainer_that_counts_the_write_as_gathering():
 def test_the_report_replaces_the_section(folder):
     bench.write_results(bench.RESULTS, results(row("0.9M", bytes=4_000_000), row(), row(dtype="bfloat16", bytes=5e8)))
     bench.main(["--report"])
-    text = (folder / "README.md").read_text()
+    text = (folder / "docs/speed.md").read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n**Weight sync**") and text.endswith(f"{END}\nafter\n")
     assert (
         "| 0.6B | float32 | 1,000 | 0.25 | 0.50 | 2.2 | 0.50 | 3.5 (2.0 to 5.0) | 0.50 + 0.25 | 4.0 | + 1.5 |" in text

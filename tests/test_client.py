@@ -240,7 +240,7 @@ def test_an_output_lock_is_an_ordinary_file(tmp_path, kind):
     raised = []
 
     def enter():
-        with pytest.raises(ValueError, match="output_dir='.*/out' cannot be locked: .*lock") as error:
+        with pytest.raises(ValueError, match="output_dir='.*/out' cannot be written to: .*lock") as error:
             with output_lock(str(out)):
                 pass
         raised.append(error)

@@ -672,7 +672,7 @@ def build(random_model, tmp_path, no_weights):
     [
         ({"num_generation": 8}, r"Unknown key 'num_generation' in .*Did you mean 'num_generations'\?"),
         ({"max_env_step": 2}, "Did you mean 'max_env_steps'"),
-        ({"qqqq": 2}, "Unknown key 'qqqq'.*See the README"),
+        ({"qqqq": 2}, "Unknown key 'qqqq'.*See docs/recipes.md"),
         ({"num_generations": 7.5}, "num_generations: 7.5 .* is float, expected int"),
         ({"num_generations": "8"}, "num_generations: '8' .* is str, expected int"),
         ({"num_generations": True}, "num_generations: True .* is bool, expected int"),

@@ -1,0 +1,415 @@
+"""What the README and the pages under docs/ say is so.
+
+Keys exist and have these defaults, metrics are logged, examples run, commands name scripts and options that exist,
+files and links lead somewhere, and the tables of the benchmarks are those of their result files.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from bench_common import with_section
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, ScriptArguments
+
+import mt_grpo_trainer as mt
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+RECIPES, FORKING, ENVIRONMENTS = (PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments"))
+each_page = pytest.mark.parametrize("page", PAGES)
+# Documented already; they come with the decorator of the credit estimators.
+WITH_PACKAGE = hasattr(mt, "credit_estimator")
+COMING = set() if WITH_PACKAGE else {"environment", "scripts/one_file.py", "scripts/train.py"}
+
+
+def section(text: str, title: str) -> str:
+    return re.search(rf"^## {title}$(.*?)(?=^## |\Z)", text, re.M | re.S)[1]
+
+
+def first_column(text: str, title: str) -> list[str]:
+    """The names in backticks of the first column of a section's table."""
+    rows = [line.split("|")[1] for line in section(text, title).splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of one language, "" for those of none."""
+    return [body for name, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if name == language]
+
+
+def block(text: str, language: str, word: str) -> str:
+    """The only fenced block of a language that has a word in it."""
+    (found,) = [body for body in blocks(text, language) if word in body]
+    return found
+
+
+def run(code: str, space: dict | None = None) -> dict:
+    space = {} if space is None else space
+    exec(compile(code, "documentation", "exec"), space)
+    return space
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 250
+
+
+# --- keys and metrics ------------------------------------------------------------------------------------------------
+
+
+def own_keys() -> set[str]:
+    def names(cls):
+        return {f.name for f in dataclasses.fields(cls)}
+
+    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.MTGRPOScriptArguments) - names(ScriptArguments))
+
+
+def test_every_key_is_documented_with_its_default():
+    documented = first_column(RECIPES, "Recipe keys")
+    assert own_keys() <= set(documented)
+    for key in set(documented) - COMING:
+        assert key in mt.known_keys(), key
+    for line in section(RECIPES, "Recipe keys").splitlines():
+        if (match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line)) and match[1] not in COMING:
+            default = mt.default_of(match[1])
+            if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
+                assert yaml.safe_load(match[2]) == default, line
+
+
+def test_the_budgets_are_keys():
+    assert set(first_column(ENVIRONMENTS, "Budgets")) <= own_keys() | {"max_completion_length"}
+
+
+def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = mt.MTGRPOEnvTrainer(
+        random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}] * 4),
+    )  # fmt: skip
+    trainer.train()
+    logged = set(trainer.state.log_history[0])
+    metrics = section(RECIPES, "Metrics")
+    documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
+    with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
+    assert documented - with_server - {"rewards/<function>/mean"} <= logged
+    source = "\n".join(path.read_text() for path in (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/*.py")))
+    phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
+    for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
+        assert f'"{name}"' in source, name
+    own = {name for name in logged if name.startswith(("turns/", "tools/", "stop/", "credit/", "rollout/"))}
+    assert own <= documented
+    rows = section(ENVIRONMENTS, "One conversation").splitlines()
+    ends = re.findall(r"`(\w+)`", " ".join(row.split("|")[-2] for row in rows if row.startswith("| ")))
+    assert {f"stop/{name}" for name in ends} == {name for name in logged if name.startswith("stop/")}
+
+
+@pytest.mark.parametrize(
+    "page, title", [("README.md", "The idea"), ("docs/credit.md", "How the method differs from GRPO")]
+)
+def test_every_estimator_has_its_row(page, title):
+    assert first_column(PAGES[page], title) == ["credit_assignment", *mt.CREDIT_ASSIGNMENTS]
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def test_every_python_block_is_run_here():
+    known = ("TURN_REWARD_FUNCS", "class TerseErrors", "VLLMServerClient(", "doctest_batch()")
+    for page, text in PAGES.items():
+        for body in blocks(text, "python"):
+            assert any(word in body for word in known), f"{page}: no test runs\n{body}"
+
+
+def test_the_reward_example_runs():
+    space = run(block(PAGES["README.md"], "python", "TURN_REWARD_FUNCS"))
+    called, answered = (SimpleNamespace(observation=text, error=None) for text in ("4", None))
+    (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[called, called, answered]])
+    assert values == [0.1, 0.0, None]
+    completions = [[{"role": "assistant", "content": f"<answer>{n}</answer>"}] for n in (4, 5)]
+    assert space["OUTCOME_REWARD_FUNCS"][0](completions=completions, answer=["4", "4"]) == [1.0, 0.0]
+
+
+def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "smallest.yaml").write_text(block(RECIPES, "yaml", "smallest"))
+    mt.parse_arguments(["--config", str(tmp_path / "smallest.yaml")])
+
+
+def scripted(tokenizer, turns: list[str]):
+    """A backend whose conversations all go the same way."""
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        text = turns[tokenizer.decode(prompt_ids).count("<result>")]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+
+    return SimpleNamespace(generate=generate, tokenizer=tokenizer)
+
+
+def test_the_environment_example_runs(random_model):
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    space = run(block(ENVIRONMENTS, "python", "class TerseErrors"))
+    call = '<tool>{"name": "%s", "args": {"text": "hi"}}</tool>'
+    llm = scripted(
+        AutoTokenizer.from_pretrained(random_model), [call % "echo", call % "nothing", "<answer>1</answer>"]
+    )
+    out = space["TerseErrors"]([echo], None).generate(["Say hi."], llm)
+    said = [message["content"] for message in out["messages"][0] if message["role"] == "user"]
+    assert said == ["Say hi.", "<result>\nhi\n</result>", "<result>\nError: the call failed.\n</result>"]
+
+
+def test_the_notebook_example_runs(random_model, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    turns = ['<tool>{"name": "calculator", "args": {"expression": "37 * 51 + 2"}}</tool>', "<answer>1889</answer>"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, body: dict) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.answer({"data": [{"id": "scripted", "max_model_len": 8192}]})
+
+        def do_POST(self):
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            ids = tokenizer(turns[tokenizer.decode(prompt).count("<result>\n1889")], add_special_tokens=False)[
+                "input_ids"
+            ]
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}, "finish_reason": "stop"}
+            self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
+
+        def log_message(self, *_):
+            pass
+
+    code = block(ENVIRONMENTS, "python", "VLLMServerClient(")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        replaced = {"8000": str(server.server_port), "Qwen/Qwen3-1.7B": random_model}
+        for old, new in replaced.items():
+            assert code.count(old) == 1
+            code = code.replace(old, new)
+        run(code)["llm"].close()
+        server.shutdown()
+    assert "<answer>1889</answer>" in capsys.readouterr().out
+
+
+# --- the fork --------------------------------------------------------------------------------------------------------
+
+needs_decorator = pytest.mark.skipif(not WITH_PACKAGE, reason="the script has no decorator credit_estimator yet")
+
+
+@needs_decorator
+def test_the_fork_runs():
+    """The diff's added function, in the script's names, on the batch of two rollouts."""
+    lines = block(FORKING, "diff", "credit_estimator").splitlines()
+    known = list(mt.CREDIT_ASSIGNMENTS)
+    try:
+        space = run("\n".join(line[1:] for line in lines if line.startswith("+")), dict(vars(mt)))
+        advantages = space["best_turn_advantages"](mt.doctest_batch(), 0.5, 1.0)
+        # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2, without scaling.
+        assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
+        mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_advantage_coef=0.5)
+        with pytest.raises(ValueError, match="turn_discount"):  # which the decorator's line does not say it reads
+            mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_discount=0.5)
+    finally:
+        mt.CREDIT_ASSIGNMENTS.pop("best_turn", None)
+    assert list(mt.CREDIT_ASSIGNMENTS) == known
+
+
+@needs_decorator
+def test_the_fork_fits_into_the_script():
+    source = (ROOT / "mt_grpo_trainer.py").read_text().splitlines()
+    for line in block(FORKING, "diff", "credit_estimator").splitlines():
+        assert line[:1] in ("+", " ")
+        assert line.startswith("+") or source.count(line[1:]) == 1, line
+
+
+@needs_decorator
+def test_the_batch_to_try_an_estimator_on(capsys):
+    run(block(FORKING, "python", "doctest_batch()"))
+    assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
+
+
+@needs_decorator
+def test_what_an_estimator_gets():
+    for name in re.findall(r"^\| `rewards\.(\w+)", section(FORKING, "A credit estimator, as a diff"), re.M):
+        assert hasattr(mt.doctest_batch(), name), name
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+TRAINERS = ("mt_grpo_trainer.py", "my_idea.py")  # the second is what a reader's copy is called
+FORWARD = ("quickstart.sh", "train.sh", "evaluate.py", "explain_credit.py", *TRAINERS)  # to the trainer
+KNOWN_COMMANDS = ("bash", "python", "accelerate", "cp", "source", "tail", "pip", "vllm")
+
+
+def words_of(line: str) -> list[str]:
+    """A command without the variables in front of it and the comment behind it."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    return words
+
+
+def block_commands(text: str) -> list[list[str]]:
+    """Every line of the bash blocks."""
+    lines = [line for body in blocks(text, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := words_of(line))]
+
+
+def span_commands(text: str) -> list[list[str]]:
+    """What begins with the name of a command between backticks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    starts = [span for span in spans if re.match(rf"([A-Z_]+=\S+ )*({'|'.join(KNOWN_COMMANDS)}) ", span)]
+    return [words_of(span) for span in starts]
+
+
+def help_of(script: str, capsys) -> str:
+    module = importlib.import_module(Path(script).stem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def accepts(script: str, option: str, capsys) -> bool:
+    """Whether a script takes an option: one of the trainer's, or one in its own help or text."""
+    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *mt.known_keys()}:
+        return True
+    if Path(script).name in (*TRAINERS, "quickstart.sh", "train.sh"):
+        return False
+    text = (ROOT / script).read_text() if script.endswith(".sh") else help_of(script, capsys)
+    return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
+
+
+@each_page
+def test_every_command_has_a_script_and_options_that_it_accepts(page, capsys):
+    in_blocks = block_commands(PAGES[page])
+    assert {words[0] for words in in_blocks} <= set(KNOWN_COMMANDS)
+    for words in in_blocks + span_commands(PAGES[page]):
+        if words[0] == "cp":
+            assert (ROOT / words[1]).is_file()
+        if "--config_file" in words:
+            assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        script = next((word for word in words if word.endswith((".py", ".sh"))), None)
+        if words[0] not in ("bash", "python", "accelerate") or script in COMING or script is None:
+            continue
+        assert script == "my_idea.py" or (ROOT / script).is_file(), words
+        for option in (word.split("=")[0] for word in words[words.index(script) :] if word.startswith("--")):
+            assert accepts(script, option, capsys), f"{script} does not take {option}: {words}"
+
+
+def test_a_wrong_command_is_noticed(capsys):
+    text = "```bash\nA=1 bash scripts/train.sh x \\\n    --max_steps 5  # five\nrm x\n```\n and `B=2 python a.py\n--b`"
+    assert block_commands(text) == [["bash", "scripts/train.sh", "x", "--max_steps", "5"], ["rm", "x"]]
+    assert span_commands(text) == [["python", "a.py", "--b"]]
+    assert accepts("scripts/train.sh", "--max_steps", capsys) and not accepts("scripts/train.sh", "--max_step", capsys)
+    assert accepts("scripts/setup.sh", "--gpu", capsys) and not accepts("scripts/setup.sh", "--gp", capsys)
+    assert accepts("scripts/soak.py", "--kills", capsys) and not accepts("scripts/soak.py", "--kill", capsys)
+
+
+def test_vllm_takes_the_flags_of_the_server_by_hand():
+    parser_of = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (serve,) = [words for words in block_commands(PAGES["README.md"]) if words[:2] == ["vllm", "serve"]]
+    parsed = parser_of(FlexibleArgumentParser(exit_on_error=False)).parse_args(serve[2:])
+    assert isinstance(parsed, argparse.Namespace)
+    assert (parsed.model_tag, parsed.logprobs_mode) == ("Qwen/Qwen3-1.7B", "processed_logprobs")
+
+
+def test_the_output_of_the_quickstart_has_its_lines():
+    output = block(PAGES["README.md"], "", "1/3 evaluating")
+    source = (ROOT / "scripts/quickstart.py").read_text()
+    for label in re.findall(r"^([a-z][a-z ]*?)  +[\dr]", output, re.M):
+        assert re.search(rf'"{label}("|  )', source), label
+    header = next(line for line in output.splitlines() if "tool success" in line)
+    assert all(f"'{name}'" in source for name in re.split(r"  +", header.strip()))
+
+
+# --- files and links -------------------------------------------------------------------------------------------------
+
+FOLDERS = "hf_recipes|scripts|tools|rewards|docs|tests"
+
+
+@each_page
+def test_every_file_that_is_named_exists(page):
+    named = set(re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]+\.\w+", re.sub(r"\]\([^)]*\)", "", PAGES[page])))
+    missing = {path for path in named - COMING if not (ROOT / path).is_file()}
+    assert not missing
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        if not file.is_file() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@each_page
+def test_every_link_leads_somewhere(page):
+    assert broken_links(page, PAGES[page]) == []
+
+
+def test_a_broken_link_is_noticed():
+    text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#the-idea) [e](https://x.org)"
+    assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
+
+
+def test_the_readme_leads_to_every_page():
+    for page in PAGES:
+        assert page == "README.md" or f"]({page})" in PAGES["README.md"]
+
+
+# --- the benchmarks' tables ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, function", [("rollout", "section"), ("overlap", "section"), ("step", "section"),
+                                            ("sync", "markdown")])  # fmt: skip
+def test_the_page_has_the_table_of_the_results_file(name, function):
+    results = json.loads((ROOT / f"docs/{name}_results.json").read_text())
+    made = getattr(importlib.import_module(f"bench_{name}"), function)(results)
+    assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]
