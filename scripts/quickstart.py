@@ -72,9 +72,12 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     started = time.perf_counter()
+    mt.keep_output_open()
     try:
         recipe = mt.parse_arguments([*([] if "--config" in argv else ["--config", RECIPE]), *argv])
-        model, output = recipe[2].model_name_or_path, Path(recipe[1].output_dir)
+        here = str(Path.cwd()) + "/"  # paths below it are shown as the recipe has them
+        model = recipe[2].model_name_or_path.removeprefix(here)
+        output = Path(recipe[1].output_dir.removeprefix(here))
         print(f"1/3 evaluating {model} on {NUM_PROBLEMS} held-out problems, sampled as in training", flush=True)
         before = evaluate(model, recipe, NUM_PROBLEMS)
         print(f"    exact match {number(before['exact_match'], 2)}\n", flush=True)
@@ -87,11 +90,11 @@ def main(argv: list[str] | None = None) -> None:
         trainer.remove_callback(callback)
     trainer.add_callback(ReadableProgress())
     trainer.train()
-    trainer.save_model(str(output))
+    trainer.save_model(recipe[1].output_dir)
     trainer.save_state()
 
     print(f"\n3/3 evaluating {output} on the same problems", flush=True)
-    after = evaluate(str(output), recipe, NUM_PROBLEMS)
+    after = evaluate(recipe[1].output_dir, recipe, NUM_PROBLEMS)
     print(f"\n{compare(before, after)}\n")
     print(f"trained model   {output}")
     print(f"metrics         {output / 'trainer_state.json'}")
