@@ -61,6 +61,15 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation("no pause", SCRIPT,
              'self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})', "pass",
              "tests/test_faults.py::test_what_a_step_asks_its_server_for"),
+    Mutation("neither pause nor reset", SCRIPT,
+             'self.request("POST", "/pause", timeout=self.request_timeout, params={"mode": "wait"})\n'
+             "            # A load that fails half-way leaves a version that nobody expects, so that nobody "
+             "samples from it.\n"
+             '            self.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})\n'
+             "            load()\n"
+             '            answer = self.request("POST", "/reset_prefix_cache")\n',
+             "load()\n            answer = {}\n",
+             "tests/test_faults.py::test_keys_of_old_weights_do_not_outlive_a_push"),
     Mutation("a pause that aborts", SCRIPT, ', params={"mode": "wait"})', ")",
              "tests/test_faults.py::test_what_a_step_asks_its_server_for"),
     Mutation("no version while it loads", SCRIPT,
