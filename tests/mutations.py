@@ -419,6 +419,34 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "self.observed.int().cumsum(1) - self.observed.int() <= 1",
         "tests/test_credit.py::test_a_reward_per_rollout_goes_to_the_first_observed_turn_only",
     ),
+    Mutation(
+        "the table of completions has TRL's advantages",
+        SCRIPT,
+        "        logged.extend(self.accelerator.gather(mean_advantages).tolist())\n",
+        "        logged.extend([0.0] * len(advantages))\n",
+        "tests/test_batch.py::test_the_table_of_completions_has_the_advantages_that_are_trained",
+    ),
+    Mutation(
+        "samples of a batch are given to other conversations",
+        SCRIPT,
+        "in zip(batch, generations, strict=True):\n            if not future",
+        "in zip(batch, generations[::-1], strict=True):\n            if not future",
+        "tests/test_batch.py::test_a_conversation_gets_its_own_samples",
+    ),
+    Mutation(
+        "a sample is not cut to its own budget",
+        SCRIPT,
+        "ids = list(token_ids[i][:max_tokens])",
+        "ids = list(token_ids[i])",
+        "tests/test_batch.py::test_a_conversation_gets_its_own_samples",
+    ),
+    Mutation(
+        "the chain model gets a prompt that it never saw",
+        "hf_recipes/tiny/chain.yaml",
+        "system_prompt: Use the calculator for each step",
+        "system_prompt: Use the tool for each step",
+        "tests/test_chain.py::test_the_bundled_models_are_as_good_as_the_benchmark_says",
+    ),
 ]
 
 SERVER_AND_WEIGHTS: list[Mutation] = [
