@@ -1,5 +1,6 @@
 """The scripts: evaluation of a random tiny model, and train.sh with stand-ins for the server and the trainer."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -406,9 +407,14 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
     assert len(deaf) == 2 and launch.sync_dir().is_dir()
     time.sleep(1)  # until both ignore SIGTERM
     launch.process.kill()
-    assert launch.end() == (-9, "train: stopping the server and the trainer\n")
-    launch.wait_until_nothing_lives()
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in deaf)
+    try:
+        assert launch.end() == (-9, "train: stopping the server and the trainer\n")
+        launch.wait_until_nothing_lives()
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in deaf)
+    finally:
+        for process in deaf:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     assert not launch.sync_dir().exists()
 
 
