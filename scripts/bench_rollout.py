@@ -144,10 +144,10 @@ def recorder(client: Any) -> Any:
 
 def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """As the trainer rolls out (`MTGRPOEnvTrainer._converse`)."""
-    import mt_grpo_trainer as mt
+    from mt_grpo.event_loop import gather_all, run_async
 
     rollouts = env.start(prompts)
-    mt.run_async(mt.gather_all([env.converse(rollout, client, sampling) for rollout in rollouts]))
+    run_async(gather_all([env.converse(rollout, client, sampling) for rollout in rollouts]))
     return rollouts
 
 
@@ -163,7 +163,7 @@ class Given:
 
 def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """The reference shape: a batch of turns, then the tools one after another, then the next batch."""
-    import mt_grpo_trainer as mt
+    from mt_grpo.event_loop import gather_all, run_async
 
     async def sample(rollout):
         history = rollout.prompt_ids + rollout.completion_ids
@@ -172,12 +172,12 @@ def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> 
 
     async def loop():
         while still_open := [rollout for rollout in rollouts if rollout.stop_reason is None]:
-            generations = await mt.gather_all([sample(rollout) for rollout in still_open])
+            generations = await gather_all([sample(rollout) for rollout in still_open])
             for rollout, generation in zip(still_open, generations, strict=True):
                 await env.take_turn(rollout, Given(generation), sampling)  # with its tool, before the next one's
 
     rollouts = env.start(prompts)
-    mt.run_async(loop())
+    run_async(loop())
     return rollouts
 
 
@@ -203,10 +203,10 @@ async def send(url: str, bodies: list[bytes]) -> None:
 
 def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: Any) -> bytes:
     """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    import mt_grpo_trainer as mt
+    from mt_grpo.sampling import sampling_defaults
 
     return json.dumps({
-        **mt.sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
+        **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
         "min_tokens": num_tokens, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True,
         "skip_special_tokens": False, **further,
     }).encode()  # fmt: skip
@@ -259,6 +259,8 @@ class Bench:
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
+        from mt_grpo.data import load_rows
+        from mt_grpo.plugins import load_tools
 
         self.mt, self.server = mt, server
         overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
@@ -267,7 +269,7 @@ class Bench:
         self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         card = mt.VLLMServerClient(base_url=server.url).model_card
         self.model = card["id"]
-        (tool,) = mt.load_tools(script_args.tools_script)
+        (tool,) = load_tools(script_args.tools_script)
         self.envs = {
             wait: mt.build_env(script_args, self.args, [delayed(tool, waits)], self.tokenizer)
             for wait, waits in WAITS.items()
@@ -276,7 +278,7 @@ class Bench:
             env.max_model_len = card["max_model_len"]
         stops = {"stop_token_ids": self.envs[0.0].end_of_turn_ids(self.tokenizer)}
         self.sampling = {**evaluate.sampling_params(self.args), **stops}
-        self.rows = mt.load_rows(script_args.dataset_name, "train", script_args.dataset_size)
+        self.rows = load_rows(script_args.dataset_name, "train", script_args.dataset_size)
         self.replayable: tuple[list[tuple[list[int], int]], float] | None = None  # the last engine run's
 
     def prompts(self, conversations: int) -> list:

@@ -77,11 +77,13 @@ def make_conversations(shape: Shape, seed: int = 0) -> list[Conversation]:
     from transformers import AutoTokenizer
 
     import mt_grpo_trainer as mt
+    from mt_grpo.data import make_arithmetic
+    from mt_grpo.plugins import load_tools
 
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(MODEL)
-    env = mt.MultiTurnToolEnv(mt.load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
+    env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
     conversations = []
-    for row in mt.make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
         prompt = env.with_system_prompt([{"role": "user", "content": row["question"]}])
         for _ in range(GROUP_SIZE):
             num_turns = rng.choice((2, 3))
@@ -128,20 +130,20 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step."""
-    import mt_grpo_trainer as mt
+    from mt_grpo.rollout import Rollout, StopReason, ToolCall, Turn
 
     return [
-        mt.Rollout(
+        Rollout(
             list(conversation["prompt"]), list(conversation["prompt_ids"]), index,
             [
-                mt.Turn(
+                Turn(
                     list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
-                    turn["call"] and mt.ToolCall("calculator", turn["call"]), turn["observation"],
+                    turn["call"] and ToolCall("calculator", turn["call"]), turn["observation"],
                     list(turn["observation_ids"]),
                 )
                 for turn in conversation["turns"]
             ],
-            mt.StopReason.ANSWERED,
+            StopReason.ANSWERED,
         )
         for index, conversation in enumerate(conversations)
     ]  # fmt: skip
@@ -215,8 +217,9 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
         trainer._last_loaded_step = -1
     else:
         import mt_grpo_trainer as mt
+        from mt_grpo.plugins import load_tools
 
-        env = mt.MultiTurnToolEnv(mt.load_tools(str(ROOT / "tools/calculator.py")), None)
+        env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
         trainer = mt.MTGRPOEnvTrainer(
             args=mt.MTGRPOConfig(**settings), env=env, turn_reward_funcs=[turn_reward],
             outcome_reward_funcs=[outcome_reward], **common,

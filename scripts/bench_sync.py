@@ -118,11 +118,11 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
         norm.data.mul_(1.25 if number % 2 == 0 else 0.8)
         before = start_of_peak()
         started = time.perf_counter()
-        phases = trainer._push(f"{trainer.client.instance}-bench-{number}")
+        phases = trainer.weight_sync._push(f"{trainer.client.instance}-bench-{number}")
         pushed = time.perf_counter()
         peak = peak_memory() - before
         checking = time.perf_counter()
-        trainer._check_logprobs()
+        trainer.weight_sync._check_logprobs()
         check = time.perf_counter() - checking
         pushes.append({**phases, "check": check, "total": pushed - started + check, "peak": peak})
     return pushes

@@ -21,11 +21,15 @@ from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns,
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import mt_grpo_trainer as mt
+from mt_grpo.data import make_chain
+from mt_grpo.formats import parse_turn
+from mt_grpo.plugins import load_tools
+from mt_grpo.rollout import result_message
+from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6
-(CALCULATOR,) = mt.load_tools(str(Path(__file__).parents[1] / "tools/step_calculator.py"))
+(CALCULATOR,) = load_tools(str(Path(__file__).parents[1] / "tools/step_calculator.py"))
 
 # Shares of what a turn does while operations are left, and once none is. FORK: change what the policy gets wrong.
 STEP_MISTAKES = ("other operation", "wrong digit", "broken JSON", "wrong tool", "early answer", "no tag")
@@ -70,14 +74,14 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
             elif kind == "no tag":
                 text = value
         messages.append({"role": "assistant", "content": text})
-        parsed, _ = mt.parse_turn(text)
+        parsed, _ = parse_turn(text)
         if parsed is None:
             break
-        if mistake := mt.check_call(parsed, {"calculator": CALCULATOR}):
-            messages.append({"role": "user", "content": mt.result_message(f"Error: {mistake}"[:60])})
+        if mistake := check_call(parsed, {"calculator": CALCULATOR}):
+            messages.append({"role": "user", "content": result_message(f"Error: {mistake}"[:60])})
         else:
             value, at = CALCULATOR(**parsed.arguments), chosen + 1
-            messages.append({"role": "user", "content": mt.result_message(value)})
+            messages.append({"role": "user", "content": result_message(value)})
             if value.startswith("-"):  # not seen in the right chains; what follows would be noise
                 break
     return messages
@@ -125,20 +129,20 @@ def measure(model, tokenizer, rows: list[dict], do_sample: bool, max_turns: int 
         for i, turn in zip(active, turns, strict=True):
             conversations[i].append({"role": "assistant", "content": turn})
             totals["mean turns"] += 1
-            parsed, _ = mt.parse_turn(turn)
+            parsed, _ = parse_turn(turn)
             if parsed is None:
                 totals["exact match"] += turn == f"<answer>{rows[i]['answer']}</answer>"
                 continue
             totals["calls"] += 1
             try:
-                mistake = mt.check_call(parsed, {"calculator": CALCULATOR})
+                mistake = check_call(parsed, {"calculator": CALCULATOR})
                 text = f"Error: {mistake}"[:60] if mistake else CALCULATOR(**parsed.arguments)
             except ValueError as error:
                 text = f"Error: {error}"[:60]
             totals["calls executed"] += not text.startswith("Error")
             steps = rows[i]["steps"]
             right[i] += right[i] < len(steps) and text == steps[right[i]]
-            conversations[i].append({"role": "user", "content": mt.result_message(text)})
+            conversations[i].append({"role": "user", "content": result_message(text)})
             still_active.append(i)
         active = still_active
     found = sum(r == len(row["steps"]) for r, row in zip(right, rows, strict=True))
@@ -162,8 +166,8 @@ def main() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    held_out = mt.make_chain(512, seed=1, split="test")
-    rows = mt.make_chain(50_000, args.seed)
+    held_out = make_chain(512, seed=1, split="test")
+    rows = make_chain(50_000, args.seed)
     tokenizer = build_tokenizer([make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]])
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")

@@ -21,7 +21,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import mt_grpo_trainer as mt
+from mt_grpo.data import make_arithmetic
+from mt_grpo.formats import cut_to_tokens, parse_turn
+from mt_grpo.plugins import load_tools
+from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator, then answer."
 CHAT_TEMPLATE = (
@@ -32,7 +35,7 @@ CHAT_TEMPLATE = (
 STOP = re.compile(r"</tool>|</answer>|<\|im_end\|>|<\|endoftext\|>")
 MAX_CALLS = 3  # calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
-(CALCULATOR,) = mt.load_tools(str(Path(__file__).parents[1] / "tools/calculator.py"))
+(CALCULATOR,) = load_tools(str(Path(__file__).parents[1] / "tools/calculator.py"))
 
 # Shares of what a turn does. FORK: change what the sampled policy gets wrong.
 CALL_SHARES = {"good": 38, "wrong expression": 21, "broken JSON": 13, "wrong tool": 11, "no call": 10, "no tag": 7}
@@ -75,15 +78,15 @@ def answer_turn(kind: str, result: str, rng: random.Random) -> str:
 
 def observe(turn: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
     """What the environment makes of a turn: `("result", "1889")`, `("error", "Error: ...")` or `("end", "")`."""
-    call, _ = mt.parse_turn(turn)
+    call, _ = parse_turn(turn)
     if call is None:
         return "end", ""
-    mistake = mt.check_call(call, {"calculator": CALCULATOR})
+    mistake = check_call(call, {"calculator": CALCULATOR})
     try:
         kind, text = ("error", f"Error: {mistake}") if mistake else ("result", CALCULATOR(**call.arguments))
     except Exception as error:
         kind, text = "error", f"Error: {error}"
-    return kind, mt.cut_to_tokens(text, MAX_RESULT_TOKENS, tokenizer)
+    return kind, cut_to_tokens(text, MAX_RESULT_TOKENS, tokenizer)
 
 
 def draw(shares: dict[str, int], rng: random.Random) -> str:
@@ -242,7 +245,7 @@ def next_turns(model, tokenizer, conversations: list[list[dict[str, str]]], do_s
 
 def first_turn_kind(turn: str, kind: str, expression: str) -> str:
     """Which of the kinds in `CALL_SHARES` a sampled first turn is, given what `observe` says of it."""
-    call, answered = mt.parse_turn(turn)
+    call, answered = parse_turn(turn)
     if call is None:
         return "no call" if answered else "no tag"
     if kind == "result":
@@ -295,8 +298,8 @@ def main() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
-    held_out = mt.make_arithmetic(512, seed=1, split="test")
-    questions = [row["question"] for row in mt.make_arithmetic(20_000, args.seed, split="train")]
+    held_out = make_arithmetic(512, seed=1, split="test")
+    questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
     tokenizer = build_tokenizer(questions[:2000], rng)
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")

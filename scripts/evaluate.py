@@ -30,6 +30,16 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
+from mt_grpo.data import load_rows
+from mt_grpo.event_loop import gather_all, run_async
+from mt_grpo.in_process import InProcessBackend
+from mt_grpo.plugins import load_rewards, load_tools
+from mt_grpo.preflight import check_context
+from mt_grpo.recipes import read_recipe
+from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.scoring import check_reward_values, run_rewards
+from mt_grpo.settings import default_of
+from mt_grpo.vllm_server import ServerError
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]
@@ -61,8 +71,8 @@ def option(argv: list[str], key: str) -> Any:
     known, _ = parser.parse_known_args(argv)
     if known.value is not None:
         return known.value
-    recipe = mt.read_recipe(known.config) if known.config else {}
-    return recipe.get(key, mt.default_of(key))
+    recipe = read_recipe(known.config, mt.RECIPE_CLASSES, mt.RECIPE_CHOICES) if known.config else {}
+    return recipe.get(key, default_of(key, mt.RECIPE_CLASSES))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,7 +82,7 @@ def option(argv: list[str], key: str) -> Any:
 
 def in_process_backend(
     model: Any, tokenizer: Any, args: mt.MTGRPOConfig, end_of_turn_ids: list[int]
-) -> mt.InProcessBackend:
+) -> InProcessBackend:
     """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise."""
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
@@ -90,7 +100,7 @@ def in_process_backend(
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return [cut_after_end(row, eos_ids) for row in output[:, longest:].tolist()], None
 
-    return mt.InProcessBackend(generate_batch, eos_ids.__contains__)
+    return InProcessBackend(generate_batch, eos_ids.__contains__)
 
 
 def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
@@ -151,9 +161,9 @@ def evaluate(
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    tools = mt.load_tools(script_args.tools_script, args.isolate_tools)
-    turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
-    rows = mt.load_rows(script_args.dataset_name, split_name(script_args, split), num_problems,
+    tools = load_tools(script_args.tools_script, args.isolate_tools)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    rows = load_rows(script_args.dataset_name, split_name(script_args, split), num_problems,
                         script_args.dataset_config)  # fmt: skip
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
@@ -162,7 +172,7 @@ def evaluate(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
     env = mt.build_env(script_args, args, tools, tokenizer)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
-    env.max_model_len = mt.check_context(env, config, rows, args)
+    env.max_model_len = check_context(env, config, rows, args)
     if served:
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
         backend = model
@@ -206,15 +216,15 @@ def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
 
 def roll_out(
     backend: Any, env: mt.MultiTurnToolEnv, prompts: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
-) -> list[mt.Rollout]:
+) -> list[Rollout]:
     """All conversations to their ends, `batch_size` at a time."""
     rollouts = env.start(prompts)
 
-    async def converse(rollout: mt.Rollout) -> None:
+    async def converse(rollout: Rollout) -> None:
         await env.converse(rollout, backend, sampling)
         bar.update()
 
-    in_process = isinstance(backend, mt.InProcessBackend)
+    in_process = isinstance(backend, InProcessBackend)
     with torch.random.fork_rng() if in_process else contextlib.nullcontext():
         torch.manual_seed(seed)
         for first in range(0, len(rollouts), batch_size):
@@ -222,12 +232,12 @@ def roll_out(
             if in_process:
                 backend.serve(conversations)
             else:
-                mt.run_async(mt.gather_all(conversations))
+                run_async(gather_all(conversations))
     return rollouts
 
 
 def score(
-    funcs: list[Callable], rollouts: list[mt.Rollout], columns: dict[str, list], timeout: float
+    funcs: list[Callable], rollouts: list[Rollout], columns: dict[str, list], timeout: float
 ) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply."""
     columns = {
@@ -235,9 +245,9 @@ def score(
         "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
         "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,
     }  # fmt: skip
-    outputs = mt.run_rewards(funcs, columns, timeout, torch.device("cpu"))
+    outputs = run_rewards(funcs, columns, timeout, torch.device("cpu"))
     for func, values in zip(funcs, outputs, strict=True):
-        mt.check_reward_values(values, func.__name__, rollouts, per_turn=True)
+        check_reward_values(values, func.__name__, rollouts, per_turn=True)
     return {func.__name__: [total(value) for value in values] for func, values in zip(funcs, outputs, strict=True)}
 
 
@@ -261,7 +271,7 @@ def mean(values: list[float | None]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def succeeded(turn: mt.Turn) -> bool:
+def succeeded(turn: Turn) -> bool:
     """Whether the turn called a tool and the call ran."""
     return turn.observation is not None and turn.error is None and not turn.observation.startswith("Error:")
 
@@ -320,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
             model.wait_until_healthy()
         result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
                           options.batch_size)  # fmt: skip
-    except (ValueError, OSError, mt.ServerError) as error:
+    except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}
     print(table(result))

@@ -32,6 +32,8 @@ from evaluate import Recipe, load_recipe, number, option
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.rollout import Rollout
+from mt_grpo.vllm_server import ServerError
 
 # INVARIANT: nothing of the recipe's is overwritten, and one group is one batch. `group_recipe` adds the batch sizes.
 FIXED = {
@@ -206,7 +208,7 @@ def collect_rollout(trainer: mt.MTGRPOEnvTrainer, output: dict[str, Any], i: int
     )
 
 
-def collect_tokens(rollout: mt.Rollout, output: dict[str, Any], i: int, tokenizer: Any) -> list[Token]:
+def collect_tokens(rollout: Rollout, output: dict[str, Any], i: int, tokenizer: Any) -> list[Token]:
     """Row `i` of the trainer's tensors (B, C), without padding."""
     real = output["completion_mask"][i].bool()
     ids = output["completion_ids"][i][real].tolist()
@@ -562,7 +564,7 @@ def main(argv: list[str] | None = None) -> None:
         group = explain(options.config, options.row, overrides)
         Path(options.output).parent.mkdir(parents=True, exist_ok=True)
         Path(options.output).write_text(render_html(group), encoding="utf-8")
-    except (ValueError, OSError, mt.ServerError) as error:
+    except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show an arrow shows a question mark

@@ -18,6 +18,12 @@ from evaluate import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import load_rows
+from mt_grpo.output import output_lock
+from mt_grpo.plugins import load_rewards, load_tools
+from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt
+from mt_grpo.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
+from mt_grpo.scoring import check_reward_columns, reward_weights
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
 BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
@@ -55,7 +61,7 @@ def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
         world_size = os.environ.get("WORLD_SIZE", "1")
         os.environ["WORLD_SIZE"] = str(num_processes)
         try:
-            mt.check_batch_arithmetic(SimpleNamespace(**sizes))
+            check_batch_arithmetic(SimpleNamespace(**sizes))
         finally:
             os.environ["WORLD_SIZE"] = world_size
         for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
@@ -78,10 +84,10 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
             batch of all processes, which `whole` has.
     """
-    tools = mt.load_tools(script_args.tools_script, args.isolate_tools)
-    turn_funcs, outcome_funcs = mt.load_rewards(script_args.reward_fn)
-    mt.reward_weights(args.turn_reward_weights, turn_funcs, "turn")
-    mt.reward_weights(args.outcome_reward_weights, outcome_funcs, "outcome")
+    tools = load_tools(script_args.tools_script, args.isolate_tools)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    reward_weights(args.turn_reward_weights, turn_funcs, "turn")
+    reward_weights(args.outcome_reward_weights, outcome_funcs, "outcome")
     name, revision = model_args.model_name_or_path, model_args.model_revision
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -91,13 +97,13 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
         splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
     needed = 0
     for number, (split, size) in enumerate(splits):
-        rows = mt.load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
-        mt.check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
+        rows = load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
+        check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
         if number == 0:
-            mt.check_num_prompts(len(rows), whole)
-        mt.check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
-        mt.check_context(env, config, rows, args)
-        needed = max(needed, mt.longest_prompt(env, rows) + args.max_completion_length)
+            check_num_prompts(len(rows), whole)
+        check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
+        check_context(env, config, rows, args)
+        needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
     return needed
 
 
@@ -110,7 +116,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     """What to start for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
     argv = ["--config", recipe, *arguments]
     script_args, args, model_args = load_recipe(recipe, arguments)
-    uses_server = mt.backend_of(args) == "server"
+    uses_server = backend_of(args) == "server"
     starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
     use_cpu = str(option(argv, "use_cpu")).lower() in ("true", "1", "yes")
     trainers, servers = share_gpus([] if use_cpu else visible_gpus(), starts_server)
@@ -118,8 +124,8 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
     whole = check_for_processes(argv, num_processes)
-    mt.check_ddp_timeout(args, num_processes)
-    with mt.output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
+    check_ddp_timeout(args, num_processes)
+    with output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
         pass
     plan = {
         "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,

@@ -15,6 +15,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.output import keep_output_open
+from mt_grpo.vllm_server import ServerError
 
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 NUM_PROBLEMS = 512  # held out: none of them is ever trained on
@@ -72,7 +74,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     started = time.perf_counter()
-    mt.keep_output_open()
+    keep_output_open()
     try:
         recipe = mt.parse_arguments([*([] if "--config" in argv else ["--config", RECIPE]), *argv])
         here = str(Path.cwd()) + "/"  # paths below it are shown as the recipe has them
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         before = evaluate(model, recipe, NUM_PROBLEMS)
         print(f"    exact match {number(before['exact_match'], 2)}\n", flush=True)
         trainer = mt.build_trainer(*recipe)
-    except (ValueError, OSError, mt.ServerError) as error:
+    except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
 
     print(f"2/3 training for {recipe[1].max_steps} steps: {recipe[1].credit_assignment}", flush=True)

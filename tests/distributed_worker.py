@@ -15,7 +15,8 @@ import torch
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from mt_grpo_trainer import CREDIT_ASSIGNMENTS, Generation, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo.rollout import Generation
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROLLOUTS = 16
 CASES = [(group_size, credit) for group_size in (16, 4) for credit in CREDIT_ASSIGNMENTS]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from mt_grpo_trainer import Generation, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
+from mt_grpo.rollout import Generation
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "answer": n} for n in ("17", "42", "99")]

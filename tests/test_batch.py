@@ -12,18 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from mt_grpo_trainer import (
-    Generation,
-    InProcessBackend,
-    ToolCall,
-    Turn,
-    VLLMServerClient,
-    build_trainer,
-    make_arithmetic,
-    make_chain,
-    parse_arguments,
-    run_rewards,
-)
+from mt_grpo.data import make_arithmetic, make_chain
+from mt_grpo.in_process import InProcessBackend
+from mt_grpo.rollout import Generation, ToolCall, Turn
+from mt_grpo.scoring import run_rewards
+from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
 def read_log(out):

@@ -12,7 +12,8 @@ import pytest
 from bench_common import markers
 from transformers import AutoTokenizer
 
-from mt_grpo_trainer import Generation, MultiTurnToolEnv, StopReason
+from mt_grpo.rollout import Generation, StopReason
+from mt_grpo_trainer import MultiTurnToolEnv
 
 BEGIN, END = markers("rollout")
 TINY = bench.ROOT / "hf_recipes/tiny/calculator-model"

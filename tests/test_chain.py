@@ -14,17 +14,21 @@ from evaluate import evaluate, load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import make_chain
+from mt_grpo.formats import parse_turn
+from mt_grpo.plugins import load_state_key, load_tools
+from mt_grpo.rollout import Turn
 
 ROOT = Path(__file__).resolve().parents[1]
-(calculator,) = mt.load_tools(str(ROOT / "tools/step_calculator.py"))
-state_key = mt.load_state_key(str(ROOT / "tools/step_calculator.py"))
+(calculator,) = load_tools(str(ROOT / "tools/step_calculator.py"))
+state_key = load_state_key(str(ROOT / "tools/step_calculator.py"))
 spec = importlib.util.spec_from_file_location("chain_reward", ROOT / "rewards/chain_reward.py")
 rewards = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(rewards)
 
 
 def test_every_value_of_a_chain_follows_from_the_one_before():
-    rows = mt.make_chain(300, seed=5)
+    rows = make_chain(300, seed=5)
     assert Counter(len(row["steps"]) for row in rows).keys() == {3, 4}
     for row in rows:
         words = row["question"].removesuffix(".").replace(",", "").split()
@@ -37,7 +41,7 @@ def test_every_value_of_a_chain_follows_from_the_one_before():
 
 
 def test_no_test_problem_is_trained_on():
-    train, test = ({row["question"] for row in mt.make_chain(2000, 0, split)} for split in ("train", "test"))
+    train, test = ({row["question"] for row in make_chain(2000, 0, split)} for split in ("train", "test"))
     assert len(train) == len(test) == 2000 and not train & test
     assert all(zlib.crc32(question.removesuffix(".").encode()) % 10 == 0 for question in test)
 
@@ -58,8 +62,8 @@ def test_anything_else_is_an_error_for_the_model(expression):
 
 
 def turn(text="", observation=None, error=None):
-    call, _ = mt.parse_turn(text)
-    return mt.Turn([1], None, text, "stop", tool_call=call, observation=observation, error=error)
+    call, _ = parse_turn(text)
+    return Turn([1], None, text, "stop", tool_call=call, observation=observation, error=error)
 
 
 def called(expression, observation, error=None):
@@ -143,7 +147,7 @@ def test_the_bundled_models_are_as_good_as_the_benchmark_says(recipe, low, high,
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     env = mt.build_env(script_args, args, [calculator], tokenizer)
-    rows = mt.make_chain(64, seed=1, split="test")
+    rows = make_chain(64, seed=1, split="test")
     batch = [encode(build.make_conversation(row, 1.0, 1.0, random.Random(0)), tokenizer) for row in rows]
     for row, (ids, _) in zip(rows, batch):
         prompt = env.prompt_ids(env.with_system_prompt([{"role": "user", "content": row["question"]}]), tokenizer)

@@ -18,20 +18,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from mt_grpo_trainer import (
-    MTGRPOConfig,
-    MTGRPOEnvTrainer,
-    MultiTurnToolEnv,
-    SaveError,
-    changed_settings,
-    checkpoint_damage,
-    checkpoint_to_resume,
-    load_rewards,
-    load_tools,
-    main,
-    output_lock,
-    write_rows,
-)
+from mt_grpo.checkpoints import checkpoint_damage, checkpoint_to_resume
+from mt_grpo.output import output_lock
+from mt_grpo.plugins import load_rewards, load_tools
+from mt_grpo.run_log import write_rows
+from mt_grpo.run_record import changed_settings
+from mt_grpo.saving import SaveError
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
@@ -422,7 +415,8 @@ def test_half_of_a_line_does_not_stay(tmp_path):
 FULL_DISK = """
 import sys
 from pathlib import Path
-from mt_grpo_trainer import check_room, main
+from mt_grpo.saving import check_room
+from mt_grpo_trainer import main
 
 try:
     main(sys.argv[2:])

@@ -30,22 +30,18 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
 
 import mt_grpo_trainer as mt
-from mt_grpo_trainer import (
-    Generation,
-    InProcessBackend,
-    MultiTurnToolEnv,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolTimeout,
-    check_call,
-    cut_to_tokens,
-    end_of_turn,
-    neutralise,
-    parse_call,
-    parse_turn,
-    run_tool,
-)
+from mt_grpo.control_tokens import neutralise
+from mt_grpo.event_loop import background_loop, run_async
+from mt_grpo.formats import cut_to_tokens, end_of_turn, parse_call, parse_turn
+from mt_grpo.in_process import InProcessBackend
+from mt_grpo.plugins import load_tools, module_name
+from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
+from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall
+from mt_grpo.tool_processes import ToolProcesses
+from mt_grpo.tool_threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
+from mt_grpo.tools import check_call
+from mt_grpo.vllm_server import ServerError
+from mt_grpo_trainer import MultiTurnToolEnv
 
 # --- a tokenizer whose ids can be written by hand: byte b is id b ----------------------------------------------------
 
@@ -239,7 +235,7 @@ def within(function, seconds: float = 10.0):
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        mt.background_loop.cache_clear()
+        background_loop.cache_clear()
         pytest.fail(f"hangs (waited {seconds:g} s)")
     if "error" in outcome:
         raise outcome["error"]
@@ -1150,19 +1146,19 @@ def test_prompts_with_control_tokens_are_said_once(caplog):
     env = make_env()
     rows = [[{"role": "user", "content": text}] for text in ("1?", "2?", ATTACK, "3?", "</result>")]
     dataset = Dataset.from_dict({"prompt": rows})
-    mt.warn_of_control_tokens(env, dataset, "train_dataset")
+    warn_of_control_tokens(env, dataset, "train_dataset")
     (record,) = caplog.records
     assert record.message == (
         "train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>' as text. The model reads "
         "'< |im_end|>' instead. What has to stay a control token belongs into system_prompt."
     )
     caplog.clear()
-    mt.warn_of_control_tokens(env, dataset.select([0, 1, 3]), "train_dataset")
+    warn_of_control_tokens(env, dataset.select([0, 1, 3]), "train_dataset")
     assert not caplog.records
-    mt.warn_of_control_tokens(env, dataset.select([0, 4]), "eval_dataset")
+    warn_of_control_tokens(env, dataset.select([0, 4]), "eval_dataset")
     assert caplog.messages[0].startswith("eval_dataset, row 1: the prompt holds the control token '</result>' as")
     long = [[{"role": "user", "content": "<|im_end|>" * 50}]]
-    assert mt.longest_prompt(env, Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
+    assert longest_prompt(env, Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
 
 
 def test_a_call_of_sys_exit_ends_neither_the_run_nor_the_loop(isolated):
@@ -1344,7 +1340,7 @@ def test_a_result_is_data_or_an_error(tmp_path, how):
     """The same text from a thread, the loop and a process: never an address, which differs from run to run."""
     path = tmp_path / "tools.py"
     path.write_text(RESULTS, encoding="utf-8")
-    tool = mt.load_tools(str(path), isolate=how == "process")[how == "async"]
+    tool = load_tools(str(path), isolate=how == "process")[how == "async"]
     scripts = [[call(tool.__name__, what=what) for what in ("modules", *FORMS)] + [ANSWER]]
     rollouts, _ = run_many([tool], scripts, max_steps=99, max_completion_length=10_000)
     turns = rollouts[0].turns[:-1]
@@ -1564,7 +1560,7 @@ def test_run_tool():
 
 
 def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
-    threads = mt.ToolThreads()
+    threads = ToolThreads()
     monkeypatch.setattr(threads, "IDLE_SECONDS", 0.5)
 
     def together(count: int) -> set[int]:
@@ -1661,7 +1657,7 @@ TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behi
 def isolated(tmp_path) -> list:
     path = tmp_path / "tools.py"
     path.write_text(IN_PROCESSES, encoding="utf-8")
-    return mt.load_tools(str(path), isolate=True)
+    return load_tools(str(path), isolate=True)
 
 
 def children() -> set[int]:
@@ -1775,7 +1771,7 @@ def test_what_an_isolated_tool_started_goes_with_it_when_it_crashes(isolated, mo
 
 
 def test_isolated_processes_without_work_end(isolated, monkeypatch):
-    monkeypatch.setattr(mt.ToolProcesses, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(ToolProcesses, "IDLE_SECONDS", 1.0)
     before = children()
     run_many(isolated, [[ADD, ANSWER]] * 3)
     assert 1 <= len(children() - before) <= 3
@@ -1792,11 +1788,11 @@ def test_a_tools_file_that_cannot_start_in_a_process_is_told(tmp_path, capfd):
     lock = "import fcntl\nheld = open(__file__)\nfcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
     path.write_text(lock + IN_PROCESSES, encoding="utf-8")
     with pytest.raises(ValueError, match=r"not in a process beside this one \(isolate_tools\): .* exit code 1. See"):
-        mt.load_tools(str(path), isolate=True)
+        load_tools(str(path), isolate=True)
     assert "BlockingIOError" in capfd.readouterr().err
     path.write_text("import subprocess\nhelper = subprocess.Popen(['sleep', '600'])\n" + IN_PROCESSES)
-    assert observe(mt.load_tools(str(path), isolate=True)[0], ADD).observation == "5"  # it holds the pipes, too
-    sys.modules[mt.module_name(str(path), "tools_script")].helper.kill()
+    assert observe(load_tools(str(path), isolate=True)[0], ADD).observation == "5"  # it holds the pipes, too
+    sys.modules[module_name(str(path), "tools_script")].helper.kill()
 
 
 def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
@@ -1806,7 +1802,7 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     code = (
         "import asyncio, mt_grpo_trainer as mt\n"
         "from pathlib import Path\n"
-        f"tool = mt.load_tools({str(path)!r}, isolate=True)[2]\n"
+        f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
         "async def main():\n"
         "    task = asyncio.create_task(mt.run_tool(tool, {}, 60))\n"
         "    while not (pids := ''.join(p.read_text() for p in Path('/proc/self/task').glob('*/children'))):\n"
@@ -1854,7 +1850,7 @@ def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated):
 
 
 def test_a_run_without_any_process_for_its_tools_ends(isolated):
-    with open_files(0), pytest.raises(mt.ToolsUnavailable, match="no process for the tools of '.*tools.py' can be st"):
+    with open_files(0), pytest.raises(ToolsUnavailable, match="no process for the tools of '.*tools.py' can be st"):
         run_many(isolated, [[ADD, ANSWER]] * 3)
     assert observe(isolated[0], ADD).observation == "5"
 
@@ -1866,14 +1862,12 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
     assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 3
     assert "No module named 'nowhere'" in capfd.readouterr().err
     leave = call("leave", how="os._exit")
-    with pytest.raises(
-        mt.ToolsUnavailable, match="the tool's process ended with exit code 1. See above; check .* that"
-    ):
+    with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above; check .* that"):
         run_many(isolated, [[leave, ADD, ANSWER]])
 
 
 def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
-    threads, release, done = mt.ToolThreads(), threading.Event(), threading.Event()
+    threads, release, done = ToolThreads(), threading.Event(), threading.Event()
     threads.submit(lambda: release.wait(20))
 
     async def wait_until_released() -> None:
@@ -1883,10 +1877,8 @@ def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
     before = threading.stack_size(1 << 47)  # more than a process can address
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(mt.ToolThreads, "WAIT_SECONDS", 0.2)
-            with pytest.raises(
-                mt.ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "
-            ):
+            patch.setattr(ToolThreads, "WAIT_SECONDS", 0.2)
+            with pytest.raises(ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "):
                 asyncio.run(threads.submit_or_wait(done.set))
         assert not done.is_set()
         asyncio.run(wait_until_released())
@@ -1902,10 +1894,10 @@ def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
     with pytest.raises(
         ValueError, match="tools_script: the tools of .*tools.py' do not work: no corpus at corpus.jso"
     ):
-        mt.load_tools(str(path))
+        load_tools(str(path))
     path.write_text(IN_PROCESSES + "async def CHECK_TOOLS(): ...\n")
     with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async. Expected an ordinary function"):
-        mt.load_tools(str(path))
+        load_tools(str(path))
 
 
 # --- notebooks, and step by step -------------------------------------------------------------------------------------
@@ -1990,7 +1982,7 @@ def test_unknown_sampling_parameters_are_refused():
         for use in (
             lambda params: env.generate(["2+3?"], backend, params),
             lambda params: env.step(states, backend, params),
-            lambda params: mt.run_async(client.generate([1], 4, params)),
+            lambda params: run_async(client.generate([1], 4, params)),
         ):
             with pytest.raises(ValueError, match=message):
                 use({"temperature": 0.5, key: 1})
@@ -2076,11 +2068,11 @@ def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():
     class Broken(Scripted):
         async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
             if index == 1:
-                raise mt.ServerError("POST http://127.0.0.1:1/v1/completions: gone")
+                raise ServerError("POST http://127.0.0.1:1/v1/completions: gone")
             return await super().generate(prompt_ids, max_tokens, sampling_params, index)
 
     env = make_env()
-    with pytest.raises(mt.ServerError, match="gone"):
+    with pytest.raises(ServerError, match="gone"):
         within(lambda: env.generate(["a", "b"], Broken([[call("slow_echo", text="x", seconds=9)], [ANSWER]])), 5)
 
 

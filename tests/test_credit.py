@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mt_grpo_trainer import NAN, RewardTable, nanstd, norm, token_advantages, turn_advantages
+from mt_grpo.tensors import NAN, nanstd
+from mt_grpo_trainer import RewardTable, norm, token_advantages, turn_advantages
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
 SCALES = ["group", "batch", "none"]
@@ -517,7 +518,7 @@ def random_table(seed: int, num_groups: int = 5, group_size: int = 6, num_turns:
 
 
 def permuted(rewards: RewardTable, order: torch.Tensor) -> RewardTable:
-    return RewardTable(**{name: values[order] for name, values in vars(rewards).items()})
+    return RewardTable(**{name: v[order] if torch.is_tensor(v) else v for name, v in vars(rewards).items()})
 
 
 @pytest.mark.parametrize("scale", SCALES)

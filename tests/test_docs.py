@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
+from mt_grpo.settings import default_of, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -80,10 +81,10 @@ def test_every_key_is_documented_with_its_default():
     documented = first_column(RECIPES, "Recipe keys")
     assert own_keys() <= set(documented)
     for key in set(documented) - COMING:
-        assert key in mt.known_keys(), key
+        assert key in known_keys(mt.RECIPE_CLASSES), key
     for line in section(RECIPES, "Recipe keys").splitlines():
         if (match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line)) and match[1] not in COMING:
-            default = mt.default_of(match[1])
+            default = default_of(match[1], mt.RECIPE_CLASSES)
             if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
                 assert yaml.safe_load(match[2]) == default, line
 
@@ -306,7 +307,7 @@ def help_of(script: str, capsys) -> str:
 
 def accepts(script: str, option: str, capsys) -> bool:
     """Whether a script takes an option: one of the trainer's, or one in its own help or text."""
-    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *mt.known_keys()}:
+    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *known_keys(mt.RECIPE_CLASSES)}:
         return True
     if Path(script).name in (*TRAINERS, "quickstart.sh", "train.sh"):
         return False

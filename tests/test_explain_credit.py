@@ -17,6 +17,8 @@ from explain_credit import GroupCredit, RolloutCredit, Token, TurnCredit
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import make_arithmetic
+from mt_grpo.rollout import Rollout, Turn
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "hf_recipes/tiny/calculator.yaml"
@@ -182,7 +184,7 @@ def test_rows_and_settings_can_be_chosen(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = ex.explain(RECIPE, 3, ["--credit_assignment", "outcome", "--num_generations=4", "--outcome_reward_weights",
                                    "1", "2"])  # fmt: skip
-    row = mt.make_arithmetic(4, seed=0)[3]
+    row = make_arithmetic(4, seed=0)[3]
     assert (shown.question, shown.answer) == (row["question"], row["answer"])
     assert shown.sampling["training row"] == "3"
     assert shown.credit["credit_assignment"] == "outcome" and len(shown.rollouts) == 4
@@ -292,15 +294,15 @@ def test_tokens_are_the_rows_of_the_trainers_tensors(random_model):
     assert len(ids) == 2  # bytes, neither of which is a character
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    turns = [mt.Turn(ids, [-0.5, None], "é", "stop", observation_ids=[end, *newline]),
-             mt.Turn([5], [float("nan")], "&", "stop")]  # fmt: skip
+    turns = [Turn(ids, [-0.5, None], "é", "stop", observation_ids=[end, *newline]),
+             Turn([5], [float("nan")], "&", "stop")]  # fmt: skip
     output = {
         "completion_ids": torch.tensor([[0] * 6, [*ids, end, *newline, 5, 99]]),
         "completion_mask": torch.tensor([[1] * 6, [1, 1, 1, 1, 1, 0]]),
         "tool_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 1, 1]]),
         "advantages": torch.tensor([[9.0] * 6, [1.5, 1.5, 0.0, 0.0, -2.0, 0.0]]),
     }
-    assert ex.collect_tokens(mt.Rollout([], [], turns=turns), output, 1, tokenizer) == [
+    assert ex.collect_tokens(Rollout([], [], turns=turns), output, 1, tokenizer) == [
         Token(ids[0], "\ufffd", 0, 1.5, True, -0.5, False),
         Token(ids[1], "\ufffd", 0, 1.5, True, None, False),
         Token(end, "<|im_end|>", -1, 0.0, False, None, True),

@@ -25,20 +25,12 @@ from fault_proxy import Fault, FaultProxy, first
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import mt_grpo_trainer
-from mt_grpo_trainer import (
-    InProcessBackend,
-    MTGRPOConfig,
-    MTGRPOEnvTrainer,
-    MultiTurnToolEnv,
-    RunStopped,
-    ServerError,
-    ServerLost,
-    StopReason,
-    VLLMServerClient,
-    background_loop,
-    main,
-    run_async,
-)
+from mt_grpo.event_loop import background_loop, run_async
+from mt_grpo.in_process import InProcessBackend
+from mt_grpo.ranks import RunStopped
+from mt_grpo.rollout import StopReason
+from mt_grpo.vllm_server import ServerError, ServerLost
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -155,11 +147,11 @@ class Watched(MTGRPOEnvTrainer):
         self.batches, self.weights, self.set_off, self.synced_with_flight = [], {}, [], []
         self.evaluated = []
 
-    def _set_off(self, prompts, which):
+    def _start_rollouts(self, prompts, which):
         if self._weight_counter.version not in self.weights:
             state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
             self.weights[self._weight_counter.version] = state
-        flight = super()._set_off(prompts, which)
+        flight = super()._start_rollouts(prompts, which)
         if self.model.training:
             self.set_off.append((self.state.global_step, list(which)))
         return flight
@@ -423,7 +415,7 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
     assert [r.index for r in trainer.batches[2]] == list(range(16))
     assert_whole(trainer.batches[2])
     assert_from_the_weights_of_its_version(trainer)
-    assert trainer.client.weight_version() == trainer._pushed and not paused(server)
+    assert trainer.client.weight_version() == trainer.weight_sync.pushed and not paused(server)
 
 
 @needs_vllm
@@ -456,7 +448,7 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert trainer.rows("rollout/restarted") == [0, 0, 0]
-    assert trainer.client.weight_version() == trainer._pushed and not paused(server)
+    assert trainer.client.weight_version() == trainer.weight_sync.pushed and not paused(server)
     assert_from_the_weights_of_its_version(trainer)
     trainer.client.close()
     assert not list(tmp_path.glob("*mt-grpo*"))
@@ -576,7 +568,7 @@ def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path
     ("/collective_rpc", Fault("refused", status=400), "/collective_rpc: 400"),
 ], ids=["cache", "load"])  # fmt: skip
 def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, client, tmp_path, path, fault, message):
-    client.sync_dir = str(tmp_path)
+    client.transfer.sync_dir = str(tmp_path)
     proxy.faults = first(1, fault, path)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with pytest.raises(ServerError, match=message):
@@ -589,7 +581,7 @@ def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, c
 @needs_vllm
 def test_keys_of_old_weights_do_not_outlive_a_push(client, tmp_path):
     """A prompt of 400 tokens fills blocks of the prefix cache, which 128 tokens share."""
-    client.sync_dir = str(tmp_path)
+    client.transfer.sync_dir = str(tmp_path)
     prompt = [(7 * i * i) % 300 + 20 for i in range(400)]
     run_async(client.generate(prompt, 16, {"stop": []}))
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -741,7 +733,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     assert trainer.rows("rollout/staleness") == [0, 1, 1, 1, 1, 1]
     assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]  # the push waited for what was in the air
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
-    assert trainer._flight is None and len(trainer.set_off) == 6
+    assert trainer._prefetched is None and len(trainer.set_off) == 6
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_flight  # an evaluation's push came upon a flight
     assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
@@ -759,7 +751,7 @@ def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_pat
     trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
     with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
         trainer.train()
-    assert trainer.state.global_step == 1 and trainer._flight is None
+    assert trainer.state.global_step == 1 and trainer._prefetched is None
 
 
 @needs_vllm
@@ -779,7 +771,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     threading.Thread(target=stop, daemon=True).start()
     with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
         trainer.train()
-    assert time.monotonic() - times[0] < 10 and trainer._flight is None
+    assert time.monotonic() - times[0] < 10 and trainer._prefetched is None
 
 
 @needs_vllm
@@ -796,7 +788,7 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
                            overlap_rollouts=True)  # fmt: skip
     trainer.train()
     new[0].join()
-    assert trainer.state.global_step == 5 and trainer._flight is None
+    assert trainer.state.global_step == 5 and trainer._prefetched is None
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
     assert trainer.rows("rollout/staleness")[3] == pytest.approx(1 - restarted[3] / 16)
@@ -828,7 +820,7 @@ def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path,
         root.write_text("not a directory")
     elif fault != "missing":
         root.mkdir()
-    client.sync_dir = str(root)
+    client.transfer.sync_dir = str(root)
     limits = contextlib.nullcontext()
     if fault == "read-only":
 
@@ -872,7 +864,7 @@ def is_complete(path):
 @needs_vllm
 def test_what_has_a_versions_name_is_complete(proxy, client, tmp_path):
     """A version's folder comes to be by a rename of one whose file is whole, and the server loads that one."""
-    client.sync_dir, made, renamed, loaded = str(tmp_path), [], [], []
+    client.transfer.sync_dir, made, renamed, loaded = str(tmp_path), [], [], []
 
     def watch(event, arguments):  # Python calls it before it makes or renames a file
         path = str(arguments[0]) if event in ("os.mkdir", "os.rename") and watching else ""
@@ -903,7 +895,7 @@ HOLDER = """
 import sys, time
 from mt_grpo_trainer import VLLMServerClient
 client = VLLMServerClient(port=9, sync_dir=sys.argv[1])
-folder = client._versions_folder(1000)
+folder = client.transfer._versions_folder(1000)
 (folder / "version").mkdir()
 (folder / "version" / "model.safetensors").write_bytes(b"x" * 1000)
 print(folder, flush=True)
@@ -968,7 +960,7 @@ def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_pat
 
     def push():
         for folder in (open_to_all, own):
-            client.sync_dir = str(folder)
+            client.transfer.sync_dir = str(folder)
             client.update_weights(iter(weights.items()), f"v-{folder.name}")
             client.close()
 
@@ -984,7 +976,7 @@ def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_pat
 @needs_vllm
 def test_a_folder_that_was_cleaned_away_is_made_again(client, tmp_path):
     """A run of weeks outlives the janitor of the temporary directory."""
-    client.sync_dir = str(tmp_path)
+    client.transfer.sync_dir = str(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     client.update_weights(iter(model.state_dict().items()), "v-1")
     for folder in tmp_path.iterdir():
@@ -1093,8 +1085,8 @@ def test_no_interruption_where_other_ranks_take_part():
 def test_a_trainer_with_nan_is_far_from_its_server():
     """`max` of a list with NaN depends on the order."""
     trainer = SimpleNamespace(_on_main=lambda function: [-1.0, -2.0], _probe_ids=[1, 2, 3])
-    assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
-    assert MTGRPOEnvTrainer._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
+    assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
+    assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
 
 
 def test_a_client_may_have_a_connection_for_each_conversation():
@@ -1117,19 +1109,19 @@ def test_an_nccl_push_that_fails_may_be_made_again(monkeypatch):
     def gone(metadata, named_weights):
         raise OSError("connection refused")
 
-    client._nccl = SimpleNamespace(update_named_params=gone, close_communicator=lambda: None)
+    client.transfer._nccl = SimpleNamespace(update_named_params=gone, close_communicator=lambda: None)
     with pytest.raises(ServerLost, match="did not take the weights: connection refused"):
-        client._push_nccl(iter({"w": torch.ones(2)}.items()), "v-1", {"w"}, torch.device("cpu"))
+        client.transfer.push_nccl(iter({"w": torch.ones(2)}.items()), "v-1", {"w"}, torch.device("cpu"))
 
 
 def test_an_nccl_group_is_closed_when_the_server_restarts():
     """Else its port is taken, and the next group cannot be made."""
     closed = []
     client = VLLMServerClient(base_url="http://127.0.0.1:9")
-    client._nccl = SimpleNamespace(close_communicator=lambda: closed.append(1))
-    client.leave_nccl()
-    client.leave_nccl()
-    assert closed == [1] and client._nccl is None
+    client.transfer._nccl = SimpleNamespace(close_communicator=lambda: closed.append(1))
+    client.transfer.leave_nccl()
+    client.transfer.leave_nccl()
+    assert closed == [1] and client.transfer._nccl is None
 
 
 # =====================================================================================================================
@@ -1140,7 +1132,7 @@ TWO_RANKS = """
 import os, signal, sys, threading
 import mt_grpo_trainer as m
 
-original = m.MTGRPOEnvTrainer._set_off
+original = m.MTGRPOEnvTrainer._start_rollouts
 
 
 def set_off(self, prompts, which):
@@ -1152,7 +1144,7 @@ def set_off(self, prompts, which):
     return original(self, prompts, which)
 
 
-m.MTGRPOEnvTrainer._set_off = set_off
+m.MTGRPOEnvTrainer._start_rollouts = set_off
 m.main()
 """
 

@@ -17,7 +17,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from mt_grpo_trainer import MTGRPOConfig, Turn, check_reward_values, load_rewards, run_rewards
+from mt_grpo.plugins import load_rewards
+from mt_grpo.rollout import Turn
+from mt_grpo.scoring import check_reward_values, run_rewards
+from mt_grpo_trainer import MTGRPOConfig
 
 PATH = Path(__file__).resolve().parents[1] / "rewards/judge_reward.py"
 KEY = "sk-secret-0123456789"

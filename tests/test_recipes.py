@@ -26,6 +26,16 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
+from mt_grpo.checkpoints import checkpoint_to_resume
+from mt_grpo.data import load_rows, make_arithmetic
+from mt_grpo.event_loop import run_async
+from mt_grpo.in_process import InProcessBackend
+from mt_grpo.ranks import RunError
+from mt_grpo.recipes import read_recipe
+from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
+from mt_grpo.rollout import ToolCall
+from mt_grpo.scoring import reward_weights, run_rewards
+from mt_grpo.settings import known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).resolve().parents[2] / "shared/data"
@@ -227,11 +237,11 @@ READ_BACK_VLLM = {
     "vllm_server_host": lambda t: urlsplit(t.client.base_url).hostname,
     "vllm_server_port": lambda t: urlsplit(t.client.base_url).port,
     "vllm_server_timeout": lambda t: t.client.timeout,
-    "vllm_group_port": lambda t: t.client.group_port,
+    "vllm_group_port": lambda t: t.client.transfer.group_port,
     "vllm_gpu_memory_utilization": lambda t: t.vllm_generation.settings["gpu_memory_utilization"],
     "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
     "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
-    "weight_sync": lambda t: t.client.transport,
+    "weight_sync": lambda t: t.client.transfer.transport,
     "weight_check_every": lambda t: t.args.weight_check_every,
 }
 
@@ -249,7 +259,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     elif "gsm8k" in original:
         rows = (DATA / "gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     else:
-        rows = [json.dumps(row) for row in mt.make_arithmetic(8, seed=0)]
+        rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
     data.write_text("\n".join(rows), encoding="utf-8")
     return recipe | {
         "model_name_or_path": model, "dtype": "float32", "bf16": False, "use_cpu": True, "dataset_name": str(data),
@@ -286,9 +296,7 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     for variable, value in recipe["env"].items():
         assert os.environ[variable] == str(value)
     if "wiki_search" in trainer.env.tools:
-        found, error, _ = mt.run_async(
-            trainer.env.call_tool(mt.ToolCall("wiki_search", {"query": "Normans in Normandy"}))
-        )
+        found, error, _ = run_async(trainer.env.call_tool(ToolCall("wiki_search", {"query": "Normans in Normandy"})))
         assert error is None and "Normandy" in found
         assert len(re.findall(r"^\[\d+\] ", found, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
 
@@ -311,7 +319,7 @@ def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
 
     check_read_back(trainer, {k: v for k, v in original.items() if k in VLLM_KEYS}, READ_BACK_VLLM)
-    assert isinstance(trainer.llm, mt.VLLMServerClient if original["vllm_mode"] == "server" else mt.InProcessBackend)
+    assert isinstance(trainer.llm, mt.VLLMServerClient if original["vllm_mode"] == "server" else InProcessBackend)
 
 
 # --- accelerate ------------------------------------------------------------------------------------------------------
@@ -491,7 +499,7 @@ def test_every_trl_key_is_honoured_or_refused():
     honoured = [key for keys in HONOURED.values() for key in keys.split()]
     assert len(honoured) == len(set(honoured)) and not set(honoured) & REFUSED.keys()
     assert set(honoured) | REFUSED.keys() == trl_keys()
-    assert mt.REFUSED_KEYS.keys() <= REFUSED.keys()
+    assert REFUSED_KEYS.keys() <= REFUSED.keys()
 
 
 def sources(reader: str) -> str:
@@ -556,7 +564,7 @@ def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
 
 def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_advantage_coef": 0.5}
-    for credit in mt.CHOICES["credit_assignment"]:
+    for credit in CREDIT_ASSIGNMENTS:
         path = write(tmp_path, recipe | {"credit_assignment": credit})
         if credit in ("outcome", "merged"):
             with pytest.raises(ValueError, match=f"coef=0.5 has no effect with credit_assignment='{credit}'"):
@@ -567,7 +575,7 @@ def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
 
 def test_turn_discount_where_nothing_reads_it(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
-    for credit in mt.CHOICES["credit_assignment"]:
+    for credit in CREDIT_ASSIGNMENTS:
         path = write(tmp_path, recipe | {"credit_assignment": credit})
         if credit in ("turn_return", "gigpo"):
             assert mt.parse_arguments(["--config", path])[1].turn_discount == 0.9
@@ -615,7 +623,7 @@ def test_one_gpu_is_one_argument(name):
     """What the README says, and what `train.sh` answers where it finds one GPU."""
     recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
-    assert mt.backend_of(args) == "colocate"
+    assert backend_of(args) == "colocate"
     with pytest.raises(ValueError, match="vllm_server_port=9000 has no effect with the colocate backend"):
         mt.parse_arguments(["--config", recipe, "--vllm-mode=colocate", "--vllm_server_port=9000", *CPU_FLAGS])
 
@@ -648,7 +656,7 @@ def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tm
 
     monkeypatch.setattr(trainer.client, "_post", post)
     trainer.client.model_card = {"id": "model"}
-    mt.run_async(trainer.client.generate([1, 2], 8, trainer._sampling_params))
+    run_async(trainer.client.generate([1, 2], 8, trainer._sampling_params))
     assert expected.items() <= sent.items()
 
 
@@ -750,9 +758,11 @@ def test_every_number_has_a_range(tmp_path, no_weights):
     """A NaN that is taken drops a reward without a word; infinite temperature samples noise."""
     of_numbers = re.compile(r"\b(int|float)\b")
     numeric = {
-        key for key, kind in mt.known_keys().items() if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
+        key
+        for key, kind in known_keys(mt.RECIPE_CLASSES).items()
+        if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
     }
-    assert numeric - mt.REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
+    assert numeric - REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "use_peft": True}
     for key, values in NUMBERS_OUT_OF_RANGE.items():
         for value in values:
@@ -850,7 +860,7 @@ def test_bad_recipe(content, message, tmp_path):
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
-    assert mt.read_recipe(str(path))["chat_template_kwargs"] == {"A": 2}
+    assert read_recipe(str(path), mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)["chat_template_kwargs"] == {"A": 2}
 
 
 @pytest.mark.parametrize(
@@ -929,7 +939,7 @@ def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
         folder = tmp_path / f"checkpoint-{step}"
         fake_checkpoint(folder)
         os.utime(folder / "trainer_state.json", (seconds, seconds))
-    assert mt.checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
+    assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
     assert f"{tmp_path / 'checkpoint-150'} is the newest checkpoint, written after {tmp_path / 'checkpoint-300'}" in (
         caplog.text
     )
@@ -939,16 +949,16 @@ def test_no_rank_gives_up_before_the_server_is_given_up():
     """Two requests without an answer and the wait between them must fit into what other ranks wait."""
     recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
-    mt.check_ddp_timeout(args, 1)  # one process waits for nobody
+    check_ddp_timeout(args, 1)  # one process waits for nobody
     with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s: .* Set ddp_timeout above it"):
-        mt.check_ddp_timeout(args, 2)
+        check_ddp_timeout(args, 2)
     args.ddp_timeout = 1841
-    mt.check_ddp_timeout(args, 2)
+    check_ddp_timeout(args, 2)
     args.use_vllm, args.ddp_timeout = False, 601
-    mt.check_ddp_timeout(args, 2)
+    check_ddp_timeout(args, 2)
     args.ddp_timeout = 600
     with pytest.raises(ValueError, match="reward_timeout = 600 s: .* Set ddp_timeout above it"):
-        mt.check_ddp_timeout(args, 2)
+        check_ddp_timeout(args, 2)
 
 
 TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
@@ -1077,7 +1087,7 @@ def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
     """A byte order mark, blank lines, text parts, and columns that only later rows have."""
     parts = '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}], "level": 3}\n'
     (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + (ROW + "\n" + parts).encode())
-    rows = mt.load_rows(str(tmp_path / "data.jsonl"), "train")
+    rows = load_rows(str(tmp_path / "data.jsonl"), "train")
     assert rows["prompt"][:] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
     assert (rows["answer"][:], rows["level"][:]) == (["2", None], [None, 3])
 
@@ -1105,7 +1115,7 @@ def test_dataset_that_is_not_there(name, split, more, message, tmp_path, monkeyp
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     (tmp_path / "DATA.csv").write_text("question,answer\n1+1?,2\n")
     with pytest.raises(ValueError, match=message):
-        mt.load_rows(str(tmp_path / name) if name == "DATA.csv" else name, split, **more)
+        load_rows(str(tmp_path / name) if name == "DATA.csv" else name, split, **more)
 
 
 def test_fewer_prompts_than_a_batch_needs(build):
@@ -1122,7 +1132,7 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     trainer.train_dataset = trainer.train_dataset.select([])
-    with pytest.raises(mt.RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
+    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
         trainer.train()
 
 
@@ -1177,12 +1187,12 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there():
     columns = {"prompts": [[]], "completions": [[]], "answer": ["2"]}
     message = "Reward right raised KeyError: 'gold': there is no such column in prompts, completions, answer"
     with pytest.raises(RuntimeError, match=message):
-        mt.run_rewards([right], columns, 5.0, torch.device("cpu"))
+        run_rewards([right], columns, 5.0, torch.device("cpu"))
 
 
 def test_weights_given_in_python_are_finite_too():
     with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected finite numbers"):
-        mt.reward_weights([math.nan], [len], "turn")
+        reward_weights([math.nan], [len], "turn")
 
 
 @pytest.mark.parametrize("output", ["file", "file/below", "/proc/absent"])

@@ -22,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import mt_grpo_trainer as mt
+from mt_grpo.plugins import load_tools
+from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
@@ -108,7 +110,7 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     _, args, model_args = parsed
     model = ev.load_model(random_model, args, model_args)
     tokenizer = AutoTokenizer.from_pretrained(random_model)
-    env = mt.build_env(parsed[0], args, mt.load_tools(parsed[0].tools_script), tokenizer)
+    env = mt.build_env(parsed[0], args, load_tools(parsed[0].tools_script), tokenizer)
     prompts = ["What is 2 + 2?", "What is 12 * 12 - 3?"] * 2
 
     def sample(seed, batch_size=4):
@@ -131,7 +133,7 @@ def scripted_client(monkeypatch, texts):
         assert "seed" not in sampling_params  # it ends the engine of vLLM 0.31 on a CPU
         turn = client.tokenizer.decode(prompt_ids).count("<result>")
         ids = client.tokenizer(texts[turn], add_special_tokens=False)["input_ids"]
-        return mt.Generation(ids, [0.0] * len(ids), "stop")
+        return Generation(ids, [0.0] * len(ids), "stop")
 
     monkeypatch.setattr(client, "generate", generate)
     return client

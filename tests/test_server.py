@@ -16,16 +16,11 @@ from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mt_grpo_trainer import (
-    MTGRPOConfig,
-    MTGRPOEnvTrainer,
-    MultiTurnToolEnv,
-    ServerError,
-    StopReason,
-    VLLMServerClient,
-    check_server,
-    read_jsonl,
-)
+from mt_grpo.data import read_jsonl
+from mt_grpo.preflight import check_server
+from mt_grpo.rollout import StopReason
+from mt_grpo.vllm_server import ServerError
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +158,7 @@ def test_unset_sampling_fields_do_not_take_the_models_own(client):
     async def many(params):
         return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
 
-    from mt_grpo_trainer import run_async
+    from mt_grpo.event_loop import run_async
 
     sampled = run_async(many({"temperature": 1.5}))
     assert len({tuple(g.token_ids) for g in sampled}) > 3
@@ -236,7 +231,7 @@ def test_chat_for_people(client):
 def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
     """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
-    original, attempts = trainer._set_off, []
+    original, attempts = trainer._start_rollouts, []
 
     def set_off(prompts, which):
         attempts.append(len(which))
@@ -245,12 +240,12 @@ def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_mod
             client.request("POST", "/update_weight_version", json={"new_version": "default"})
         return flight
 
-    trainer._set_off = set_off
+    trainer._start_rollouts = set_off
     trainer.train()
     assert attempts == [16, 16, 16] and trainer.state.global_step == 2
     rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
     assert [row["rollout/restarted"] for row in rows] == [0, 16]
-    assert trainer._num_syncs == 3
+    assert trainer.weight_sync.num_syncs == 3
 
 
 @pytest.fixture
@@ -306,11 +301,11 @@ def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, t
 
 
 def test_nccl_needs_a_server_started_for_it(client):
-    client.transport = "nccl"
+    client.transfer.transport = "nccl"
     with pytest.raises(ServerError, match="weight-transfer-config"):
         client.update_weights(iter([]), "v")
-    client.transport = "auto"
-    assert client.resolve_transport(torch.device("cpu")) == "disk"
+    client.transfer.transport = "auto"
+    assert client.transfer.resolve(torch.device("cpu")) == "disk"
 
 
 def test_two_ranks_on_one_server(port, client, served_model, tmp_path):

@@ -12,7 +12,8 @@ from functools import cache
 import pytest
 import torch
 
-from mt_grpo_trainer import NAN, RewardTable, norm, turn_advantages
+from mt_grpo.tensors import NAN
+from mt_grpo_trainer import RewardTable, norm, turn_advantages
 
 GROUPS, G, K = 60_000, 8, 3
 UNBIASED = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo"]  # gigpo with states that do not recur

@@ -19,23 +19,14 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 import mt_grpo_trainer
-from mt_grpo_trainer import (
-    CHOICES,
-    Generation,
-    MTGRPOConfig,
-    MTGRPOEnvTrainer,
-    MultiTurnToolEnv,
-    PolicyWeights,
-    Rollout,
-    RunError,
-    StopReason,
-    Turn,
-    main,
-    output_lock,
-    run_rewards,
-    state_numbers,
-    turn_advantages,
-)
+from mt_grpo.event_loop import run_async
+from mt_grpo.output import output_lock
+from mt_grpo.ranks import RunError
+from mt_grpo.refusals import CHOICES
+from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.scoring import run_rewards, state_numbers
+from mt_grpo.weights import PolicyWeights
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
@@ -542,7 +533,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         time.sleep(1.0)
         return [1.0] * len(prompts)
 
-    original = mt_grpo_trainer.run_async
+    original = run_async
     monkeypatch.setattr(mt_grpo_trainer, "run_async", lambda coroutine, timeout: original(coroutine, timeout - 29.8))
     started = time.perf_counter()
     with pytest.raises(RuntimeError, match="an async function blocks the event loop"):

@@ -1,0 +1,136 @@
+"""Which folders are whole checkpoints, and from which one a run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import zipfile
+from pathlib import Path
+
+from mt_grpo.settings import absolute
+
+logger = logging.getLogger(__name__)
+
+
+# What a checkpoint has besides the model: of Trainer, of FSDP, of DeepSpeed. With `save_only_model` it has none of it.
+STATE_FILES = ("optimizer*", "scheduler.pt", "rng_state*.pth", "latest")
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "adapter_model.*",
+               "pytorch_model_fsdp*", "*/adapter_model.*")  # fmt: skip
+RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that the checkpoint was trained with
+
+
+def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
+    """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
+    if not wanted:
+        return None
+    # Written last, so a checkpoint without it was cut off. The newest, not the last by number: that may be of an older
+    # run that went on for longer in the same folder.
+    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
+    whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
+    newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+    if whole and newest != whole[0]:
+        logger.warning(f"{newest} is the newest checkpoint, written after {whole[0]}.")
+    found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
+    if found is None or not (found / "trainer_state.json").is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
+            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
+        )
+    if not any(path for name in STATE_FILES for path in found.glob(name)):
+        raise ValueError(
+            f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
+            f"set model_name_or_path: {found} instead."
+        )
+    if damage := checkpoint_damage(found):
+        others = [folder for folder in whole if folder.resolve() != found.resolve() and not checkpoint_damage(folder)]
+        before = max(others, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+        raise ValueError(
+            f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a whole checkpoint. "
+            + (f"Set resume_from_checkpoint: {before}" if before else f"There is none in output_dir={output_dir!r}")
+            + ", or put the file back."
+        )
+    return str(found)
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """The part of a checkpoint that is missing or torn, and what is wrong with it; None for a whole one.
+
+    Reads the heads of the files only. Knows the forms of `Trainer`, LoRA, FSDP (folders of `.distcp` files, or
+    `.bin`) and DeepSpeed (a folder that `latest` names, with the model, the optimizer and its scheduler).
+    """
+    record = read_json(folder / RUN_RECORD) or {}
+    if not isinstance((read_json(folder / "trainer_state.json") or {}).get("global_step"), int):
+        return "trainer_state.json cannot be read"
+    deepspeed = (folder / "latest").is_file()
+    expected = [] if deepspeed else ["scheduler.pt"]
+    if deepspeed:
+        states = (folder / "latest").read_text().strip()
+        if not states or not any(folder.glob(f"{states}/*_states.pt")):
+            return f"{states or 'latest'} has no states of the model and the optimizer"
+    else:
+        if not any(path for name in MODEL_FILES for path in folder.glob(name)):
+            is_lora = (folder / "adapter_config.json").is_file()
+            expected.append("adapter_model.safetensors" if is_lora else "model.safetensors")
+        in_fsdp_form = any(path.is_dir() or path.suffix == ".bin" for path in folder.glob("optimizer*"))
+        if in_fsdp_form and not any(folder.glob("pytorch_model_fsdp*")):
+            return "pytorch_model_fsdp* is missing"
+        expected += [] if in_fsdp_form else ["optimizer.pt"]
+    for index in folder.glob("*.index.json"):
+        if not (shards := (read_json(index) or {}).get("weight_map")):
+            return f"{index.name} cannot be read"
+        expected += sorted(set(shards.values()))
+    numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rng_state_*.pth")]
+    world_size = record.get("world_size") or max(numbers, default=0) + 1
+    if not record.get("save_on_each_node"):  # else the other nodes have theirs
+        alone = world_size == 1 and not numbers
+        expected += ["rng_state.pth"] if alone else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
+    for name in expected:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
+            return f"{path.parent.relative_to(folder)}/.metadata is missing"
+        if path.is_file() and (wrong := file_damage(path)):
+            return f"{path.relative_to(folder)} {wrong}"
+    return None
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a JSON file; None for a file that is missing, torn, or holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def file_damage(path: Path) -> str | None:
+    """What is wrong with a file of weights or states, as far as its head and its length tell; else None."""
+    fsdp = path.name == ".metadata" or path.suffix == ".distcp"
+    if path.name == "training_args.bin" or not (fsdp or path.suffix in (".safetensors", ".bin", ".pt", ".pth")):
+        return None
+    size = path.stat().st_size
+    if size == 0:
+        return "is empty"
+    if path.suffix == ".safetensors":
+        try:
+            with open(path, "rb") as file:
+                header = file.read(min(int.from_bytes(file.read(8), "little"), size))
+            ends = [entry["data_offsets"][1] for n, entry in json.loads(header).items() if n != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "has no readable header"
+        whole = 8 + len(header) + max(ends, default=0)
+        return None if size == whole else f"has {size} bytes, expected {whole}"
+    if fsdp:
+        return None
+    with open(path, "rb") as file:
+        is_pickle = file.read(1) == b"\x80"  # as torch wrote it before it wrote zip files
+    try:
+        if not is_pickle:
+            zipfile.ZipFile(path).close()
+    except zipfile.BadZipFile:
+        return f"is cut off or damaged ({size} bytes)"
+    return None

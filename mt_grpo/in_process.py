@@ -1,0 +1,123 @@
+"""TRL's own generation (transformers, continuous batching, colocated vLLM) behind the backend protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mt_grpo.event_loop import background_loop, gather_all
+from mt_grpo.rollout import Generation
+
+
+class ServeSession:
+    """The requests of one `InProcessBackend.serve`: a batch is due when every open conversation waits."""
+
+    def __init__(self, num_conversations: int):
+        self.open = num_conversations
+        self.waiting: list[tuple] = []  # (rollout index, prompt ids, max_tokens, future)
+        self.batches: queue.Queue = queue.Queue()
+
+    def flush(self) -> None:
+        if self.waiting and len(self.waiting) == self.open:
+            self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
+            self.waiting = []
+
+    async def converse(self, conversation: Coroutine) -> Any:
+        try:
+            return await conversation
+        finally:
+            self.open -= 1
+            self.flush()
+
+
+class ServedByCaller(concurrent.futures.Future):
+    """A future that does its work in the thread that asks for the result, where collectives are allowed."""
+
+    def __init__(self, serve: Callable[[], list]):
+        super().__init__()
+        self._serve = serve
+
+    def result(self, timeout: float | None = None) -> list:
+        if not self.done():
+            try:
+                self.set_result(self._serve())
+            except BaseException as error:
+                self.set_exception(error)
+        return super().result()
+
+
+class InProcessBackend:
+    """TRL's own generation (transformers, continuous batching, colocated vLLM) behind the same protocol.
+
+    Requests that wait at the moment form one batch: as soon as every open conversation waits, the batch goes out in
+    rollout order, so that samples do not depend on how long a tool took. `serve` runs the batches in the calling
+    thread, where collectives are allowed.
+
+    Args:
+        generate_batch: `(prompt_ids, max_tokens) -> (token_ids, logprobs or None)`, lists per request.
+        is_end: Whether a token id ends a turn.
+        any_rank: Whether a flag is set on any rank. Given where generation is a collective call (ZeRO-3, FSDP, tensor
+            parallel): then every rank calls in every round, with a dummy prompt once it has none.
+    """
+
+    def __init__(
+        self,
+        generate_batch: Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]],
+        is_end: Callable[[int], bool],
+        any_rank: Callable[[bool], bool] | None = None,
+    ):
+        self._generate_batch = generate_batch
+        self._is_end = is_end
+        self._any_rank = any_rank
+        self.collective = any_rank is not None  # then no rank may leave while others generate
+        self._session: ServeSession | None = None
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """One request; `sampling_params` are the trainer's for all of them and already known to the backend."""
+        future = asyncio.get_running_loop().create_future()
+        self._session.waiting.append((index, prompt_ids, max_tokens, future))
+        self._session.flush()
+        return await future
+
+    def start_conversations(self, conversations: list[Coroutine], version: str | None = None) -> ServedByCaller:
+        """The conversations as a future. They run where its result is asked for."""
+        return ServedByCaller(lambda: self.serve(conversations))
+
+    def serve(self, conversations: list[Coroutine]) -> list:
+        """Run the conversations to their ends; returns their results in order. Raises the first error."""
+        loop = background_loop()
+        session = self._session = ServeSession(len(conversations))
+        running = asyncio.run_coroutine_threadsafe(gather_all([session.converse(c) for c in conversations]), loop)
+        running.add_done_callback(lambda _: session.batches.put(None))
+        batch: list[tuple] | None = []
+        try:
+            while True:
+                batch = session.batches.get() if batch is not None else None
+                if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
+                    return running.result()
+                generations = self._run(batch or [(0, [0], 1, None)])  # a dummy: others of a collective still generate
+                if batch:
+                    loop.call_soon_threadsafe(self._deliver, batch, generations)
+        finally:
+            running.cancel()
+
+    def _run(self, batch: list[tuple]) -> list[Generation]:
+        # TRL's backends take one length for a batch: the largest budget, and each sample is cut to its own.
+        token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
+        generations = []
+        for i, (_, _, max_tokens, _) in enumerate(batch):
+            ids = list(token_ids[i][:max_tokens])
+            finish_reason = "stop" if ids and self._is_end(ids[-1]) else "length"
+            generations.append(Generation(ids, logprobs and list(logprobs[i][:max_tokens]), finish_reason))
+        return generations
+
+    @staticmethod
+    def _deliver(batch: list[tuple], generations: list[Generation]) -> None:
+        for (_, _, _, future), generation in zip(batch, generations, strict=True):
+            if not future.done():
+                future.set_result(generation)

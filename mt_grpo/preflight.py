@@ -1,0 +1,193 @@
+"""Checks that need the tools, the data, the model's configuration or the server, but no weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+from transformers import AutoConfig, AutoTokenizer
+from trl import GRPOConfig
+
+from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
+from mt_grpo.data import check_prompt
+from mt_grpo.refusals import backend_of, check_ddp_timeout
+from mt_grpo.scoring import check_reward_columns
+from mt_grpo.settings import default_of
+from mt_grpo.tool_results import error_text
+from mt_grpo.vllm_server import ServerError
+
+logger = logging.getLogger(__name__)
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or "prompt" not in columns:
+        raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty.")
+    for i, prompt in enumerate(dataset["prompt"]):
+        check_prompt(prompt, f"{name}, row {i}")
+
+
+def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
+    """Raise `ValueError` where the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training data has {num_prompts} prompts, but one batch of rollouts needs {needed} "
+            f"({args.generation_batch_size} rollouts / num_generations={args.num_generations}), so that no step would "
+            f"be taken. Set dataset_size to {needed} or more, or lower per_device_train_batch_size or "
+            "gradient_accumulation_steps."
+        )
+
+
+def longest_prompt(env: Any, dataset: Any) -> int:
+    """Tokens of the longest prompt, looked for among the 32 with the most characters."""
+    prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
+    prompts = [env.with_system_prompt(neutralise_prompt(messages, env.tokenizer)) for messages in prompts]
+    try:
+        return max(len(env.prompt_ids(messages, env.tokenizer)) for messages in prompts)
+    except jinja2.TemplateError as error:
+        roles = sorted({message["role"] for messages in prompts for message in messages})
+        raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
+
+
+def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
+    """Say once which prompts of a dataset hold control tokens as text, and so do not reach the model as they are."""
+    found = {}  # row -> its first control token
+    for row, prompt in enumerate(dataset["prompt"]):
+        contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
+        if token := next(filter(None, (find_control(text, env.tokenizer) for text in contents)), None):
+            found[row] = token[0]
+    if found:
+        row, token = next(iter(found.items()))
+        logger.warning(
+            f"{name}, row {row}{f' (and {len(found) - 1} more)' if found.keys() - {row} else ''}: the prompt holds "
+            f"the control token {token!r} as text. The model reads {neutralise(token, env.tokenizer)!r} instead. What "
+            "has to stay a control token belongs into system_prompt."
+        )
+
+
+def model_error(name: str, error: Exception) -> str:
+    """What to say of a model that is not there, or not whole."""
+    if name.startswith((".", "/", "~")) and not os.path.exists(name):
+        return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
+    return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
+
+
+def check_env(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` where the settings say one thing and the environment, made apart from them, another."""
+    for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
+        "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools"))):  # fmt: skip
+        if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
+            raise ValueError(
+                f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
+                f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
+            )
+    if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
+        raise ValueError(
+            "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
+            "which run there, from load_tools(path, isolate=True)."
+        )
+
+
+def load_model_config(name: str, args: GRPOConfig) -> Any:
+    """The configuration of the model that the trainer is going to load."""
+    revision = (args.model_init_kwargs or {}).get("revision") or "main"
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(name, error)) from error
+
+
+def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -> int | None:
+    """The model's context in tokens. Raises `ValueError` where the longest prompt and its completion do not fit."""
+    max_completion_length = args.max_completion_length
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
+    prompt = longest_prompt(env, dataset)
+    if context is not None and prompt + max_completion_length > context:
+        raise ValueError(
+            f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
+            f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
+            f"set max_completion_length to at most {max(context - prompt, 0)}."
+        )
+    return context
+
+
+def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
+    """Raise `ServerError` for a server that does not fit the recipe. Reads, changes nothing."""
+    client.wait_until_healthy()
+    card, info = client.model_card, client.server_info()
+    where = f"The vLLM server at {client.base_url}"
+    served = info["model_config"]
+    if args.vllm_importance_sampling_correction and served["logprobs_mode"] != "processed_logprobs":
+        raise ServerError(
+            f"{where} runs with --logprobs-mode {served['logprobs_mode']}: its logprobs are not those of the sampled "
+            "distribution, which biases the importance-sampling correction. Start it with --logprobs-mode "
+            "processed_logprobs, or set vllm_importance_sampling_correction: false."
+        )
+    ours = model_config.get_text_config()
+    try:
+        theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
+    except (OSError, ValueError):  # a path of the server's own machine; a wrong model then fails at the first push
+        logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read here to compare it.")
+        theirs = ours
+    for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(ours, key, None) != getattr(theirs, key, None):
+            raise ServerError(
+                f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
+                f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
+            )
+    text = '<tool>{"name": "x"}</tool> Ünï 123'
+    payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
+    tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
+    if tokens != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
+    needed = longest_prompt(env, dataset) + args.max_completion_length
+    if card["max_model_len"] < needed:
+        raise ServerError(
+            f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
+            f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
+        )
+    env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
+    client.weight_version()  # 404 without the development endpoints
+
+
+def prepare_env(
+    env: Any,
+    args: GRPOConfig,
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    tokenizer: Any,
+    funcs: list[Callable],
+) -> tuple[Any, Any]:
+    """Check settings, environment and data against each other and against the model, and set the environment's limits.
+
+    Returns:
+        The tokenizer (that of the model, where none was given) and the model's configuration.
+    """
+    check_ddp_timeout(args, args.world_size)
+    name = model if isinstance(model, str) else model.config._name_or_path
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+    splits = [split for split in splits if split is not None]
+    named = [(train_dataset, "train_dataset"), *((split, "eval_dataset") for split in splits)]
+    for split, where in named:
+        check_dataset(split, where)
+        check_reward_columns(funcs, split.column_names, where)
+    check_num_prompts(len(train_dataset), args)
+    check_env(args, env)
+    env.tokenizer = env.tokenizer or tokenizer
+    env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
+    env.max_completion_length = args.max_completion_length
+    model_config = load_model_config(name, args) if isinstance(model, str) else model.config
+    for split, where in named:
+        env.max_model_len = check_context(env, model_config, split, args)
+        warn_of_control_tokens(env, split, where)
+    return tokenizer, model_config

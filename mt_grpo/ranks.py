@@ -1,0 +1,64 @@
+"""How ranks stop together: what fails on one is raised on all, and nobody waits for a rank that has left."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from mt_grpo.vllm_server import ServerError, ServerLost
+
+
+class RunError(RuntimeError):
+    """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
+
+
+class RunStopped(RunError):
+    """A signal asked the run to stop; `signum` says which."""
+
+    def __init__(self, signum: int, where: str = ""):
+        super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
+        self.signum = signum
+
+
+def raise_on_all_ranks(
+    error: Exception | None, what: str, step: int, stopped: int | None = None, counts: tuple[int, ...] = ()
+) -> list[int]:
+    """Where ranks meet after what can fail on any of them. Collective. Returns their counts added up.
+
+    Args:
+        error: What was raised on this rank, None if nothing.
+        what: What was tried, for the message, such as `Rollouts`.
+        step: The optimizer step, for the message.
+        stopped: The number of the signal that came to this rank, None if none.
+        counts: Numbers to add up over ranks.
+
+    Raises:
+        RunStopped: on all ranks, where a signal came to any.
+        RunError: on all ranks, where something failed on any.
+    """
+    text = error and f"rank {PartialState().process_index}: {type(error).__name__}: {error}"
+    reports = gather_object([(text, stopped, counts)])
+    if signals := [signum for _, signum, _ in reports if signum]:
+        raise RunStopped(signals[0], f" at step {step}")
+    if errors := [e for e, _, _ in reports if e]:
+        raise RunError(f"{what} failed at step {step}: {'; '.join(errors)}") from error
+    return [sum(column) for column in zip(*(counts for _, _, counts in reports))]
+
+
+def on_main_process(function: Callable[[], Any]) -> Any:
+    """Run on rank 0. Every rank returns its result or raises its error, as `ServerError` or `ServerLost`."""
+    outcome: list[Any] = [None, None, ServerError]  # result, message, kind of error
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # every rank raises it below
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            outcome[1:] = f"{type(error).__name__}: {error}", kind
+    broadcast_object_list(outcome, from_process=0)
+    if outcome[1]:
+        raise outcome[2](outcome[1])
+    return outcome[0]

@@ -1,0 +1,169 @@
+"""A recipe (YAML) and the command line to checked dataclasses, which are handed in."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import ModelConfig, TrlParser
+
+from mt_grpo.data import GENERATED_DATASETS
+from mt_grpo.json_types import fits_type
+from mt_grpo.refusals import REFUSED_KEYS
+from mt_grpo.rollout import join
+from mt_grpo.settings import Classes, absolute, check_ranges, choices_of, default_of, known_keys
+
+logger = logging.getLogger(__name__)
+
+
+Choices = dict[str, tuple[str, ...]]
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML's safe loader, which takes the last of two equal keys without a word; this one refuses them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if isinstance(key, collections.abc.Hashable) and lines.setdefault(key, line) != line:
+                raise yaml.YAMLError(
+                    f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
+                )
+        return super().construct_mapping(node, deep)
+
+
+class RecipeParser(TrlParser):
+    """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
+
+
+def read_recipe(path: str, classes: Classes, choices: Choices) -> dict[str, Any]:
+    """The YAML mapping of a recipe file, every key known and every value of its type. Raises `ValueError`."""
+    try:
+        recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
+    except OSError as error:
+        raise ValueError(
+            f"The recipe {path!r} cannot be read: {error.strerror}. See hf_recipes/ for examples."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The recipe {path!r} is not UTF-8 text ({error}). Expected lines of `key: value`.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
+    known = known_keys(classes)
+    for key, value in recipe.items():
+        if key == "env":
+            check_variables(value, path)
+            continue
+        if key not in known:
+            raise ValueError(unknown_key(key, f"in {path}", known))
+        if not fits_type(value, known[key], from_yaml=True):
+            name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
+            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
+        allowed = choices.get(key) or choices_of(key, classes)
+        if allowed and value not in (*allowed, default_of(key, classes)):
+            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(allowed)}.")
+        if key in REFUSED_KEYS and value != default_of(key, classes):
+            raise ValueError(f"{key}: {value!r} in {path} is not supported: {REFUSED_KEYS[key]}.")
+    return recipe
+
+
+def check_variables(variables: Any, path: str) -> None:
+    """Raise `ValueError` unless the `env` of a recipe can be set as environment variables."""
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"env: {variables!r} in {path} is {type(variables).__name__}, expected lines of `NAME: value`."
+        )
+    for name, value in variables.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
+            raise ValueError(
+                f"env: {name!r} in {path} is no name of an environment variable. Expected text without =."
+            )
+        if not isinstance(value, (str, int, float)) or "\0" in str(value):
+            raise ValueError(f'env: {name}: {value!r} in {path}, expected text or a number (quote what is empty: "").')
+
+
+def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"Unknown key {key!r} {where}." + (
+        f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
+    )
+
+
+def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> tuple:
+    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
+
+    Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
+    if "--config" in argv:
+        position = argv.index("--config") + 1
+        if argv.count("--config") > 1:
+            raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
+        if position == len(argv) or argv[position].startswith("--") or not argv[position]:
+            raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
+        read_recipe(argv[position], classes, choices)
+    given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
+    for key in given:
+        if key not in ("config", "help") and key.removeprefix("no_") not in known_keys(classes):
+            raise ValueError(unknown_key(key, "on the command line", known_keys(classes)))
+    for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
+        if count > 1:
+            logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
+    if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # a recipe's server is then of no use
+        address = {"vllm_server_host", "vllm_server_port"} - set(given)
+        argv += [f"--{key}={default_of(key, classes)}" for key in address]
+    parser = RecipeParser(classes)
+    try:
+        script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
+        raise ValueError(f"The settings cannot be used: {type(error).__name__}: {error}") from error
+    if rest:
+        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
+    check_ranges(script_args)
+    check_ranges(model_args)
+    for key, reason in REFUSED_KEYS.items():
+        for parsed in (script_args, model_args):
+            if getattr(parsed, key, default_of(key, classes)) != default_of(key, classes):
+                raise ValueError(f"{key}={getattr(parsed, key)!r} is not supported: {reason}.")
+    for key in (
+        f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
+    ):
+        if not model_args.use_peft and getattr(model_args, key) != default_of(key, classes):
+            raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
+    for key, value in (
+        ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
+        ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
+    ):  # fmt: skip
+        if not value:
+            raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
+    make_paths_absolute(script_args, model_args)
+    return script_args, args, model_args
+
+
+def make_paths_absolute(script_args: Any, model_args: Any) -> None:
+    """Those that a recipe gives from the folder where the run starts; the trainer's own are done already."""
+    for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
+        setattr(config, key, absolute(getattr(config, key)))
+    for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # names on the Hub, too
+        if getattr(config, key) not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(getattr(config, key))):
+            setattr(config, key, absolute(getattr(config, key)))
+    if folder := os.environ.get("TENSORBOARD_LOGGING_DIR"):
+        os.environ["TENSORBOARD_LOGGING_DIR"] = absolute(folder)

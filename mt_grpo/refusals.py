@@ -1,0 +1,255 @@
+"""What is refused before a model is loaded, and why: settings that cannot work, or that nothing would read."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from trl import GRPOConfig
+
+from mt_grpo.json_types import fits_type
+from mt_grpo.settings import RANGES, default_of, in_range, range_text
+from mt_grpo.vllm_server import hide_password
+
+CHOICES = {
+    "weight_sync": ("auto", "nccl", "disk"),
+    "scale_rewards": ("group", "batch", "none"),
+    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+
+# TRL settings that have no effect, or another meaning, in a multi-turn rollout: refused, so that no recipe holds a
+# line that nothing reads. Key -> (why, what to do).
+REFUSED_KEYS = {
+    "reward_weights": "turn and outcome rewards are weighted apart: use turn_ and outcome_reward_weights",
+    "max_tool_calling_iterations": "this trainer runs its own conversations: use max_env_steps",
+    "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
+    "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
+    "log_multimodal": "rollouts are text only: remove this key",
+    "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
+    "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
+    **dict.fromkeys(
+        ("label_smoothing_factor", "label_names", "average_tokens_across_devices", "prediction_loss_only",
+         "eval_do_concat_batches", "include_for_metrics", "batch_eval_metrics"),
+        "rewards take the place of labels here, and nothing reads it: remove this key",
+    ),
+    **dict.fromkeys(
+        ("train_sampling_strategy", "length_column_name", "data_seed"),
+        "TRL's own sampler keeps the rollouts of a prompt together and reads only `seed`: remove this key",
+    ),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict", "local_rank"),
+        "nothing reads it, training always runs and eval_strategy says when to evaluate: remove this key",
+    ),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        "quantised policies are not supported either: remove this key",
+    ),
+    "enable_jit_checkpoint": "SIGTERM saves the run by itself, between two optimizer steps: remove this key",
+    "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+    "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+}  # fmt: skip
+SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # so that only a recipe's own line can be refused
+# Settings of one backend that another does not read; refused there for the same reason.
+COLOCATE_KEYS = (
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
+    "vllm_model_impl",
+)  # fmt: skip
+SERVER_KEYS = (
+    "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
+    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "overlap_rollouts",
+)  # fmt: skip
+VLLM_KEYS = (
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)  # fmt: skip
+TRANSFORMERS_KEYS = (
+    "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+)  # fmt: skip
+
+
+def backend_of(args: GRPOConfig) -> str:
+    """`server`, `colocate` or `transformers`: who samples the tokens."""
+    return args.vllm_mode if args.use_vllm else "transformers"
+
+
+def check_batch_arithmetic(args: GRPOConfig) -> None:
+    """Raise `ValueError` with the nearest valid values where `num_generations` does not divide the batch."""
+    if args.num_generations is None:
+        raise ValueError("num_generations is None. Expected the number of rollouts per prompt, such as 8.")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    per_step = args.per_device_train_batch_size * world_size
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    batch = args.generation_batch_size or per_step * steps
+    if batch % args.num_generations:
+        divisors = [g for g in range(2, batch + 1) if batch % g == 0]
+        nearest = sorted(divisors, key=lambda g: abs(g - args.num_generations))[:2]
+        sizes = [s for s in range(1, 10_000) if s * world_size * steps % args.num_generations == 0]
+        size = min(sizes, key=lambda s: abs(s - args.per_device_train_batch_size), default=None)
+        raise ValueError(
+            f"num_generations={args.num_generations} does not divide the {batch} rollouts of a batch "
+            f"({args.per_device_train_batch_size} per device x {world_size} processes x {steps} steps). "
+            f"Expected whole groups. Set num_generations to {' or '.join(map(str, nearest)) or 'a divisor'}"
+            + (f", or per_device_train_batch_size to {size}." if size and not args.generation_batch_size else ".")
+        )
+
+
+def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
+    """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
+    for key, allowed in {**CHOICES, "credit_assignment": tuple(estimators)}.items():
+        if getattr(args, key) not in allowed:
+            raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
+    for key, reason in REFUSED_KEYS.items():
+        if (
+            hasattr(args, key)
+            and key not in SET_BY_TRANSFORMERS
+            and getattr(args, key) != default_of(key, (type(args),))
+        ):
+            raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
+    backend = backend_of(args)
+    inert = {
+        "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
+        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
+        "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
+    }[backend]
+    for key in inert:
+        if getattr(args, key) != default_of(key, (type(args),)):
+            raise ValueError(
+                f"{key}={hide_password(repr(getattr(args, key)))} has no effect with the {backend} backend "
+                f"(use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads "
+                "it."
+            )
+    if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
+            "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
+        )
+    check_generation_kwargs(args, backend)
+    check_report_to(args.report_to)
+    check_save_points(args)
+    if args.max_completion_length is None:
+        raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
+    if args.overlap_rollouts:
+        check_overlap(args)
+    estimator = estimators[args.credit_assignment]
+    if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
+        readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)
+        raise ValueError(
+            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
+            f"only {readers} sum what comes after a turn. Remove it, or use one of them."
+        )
+    if args.turn_advantage_coef != 1.0 and "turn_advantage_coef" not in estimator.reads:
+        raise ValueError(
+            f"turn_advantage_coef={args.turn_advantage_coef} has no effect with "
+            f"credit_assignment={args.credit_assignment!r}, which has no turn's own term. Set it to 1.0 or remove it."
+        )
+    if estimator.per_turn:
+        # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
+        if args.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold masks whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Remove it, or use outcome or merged."
+            )
+        if args.loss_type == "vespo":
+            raise ValueError(
+                f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
+            )
+
+
+def check_overlap(args: GRPOConfig) -> None:
+    """Raise `ValueError` where rollouts one step behind the weights would be trained as if they were not."""
+    if not args.vllm_importance_sampling_correction:
+        raise ValueError(
+            "overlap_rollouts trains on rollouts of the weights before the last step, which needs their importance "
+            "ratio. Set vllm_importance_sampling_correction: true, or remove overlap_rollouts."
+        )
+    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"overlap_rollouts with several batches of rollouts in one optimizer step "
+            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
+            f"steps_per_generation to a multiple of gradient_accumulation_steps."
+        )
+
+
+def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
+    """Raise `ValueError` where the other ranks would give up one that waits no longer than it may."""
+    # For one answer: none in time, sent again until just before it is given up, none.
+    answer = 2 * args.vllm_request_timeout + args.vllm_server_timeout
+    waits = {"reward_timeout": args.reward_timeout}
+    waits |= {"2 * vllm_request_timeout + vllm_server_timeout": answer} if backend_of(args) == "server" else {}
+    for what, seconds in waits.items():
+        if num_processes > 1 and seconds >= args.ddp_timeout:
+            raise ValueError(
+                f"{what} = {seconds:g} s: a rank that waits so long would be given up by the others after "
+                f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            )
+
+
+def check_save_points(args: GRPOConfig) -> None:
+    """Raise `ValueError` where a checkpoint would fall between two updates from the same rollouts.
+
+    A resumed run rolls out anew, so only from a checkpoint between two batches of rollouts does it go on exactly.
+    Evaluations are such places too: a run that is interrupted there saves itself, and `save_strategy: best` saves.
+    """
+    per_batch = args.steps_per_generation * args.num_iterations  # forward passes that one batch of rollouts serves
+    every = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
+    for key, strategy in (("save_steps", args.save_strategy), ("eval_steps", args.eval_strategy)):
+        given = getattr(args, key)
+        if strategy != "steps" or not given or every == 1:
+            continue
+        if given < 1 and args.max_steps <= 0:
+            raise ValueError(
+                f"{key}={given}, a share of all steps, needs max_steps. Set {key} to a multiple of {every}."
+            )
+        steps = given if given >= 1 else math.ceil(args.max_steps * given)
+        if steps % every:
+            below = int(steps // every * every)
+            what = "save" if key == "save_steps" else "evaluate, and save where it is interrupted,"
+            raise ValueError(
+                f"{key}={given} would {what} in the middle of a batch of rollouts, from where a run cannot "
+                f"be resumed exactly: a batch lasts {every} optimizer steps "
+                f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
+                f"Set {key} to {f'{below} or ' if below else ''}{below + every}"
+                + (" (without it, logging_steps counts)." if key == "eval_steps" else ".")
+            )
+
+
+def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
+    """Raise `ValueError` for what the backend does not know, or what the conversation itself decides."""
+    ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs",
+            "stream", "seed", "stop_token_ids", "eos_token_id", "return_token_ids",
+            "include_stop_str_in_output"}  # fmt: skip
+    known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
+             "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
+    for key in args.chat_template_kwargs or {}:
+        if not isinstance(key, str) or key in ("conversation", "tokenize", "add_generation_prompt", "return_dict"):
+            raise ValueError(f"chat_template_kwargs: {key!r} is set by the conversation, or no text. Remove it.")
+    for key, value in (args.generation_kwargs or {}).items():
+        if key in ours:
+            raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
+        if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
+            raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
+        if key in RANGES and not (fits_type(value, float) and in_range(value, RANGES[key])):
+            raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(RANGES[key])}.")
+
+
+def check_report_to(names: list[str]) -> None:
+    """Raise `ValueError` for a logger that transformers does not know, or whose package is not installed."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to: {name!r} is not known. Expected none, or some of: {known}.")
+        if name not in (*available, "azure_ml", "flyte"):  # transformers lists these two nowhere or not always
+            raise ValueError(
+                f"report_to: the package of {name!r} is not installed. Run `pip install {name}`, or remove it."
+            )

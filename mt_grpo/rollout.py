@@ -1,0 +1,114 @@
+"""The nouns: what a conversation consists of, and the ids, masks and messages that derive from it."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class StopReason(StrEnum):
+    """Why a conversation ended; logged as `stop/<reason>`."""
+
+    ANSWERED = "answered"  # the model closed an <answer>
+    NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
+    MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
+    MAX_TOKENS = "max_tokens"  # max_completion_length, or max_turn_tokens outside a call, is spent
+    CONTEXT_LENGTH = "context_length"  # the model's context is full
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the model asked for. `error` says why it cannot be run: the policy's mistake, which it gets to read."""
+
+    name: str | None
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled continuation: ids as sampled, their logprobs under the sampling distribution (None: not known)."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
+
+
+@dataclass
+class Turn:
+    """One model turn and what the environment answered."""
+
+    token_ids: list[int]  # as sampled, cut after the token that completes the turn
+    logprobs: list[float] | None
+    text: str
+    finish_reason: str
+    tool_call: ToolCall | None = None
+    observation: str | None = None  # what the model gets to read, without the tags
+    observation_ids: list[int] = field(default_factory=list)  # end of turn, message, generation prompt
+    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
+    seconds: float = 0.0  # of generation
+    tool_seconds: float = 0.0
+
+
+def result_message(observation: str) -> str:
+    """The environment's message: role `user`, as in the paper."""
+    return f"<result>\n{observation}\n</result>"
+
+
+def join(parts: typing.Iterable[list]) -> list:
+    """One list of them all."""
+    return list(itertools.chain.from_iterable(parts))
+
+
+@dataclass
+class Rollout:
+    """One conversation. All ids and masks are derived from the turns, so they cannot disagree.
+
+    >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], [-.1, -.2], "", "stop", observation_ids=[20]),
+    ...                                   Turn([30], [-.3], "", "stop")])
+    >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
+    ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
+    """
+
+    prompt_messages: list[dict[str, str]]
+    prompt_ids: list[int]
+    index: int = 0  # position in the whole batch: rank * B + i
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: StopReason | None = None  # None: still open
+    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
+
+    # Parts are joined in C: every step runs these over every token of the batch.
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
+
+    @property
+    def loss_mask(self) -> list[int]:
+        return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
+
+    @property
+    def turn_ids(self) -> list[int]:
+        return join(
+            part for k, t in enumerate(self.turns) for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids))
+        )
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        if any(turn.logprobs is None for turn in self.turns):
+            return None
+        return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The completion as messages: assistant turns, and observations as the user messages that the model saw."""
+        messages = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            if turn.observation is not None:
+                messages.append({"role": "user", "content": result_message(turn.observation)})
+        return messages

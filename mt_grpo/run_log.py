@@ -1,0 +1,136 @@
+"""What a batch of rollouts leaves behind: metrics of conversations and credit, and the log of whole rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.tool_threads import HUNG
+
+
+def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dict[str, float], int]:
+    """(metrics of the batch's conversations, tokens that the policy read as prompts or sampled), over all ranks.
+
+    One gather for all of them, so that no metric's name can differ by rank. Collective.
+    """
+    reasons = list(StopReason)
+    columns = torch.tensor(
+        [
+            [
+                len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),
+                sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
+                reasons.index(r.stop_reason),
+                sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
+                sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
+                sum(t.tool_seconds for t in r.turns),
+            ]
+            for r in rollouts
+        ],
+        device=accelerator.device, dtype=torch.float32,
+    )  # fmt: skip
+    columns = accelerator.gather(columns)  # (N, 10)
+    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds = columns.T
+    truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
+    ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
+    metrics = {}
+    for suffix, values in (("", trained), ("terminated_", ended)):
+        metrics[f"completions/mean_{suffix}length"] = values.mean().item()
+        metrics[f"completions/min_{suffix}length"] = values.min().item()
+        metrics[f"completions/max_{suffix}length"] = values.max().item()
+    attempted = calls.sum().clamp(min=1)
+    metrics |= {
+        "completions/clipped_ratio": truncated.float().mean().item(),
+        "completions/mean_total_length": total.mean().item(),
+        "turns/mean": num_turns.mean().item(),
+        "turns/max": num_turns.max().item(),
+        "tools/call_frequency": calls.mean().item(),
+        "tools/failure_frequency": (failed.sum() / attempted).item(),
+        "tools/malformed_frequency": (malformed.sum() / attempted).item(),
+        "tools/timeout_frequency": (timeouts.sum() / attempted).item(),
+        "tools/mean_seconds": (seconds.sum() / attempted).item(),
+        "tools/hung_threads": sum(t.name.startswith(HUNG) for t in threading.enumerate()),
+        **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
+    }
+    return metrics, int(prompt.sum() + trained.sum())
+
+
+def credit_metrics(
+    output: dict[str, Any], advantages: torch.Tensor, group_size: int, accelerator: Any, ratio_limit: float
+) -> dict[str, float]:
+    """Metrics of what is trained on. Collective.
+
+    Args:
+        output: TRL's batch of this rank, with advantages (B, C) and, with vLLM, its importance ratios.
+        advantages: Of every turn of the whole batch, (N, K).
+        group_size: G.
+        accelerator: Of the trainer.
+        ratio_limit: Where importance ratios are cut.
+    """
+    no_signal = (advantages.view(-1, group_size * advantages.shape[1]).abs() < 1e-8).all(1)
+    loss_mask = output["completion_mask"] * output["tool_mask"]
+    sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
+    if "importance_sampling_ratio" in output:
+        ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
+        sums.append((((ratio == 0) | (ratio >= ratio_limit)) * loss_mask).sum())
+    sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
+    metrics = {
+        "credit/frac_groups_without_signal": no_signal.float().mean().item(),
+        "credit/mean_abs_advantage": sums[0] / max(sums[1], 1),
+    }
+    if len(sums) > 2:
+        metrics["sampling/frac_tokens_ratio_zero_or_clipped"] = sums[2] / max(sums[1], 1)
+    return metrics
+
+
+def without_nan(values: list[float]) -> list[float | None]:
+    return [None if value != value else value for value in values]
+
+
+def rollout_rows(
+    rollouts: list[Rollout],
+    inputs: list[dict[str, Any]],
+    names: list[str],
+    rewards: torch.Tensor,
+    turn_rewards: torch.Tensor,
+    advantages: torch.Tensor,
+) -> list[dict[str, Any]]:
+    """Whole conversations as rows of the rollout log.
+
+    Args:
+        rollouts: The n rollouts to log.
+        inputs: Their dataset rows.
+        names: Of the F reward functions.
+        rewards: (n, F), one number per rollout.
+        turn_rewards: (n, K), weighted, of functions that give one per turn.
+        advantages: (n, K).
+    """
+    lists = rewards.tolist(), turn_rewards.tolist(), advantages.tolist()
+    return [
+        {
+            "index": rollout.index, "messages": rollout.prompt_messages + rollout.messages,
+            "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
+            "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
+            "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
+        }
+        for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
+    ]  # fmt: skip
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
+    """Add lines of JSON to a file, or begin it anew. Raises `OSError`, and then leaves no half of a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.is_file() and not fresh else 0
+    try:
+        with open(path, "w" if fresh else "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise

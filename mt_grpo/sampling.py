@@ -1,0 +1,49 @@
+"""What a request may say about sampling."""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+from typing import Any
+
+
+def sampling_defaults() -> dict[str, Any]:
+    """Every sampling field: an unset one would take the model's own generation_config.json on the server."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+SAMPLING_KEYS = {  # what a request may say beside the prompt; a server ignores what it does not know
+    *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",
+    "structured_outputs", "response_format", "thinking_token_budget", "spaces_between_special_tokens", "vllm_xargs",
+    "cache_salt", "user",
+}  # fmt: skip
+CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
+
+
+def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
+    """Raise `ValueError` for a key that would change nothing, or that the conversation sets itself."""
+    for key in sampling_params or {}:
+        if key not in known and key in ("max_tokens", "max_completion_tokens"):
+            raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
+
+
+def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
+    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`."""
+    expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
+        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. For one, write [...] around it.")
+    prompts = list(prompts)
+    for prompt in prompts:
+        if isinstance(prompt, dict):
+            raise ValueError(f"{name} is one conversation's messages, expected {expected}: write [...] around it.")
+        messages = [] if texts and isinstance(prompt, str) else prompt
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
+        ):
+            raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
+    return prompts

@@ -1,0 +1,209 @@
+"""Running reward functions, and checking what they return."""
+
+from __future__ import annotations
+
+import array
+import concurrent.futures
+import copy
+import hashlib
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mt_grpo.event_loop import gather_all, run_async
+from mt_grpo.rollout import Rollout, ToolCall, Turn
+from mt_grpo.settings import RANGES, in_range
+from mt_grpo.tensors import NAN, pad_rows
+from mt_grpo.tool_results import error_text
+from mt_grpo.tool_threads import ToolTimeout, run_tool
+
+
+def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
+    if not turn_funcs + outcome_funcs:
+        raise ValueError(
+            "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one."
+        )
+    for func in turn_funcs + outcome_funcs:
+        if not callable(func) or not hasattr(func, "__name__"):
+            raise ValueError(f"A reward must be a function, got {func!r}.")
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
+            raise ValueError(
+                f"Reward {func.__name__} takes no **kwargs. Add it: every dataset column is passed by name."
+            )
+
+
+REWARD_COLUMNS = (  # what a reward function gets beside the data's columns
+    "prompts", "completions", "completion_ids", "rollout_turns", "trainer_state", "log_extra", "log_metric",
+)  # fmt: skip
+
+
+def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
+    """Raise `ValueError` where a reward function must get a column that the data does not have, or a name is taken."""
+    columns = [column for column in columns if column != "prompt"]
+    if taken := [column for column in columns if column in REWARD_COLUMNS]:
+        raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
+    for func in funcs:
+        for name, parameter in inspect.signature(func).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and parameter.default is parameter.empty and name not in (*columns, *REWARD_COLUMNS):
+                raise ValueError(
+                    f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
+                    f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."
+                )
+
+
+def reward_weights(weights: list[float] | None, funcs: list[Callable], kind: str) -> list[float]:
+    if weights is not None and len(weights) != len(funcs):
+        names = ", ".join(f.__name__ for f in funcs)
+        raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
+    if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
+        raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
+    return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of plain data (lists, dicts, tuples, turns and calls); any other object, as an environment, is itself."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # of a list of ids, the list alone
+    if kind is dict:
+        return {k: own_copy(v) for k, v in value.items()}
+    if kind in (Turn, ToolCall):
+        copied = copy.copy(value)
+        vars(copied).update(own_copy(vars(value)))
+        return copied
+    return value
+
+
+COPIED = {list, tuple, dict, Turn, ToolCall}
+
+
+def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
+    """What each function returns for the batch: async ones at the same time, the others one after another.
+
+    INVARIANT: each function gets a copy of its own, so that what it changes there changes nothing for anybody else.
+
+    Raises `RuntimeError` (the first failure, with the function's name) for one that raises or takes too long; a thread
+    that hangs is abandoned. Functions without `async` run in a thread for that reason.
+    """
+
+    async def run(func: Callable) -> Any:
+        def on_device(**kwargs):  # the current GPU is a thread's own
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return func(**own_copy(kwargs))  # here: a large copy would hold up the loop
+
+        on_device.__name__ = func.__name__
+        try:
+            if inspect.iscoroutinefunction(func):
+                return await run_tool(func, own_copy(columns), timeout)
+            return await run_tool(on_device, columns, timeout)
+        except ToolTimeout:
+            raise RuntimeError(
+                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+                "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
+            ) from None
+        except Exception as error:
+            text = error_text(error)
+            hint = " (functions without async run in a thread, for the time limit)" if "thread" in text else ""
+            if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+                hint = f": there is no such column in {', '.join(columns)}"
+            raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}") from error
+
+    values: list = [None] * len(funcs)
+
+    async def run_in_turn(indices: list[int]) -> None:
+        for i in indices:
+            values[i] = await run(funcs[i])
+
+    in_turn = [i for i, func in enumerate(funcs) if not inspect.iscoroutinefunction(func)]
+    at_once = [[i] for i in range(len(funcs)) if i not in in_turn]
+    longest = timeout * max(1, len(in_turn)) + 30
+    try:
+        run_async(gather_all([run_in_turn(indices) for indices in (in_turn, *at_once)]), longest)
+    except concurrent.futures.TimeoutError:
+        raise RuntimeError(
+            f"Rewards took longer than {longest:g} s: an async function blocks the event loop, where no time limit "
+            "can reach it. Await inside it (aiohttp, asyncio.sleep), or remove `async` and it runs in a thread."
+        ) from None
+    return values
+
+
+def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
+    """Raise `ValueError` unless a reward function gave one value per rollout, or a list of one per turn."""
+    if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
+    for value, rollout in zip(values, rollouts, strict=True):
+        if isinstance(value, (list, tuple)) and not per_turn:
+            raise ValueError(f"Reward {name} gives a list per rollout: move it from OUTCOME_ to TURN_REWARD_FUNCS.")
+        if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
+            raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # nor NaN
+                raise ValueError(
+                    f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
+                )
+
+
+def is_plain(key: Any) -> bool:
+    """Whether `repr` of a key is the same in every process: no sets, no objects with an address."""
+    if isinstance(key, (tuple, list)):
+        return all(is_plain(part) for part in key)
+    return key is None or isinstance(key, (str, int, float))
+
+
+def state_numbers(rollout: Rollout) -> list[int]:
+    """A number for the state in which each turn began: that of its key, or of the tokens so far if it has none.
+
+    The same on every rank and in every process, which Python's own `hash` of a text is not.
+    """
+    numbers, history = [], hashlib.blake2b(digest_size=8)  # of the tokens so far, in 8 bytes each
+    for turn in rollout.turns:
+        state = history
+        if turn.state_key is not None:
+            if not is_plain(turn.state_key):
+                raise ValueError(f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them.")
+            state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
+        numbers.append(int.from_bytes(state.digest(), "big") >> 1)  # -1 stays free for "no turn"
+        history.update(array.array("q", turn.token_ids + turn.observation_ids))
+    return numbers
+
+
+def reward_tensors(
+    values: list, names: list[str], rollouts: list[Rollout], num_turns: int, num_turn_funcs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the functions returned as tensors, NaN for None. Raises `ValueError` for what is no reward.
+
+    Args:
+        values: Per function what it returned, turn functions first.
+        names: Of the functions.
+        rollouts: B of this rank.
+        num_turns: K, the same on all ranks.
+        num_turn_funcs: How many of the functions are turn functions.
+
+    Returns:
+        (B, F) values that are one number per rollout, and (B, K, F_turn) values per turn.
+    """
+    whole = torch.full((len(rollouts), len(values)), NAN)
+    per_turn = torch.full((len(rollouts), num_turns, num_turn_funcs), NAN)
+    for f, (column, name) in enumerate(zip(values, names, strict=True)):
+        check_reward_values(column, name, rollouts, per_turn=f < num_turn_funcs)
+        rows = [value if isinstance(value, (list, tuple)) else [] for value in column]
+        if any(rows):
+            numbers = [[NAN if v is None else float(v) for v in row] for row in rows]
+            per_turn[:, :, f] = pad_rows(numbers, num_turns, NAN)
+        missing = (list, tuple, type(None))
+        whole[:, f] = torch.tensor([NAN if isinstance(v, missing) else float(v) for v in column])
+    return whole, per_turn
+
+
+def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, K) bool, twice: the turn got an observation; the rollout has this turn."""
+    has_observation = [[turn.observation is not None for turn in rollout.turns] for rollout in rollouts]
+    observed = pad_rows(has_observation, num_turns, False, torch.bool)
+    sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
+    return observed, sampled

@@ -1,0 +1,55 @@
+"""Rows of unequal length as tensors, and statistics that leave out NaN, which means "has no value"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mt_grpo.rollout import Rollout
+
+NAN = float("nan")
+
+
+def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of unequal length as one tensor, (B, width).
+
+    >>> pad_rows([[1, 2], [3]], 3, -1, torch.long)
+    tensor([[ 1,  2, -1],
+            [ 3, -1, -1]])
+    """
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
+
+
+def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
+    """The `turn_ids` of all rollouts, (B, width), -1 where there is padding.
+
+    >>> rollout = Rollout([], [], turns=[Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "")])
+    >>> pad_turn_ids([rollout], 6)
+    tensor([[ 0,  0, -1,  1, -1, -1]])
+    """
+    owners, lengths = [], []
+    for rollout in rollouts:
+        start = len(lengths)
+        for k, turn in enumerate(rollout.turns):
+            owners += (k, -1)
+            lengths += (len(turn.token_ids), len(turn.observation_ids))
+        owners.append(-1)
+        lengths.append(width - sum(lengths[start:]))
+    return torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(len(rollouts), width)
+
+
+def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """Unbiased standard deviation over `dim` (kept), without NaN entries; NaN where fewer than two values are left."""
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    deviation = x - x.nanmean(dim, keepdim=True)
+    return (deviation.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=0)).sqrt()
+
+
+def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over `dim` without NaN entries; NaN where there is nothing but NaN.
+
+    >>> nansum(torch.tensor([[1., NAN], [NAN, NAN]]), 1)
+    tensor([1., nan])
+    """
+    return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))

@@ -1,0 +1,68 @@
+"""What a tool returned or raised, as the text that the model reads."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import re
+from typing import Any
+
+ADDRESS = r" at 0x[0-9a-fA-F]+"
+
+
+def json_form(value: Any) -> Any:
+    """What JSON knows, of a value that it does not know. Raises `TypeError` where its text would be an address."""
+    nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, nodata):
+        pass
+    elif dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump(mode="json")
+    elif hasattr(value, "tolist"):  # numpy, torch
+        return value.tolist()
+    elif hasattr(value, "isoformat"):  # date, time
+        return value.isoformat()
+    elif isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    elif isinstance(value, collections.abc.Set):  # in one order, whatever the hashes are
+        dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
+        return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
+    elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
+        return list(value)
+    elif not callable(value) and not re.search(ADDRESS, text := str(value)):  # Decimal, Path, UUID
+        return text
+    raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
+
+
+def as_text(result: Any) -> str:
+    """A tool's result as the model reads it: text as it is, bytes as UTF-8, anything else as JSON."""
+    while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
+        result = json_form(result)
+    return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
+
+
+# INVARIANT: these two run in a tool's process as well, and use only what is imported here.
+RESULT_SOURCE = f"""
+import collections.abc, dataclasses, enum, functools, json, re
+from typing import Any
+ADDRESS = {ADDRESS!r}
+{inspect.getsource(json_form)}
+{inspect.getsource(as_text)}
+"""
+
+
+def error_text(error: BaseException) -> str:
+    """What the model reads about a failed tool."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # an exception whose own __str__ fails
+        return type(error).__name__

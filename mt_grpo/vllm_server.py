@@ -1,0 +1,366 @@
+"""The HTTP beneath `VLLMServerClient`: requests sent again, time limits, and proof of the weights' version."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import concurrent.futures
+import functools
+import json
+import logging
+import os
+import random
+import re
+import resource
+import threading
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from mt_grpo.event_loop import CONTROL_THREAD, background_loop, gather_all, run_async
+from mt_grpo.sampling import sampling_defaults
+
+logger = logging.getLogger(__name__)
+
+
+class ServerError(RuntimeError):
+    """The generation server failed: the message holds URL, status, and what to do."""
+
+
+class ServerLost(ServerError):
+    """It does not answer, or only with 5xx, or no longer holds what was pushed: it may come back."""
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be a sample: ids and logprobs that do not match, or NaN."""
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a server's number can be the logprob of a sampled token: finite, and not above 0 but for rounding."""
+    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
+def hide_password(url: str) -> str:
+    """`url` as it may be printed.
+
+    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
+    ('http://...@gpu1:8000', 'http://gpu1:8000')
+    """
+    return re.sub(r"//.*@", "//...@", url)
+
+
+def split_server_url(url: str) -> tuple[str, str | None]:
+    """`url` without user and password, and the header `Authorization` that says them.
+
+    Raises `ServerError` for an address that can never work.
+
+    >>> split_server_url("http://ann:secret@gpu1:8000/")
+    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"[\s?#]", url)
+    except ValueError:  # a port that is no number or above 65535, brackets that do not match
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
+            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
+        )
+    user, found, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    return parts._replace(netloc=host).geturl().rstrip("/"), header
+
+
+def allow_many_open_files(wanted: int = 65_535) -> None:
+    """Raise this process's soft limit, often 1,024: a conversation has a connection, a tool's process two pipes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # as far as the machine lets us
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class ServerConnection:
+    """Connections to one `vllm serve` in development mode: control calls, requests sent again, health, scores.
+
+    Args:
+        base_url: Such as `http://127.0.0.1:8000`. A user and password in it are sent, never shown.
+        api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
+        timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
+        request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
+    """
+
+    BAD_ANSWERS = 3  # in a row, until a server is taken to be broken
+    NOTICE_SECONDS = 10.0  # between two lines that say that a server is waited for
+    NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
+    WATCH_SECONDS = 1.0  # between two looks at the server's version; no server restarts in so short a time
+
+    def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
+        self.base_url, credentials = split_server_url(base_url)
+        self.timeout = timeout
+        self.request_timeout = request_timeout
+        self.retries = 0  # requests that were sent again, since the last who asked set it to 0
+        self._reached = False  # whether the server has ever answered
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
+        if api_key and credentials:
+            raise ServerError(
+                f"{self.base_url}: got a password in vllm_server_base_url, and VLLM_API_KEY. A request has room for "
+                "one of them: remove the other."
+            )
+        authorization = f"Bearer {api_key}" if api_key else credentials
+        self._headers = {"Authorization": authorization} if authorization else {}
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        allow_many_open_files()
+
+    # -- control calls (synchronous) --
+
+    def request(
+        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] = lambda answer: answer,
+        **kwargs,
+    ) -> Any:  # fmt: skip
+        """One control call; returns what `read` makes of the JSON answer. Raises `ServerError` with URL, status, body.
+
+        `ServerLost` where it may come back: no connection, no whole answer within `timeout` seconds, 429, 5xx.
+        """
+        url = f"{self.base_url}{path}"
+        call = self._call(method, url, timeout, kwargs)
+        future = asyncio.run_coroutine_threadsafe(call, background_loop(CONTROL_THREAD))
+        try:
+            status, body = future.result()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}" if str(error) else f"no whole answer within {timeout:g} s"
+            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
+            if isinstance(error, never) and not self._reached:  # a name server may also fail in the middle of a run
+                raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
+            raise ServerLost(f"{method} {url}: {problem}. Is the vLLM server running?") from error
+        except BaseException:
+            future.cancel()
+            raise
+        self._reached = True
+        text = body.decode("utf-8", "replace")
+        if not 200 <= status < 300:
+            kind = ServerLost if status == 429 or status >= 500 else ServerError
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self._advice(status, path)}")
+        try:
+            return read(json.loads(body) if body else {})
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
+
+    def _advice(self, status: int, path: str) -> str:
+        """What to do about the status of an answer."""
+        if status in (401, 403):
+            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
+        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
+            return f". {self.NO_VLLM}"
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1." if status == 404 else ""
+
+    async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and body. `timeout` bounds the whole call: a server may send a byte every second for ever."""
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limits) as session:
+            async with session.request(method, url, **kwargs) as response:
+                return response.status, await response.read()
+
+    def healthy(self) -> bool:
+        """Whether the server answers its health check now."""
+        try:
+            self.request("GET", "/health", timeout=10.0)
+        except ServerError:
+            return False
+        return True
+
+    def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
+        """Wait up to `timeout` seconds, or until `unless` is true, and say what for. Raises `ServerError`.
+
+        At once where waiting cannot help: another service answers, or the address cannot work.
+        """
+        began, said = time.monotonic(), float("-inf")
+        while not unless():
+            left = began + self.timeout - time.monotonic()
+            try:
+                self.request("GET", "/health", timeout=min(10.0, max(left, 1.0)))
+                return
+            except ServerLost as error:
+                if left <= 0:
+                    raise ServerError(
+                        f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
+                        "`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
+                        f"vllm_server_timeout. The last try: {str(error)[:500]}"
+                    ) from None
+                if time.monotonic() - said >= self.NOTICE_SECONDS:
+                    said = time.monotonic()
+                    logger.warning(f"Waiting up to {left:.0f} s more for a vLLM server: {str(error)[:500]}")
+            time.sleep(1.0)
+
+    @functools.cached_property
+    def model_card(self) -> dict[str, Any]:
+        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            card = answer["data"][0]
+            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
+
+        return self.request("GET", "/v1/models", read=read)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The served model's context in tokens, if the server says it."""
+        return self.model_card.get("max_model_len")
+
+    def server_info(self) -> dict[str, Any]:
+        """vLLM's own configuration as a tree; needs the development endpoints."""
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
+            return answer["vllm_config"]
+
+        return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides what the server samples, and how much fits, beside the weights."""
+        config = self.server_info()["model_config"]
+        return {key: config.get(key) for key in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
+
+    def weight_version(self) -> str:
+        """The version that the last push set. A restarted server no longer knows it."""
+        return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The server's logprobs of `token_ids[1:]` given what precedes each, at temperature 1, full vocabulary."""
+        payload = {
+            **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
+            "prompt_logprobs": 0,
+        }  # fmt: skip
+
+        def read(answer: dict[str, Any]) -> list[float]:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+        return self.request("POST", "/v1/completions", json=payload, read=read)
+
+    # -- requests of conversations (async) --
+
+    async def _session(self) -> aiohttp.ClientSession:
+        """This event loop's connections."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
+            self._sessions[loop] = aiohttp.ClientSession(
+                # vLLM closes connections that were idle for 5 s: a request on one that is about to be closed is lost.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
+            )  # fmt: skip
+            for session in ended:
+                await session.close()
+        return self._sessions[loop]
+
+    async def _post(
+        self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    ) -> Any:
+        """POST, and what `read` makes of the JSON answer.
+
+        Sent again with backoff, for `timeout` seconds from the first failure: connection errors (one that closes in
+        mid-answer too), 429 and 5xx, and requests without an answer. An answer that is no JSON, or that `read`
+        refuses with `BadAnswer`, is asked for `BAD_ANSWERS` times. Raises `ServerError`.
+        """
+        url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
+        while True:
+            try:
+                async with (await self._session()).post(url, json=payload) as response:
+                    if response.status == 200:
+                        return read(json.loads(await response.read()))
+                    problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
+                    if response.status not in (429, 500, 502, 503, 504):
+                        raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
+            except aiohttp.ClientError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except TimeoutError:
+                problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
+            except ValueError as error:
+                problem, bad_answers = f"{type(error).__name__}: {error}", bad_answers + 1
+                if bad_answers == self.BAD_ANSWERS:
+                    raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
+            give_up = give_up or time.monotonic() + self.timeout
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+            self.retries += 1
+            logger.debug("POST %s: %s; sending it again", url, problem)
+            await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last one when the time is up
+            wait = min(2 * wait, 10.0)
+
+    async def _held_version(self) -> str | None:
+        """The version of the weights that the server holds; None while it does not say."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=10.0)
+            async with self._session().get(f"{self.base_url}/weight_info", timeout=timeout) as response:
+                return (await response.json())["weight_version"] if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
+        """Results of `coroutines` that are proven to come from the weights `version`; None for each other one.
+
+        A server that restarts holds its first weights, and no version. So whatever was finished before a question
+        was asked to which the server answered `version` was sampled from it; and once it answers anything else the
+        rest is cancelled, not sampled from weights that nobody trains. Raises the first error of a coroutine, and
+        `ServerLost` where the server says nothing for `timeout` seconds after the last of them.
+        """
+        finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
+
+        async def finish(index: int, coroutine: Awaitable) -> None:
+            result = await coroutine
+            finished[index] = time.monotonic(), result
+
+        running = asyncio.ensure_future(gather_all([finish(i, c) for i, c in enumerate(coroutines)]))
+        confirmed, give_up = float("-inf"), None
+        try:
+            while True:
+                await asyncio.wait({running}, timeout=self.WATCH_SECONDS)
+                asked, done = time.monotonic(), running.done()
+                if done:
+                    running.result()
+                held = await self._held_version()
+                if held == version:
+                    confirmed = asked
+                    if done:
+                        break
+                elif held is not None:
+                    break
+                elif done:
+                    give_up = give_up or asked + self.timeout
+                    if asked > give_up:
+                        raise ServerLost(f"{self.base_url} does not say which weights it holds: see its log.")
+                    await asyncio.sleep(self.WATCH_SECONDS)
+        finally:
+            running.cancel()
+        unproven = float("inf"), None
+        return [
+            result if ended <= confirmed else None
+            for ended, result in (finished.get(i, unproven) for i in range(len(coroutines)))
+        ]
+
+    async def _close_sessions(self) -> None:
+        if session := self._sessions.pop(asyncio.get_running_loop(), None):
+            await session.close()
+
+    def close(self) -> None:
+        """Close the connections; a later call makes new ones."""
+        with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
+            run_async(self._close_sessions(), timeout=5.0)
+        for loop in list(self._sessions):  # of a caller's own loops, which may have ended
+            session = self._sessions.pop(loop)
+            if loop.is_running():
+                asyncio.run_coroutine_threadsafe(session.close(), loop)
+            elif loop.is_closed():
+                run_async(session.close(), timeout=5.0)
+            else:  # in a thread, since this one may run another loop
+                thread = threading.Thread(target=loop.run_until_complete, args=(session.close(),), daemon=True)
+                thread.start()
+                thread.join(5.0)

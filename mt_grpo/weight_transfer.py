@@ -1,0 +1,192 @@
+"""The way of weights to the server: by files in a shared directory, or by an NCCL group."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+import typing
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mt_grpo.locks import open_lock
+from mt_grpo.vllm_server import ServerConnection, ServerError, ServerLost
+
+
+class WeightTransfer:
+    """Pushes weights to one server, which samples nothing meanwhile.
+
+    Args:
+        server: The client; its `instance` tells this client's pushes from another run's.
+        transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
+        sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
+        group_port: Port of the NCCL weight group.
+    """
+
+    def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
+        self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
+        self._nccl = None  # TRL's client, which holds the NCCL group
+        self._folder: Path | None = None  # of the disk transport, this client's own
+
+    def resolve(self, device: torch.device) -> str:
+        """`auto` made concrete. Raises `ServerError` for NCCL with a server that was not started for it."""
+        config = (self.server.server_info().get("weight_transfer_config") or {}).get("backend")
+        if self.transport == "nccl" and config != "nccl":
+            raise ServerError(
+                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+            )
+        if self.transport == "nccl" and self._headers:
+            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
+        if self.transport == "auto":
+            return "nccl" if device.type == "cuda" and config == "nccl" and not self._headers else "disk"
+        return self.transport
+
+    def push_disk(self, named_weights, version, expected) -> dict[str, float]:
+        start = time.perf_counter()
+        # Each tensor is copied before the next is asked for: the iterator may change it in place.
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        gathered = time.perf_counter()
+        folder = None
+        try:
+            folder = self._versions_folder(sum(t.nbytes for t in tensors.values())) / version
+            partial = folder.with_name(f"partial-{version}")
+            try:
+                partial.mkdir()
+                save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+                del tensors
+                (partial / "model.safetensors").chmod(0o644)
+                partial.rename(folder)  # INVARIANT: what has a version's name is complete
+                written = time.perf_counter()
+                load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                self._while_paused(
+                    version, lambda: self.server.request("POST", "/collective_rpc", timeout=600.0, json=load)
+                )
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, SafetensorError, ServerError) as error:
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
+            raise kind(
+                f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: {error}."
+                + ("" if isinstance(error, ServerError) else advice)
+            ) from error
+        return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+
+    def _versions_folder(self, size: int) -> Path:
+        """This client's own folder, where the next version of `size` bytes has room. Raises `OSError`.
+
+        What runs that were killed left behind is removed: a folder belongs to nobody once its lock is free.
+        """
+        if self._folder is not None and not self._holds_its_folder():
+            self._leave_folder()
+        if self._folder is None:
+            shared = [Path(d) for d in ([self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()])]
+            shared = [d for d in shared if self.sync_dir or os.access(d, os.W_OK)]
+            for root in shared:
+                for folder in root.glob("mt-grpo-weights-*"):
+                    self._remove_if_dead(folder)
+            free = {root: shutil.disk_usage(root).free for root in shared}
+            root = next((root for root in shared if free[root] > 1.05 * size), None)
+            if root is None:
+                raise OSError(
+                    f"the weights need {size / 2**30:.2f} GiB, and there are "
+                    + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
+                )
+            folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
+            self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before others know the folder by its name
+            if not root.stat().st_mode & stat.S_ISVTX:  # where everybody may write, not everybody is to read
+                folder.chmod(0o755)
+            self._folder = folder.rename(root / f"mt-grpo-weights-{self.server.instance}")
+        return self._folder
+
+    def push_nccl(self, named_weights, version, expected, device) -> dict[str, float]:
+        from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
+
+        start = time.perf_counter()
+        if self._nccl is None:
+            self._nccl = VLLMClient(
+                self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
+            )
+            self._nccl.init_communicator(device=device)
+        # Announced before the first is sent, and kept on the CPU, where they fit.
+        tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        to_device = ((name, t.to(device)) for name, t in tensors.items())
+        gathered = time.perf_counter()
+
+        def load() -> None:
+            try:
+                self._nccl.update_named_params(metadata, to_device)
+            except Exception as error:  # TRL's client raises whatever its requests do
+                raise ServerLost(f"{self.server.base_url} did not take the weights: {error}") from error
+
+        self._while_paused(version, load)
+        return {"gather": gathered - start, "load": time.perf_counter() - gathered}
+
+    def leave_nccl(self) -> None:
+        """Close the NCCL group, of which a server that restarts is no member; the next push makes another."""
+        if self._nccl is not None:
+            atexit.unregister(self._nccl.close_communicator)  # which would hold the group, and its port
+            self._nccl.close_communicator()
+            self._nccl = None
+
+    @staticmethod
+    def _check_names(names: typing.Iterable[str], expected: set[str] | None) -> None:
+        if missing := sorted((expected or set()) - set(names)):
+            raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
+
+    def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
+        try:
+            self.server.request("POST", "/pause", timeout=self.server.request_timeout, params={"mode": "wait"})
+            # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
+            self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
+            load()
+            answer = self.server.request("POST", "/reset_prefix_cache")
+            if answer.get("success") is False:  # answered with status 200 all the same
+                raise ServerError(
+                    f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
+                )
+            self.server.request("POST", "/update_weight_version", json={"new_version": version})
+        finally:
+            self.server.request("POST", "/resume")
+
+    @staticmethod
+    def _remove_if_dead(folder: Path) -> None:
+        """Remove a folder of weights, unless it is another user's or a run that lives has its lock."""
+        with suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                with open_lock(folder / "lock") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _holds_its_folder(self) -> bool:
+        """Whether the folder is still the one that this client made: temporary directories are cleaned away."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._folder_lock.fileno()), (self._folder / "lock").lstat())
+        return False
+
+    def _leave_folder(self) -> None:
+        if self._holds_its_folder():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder_lock.close()
+        self._folder = None
+
+    def close(self) -> None:
+        """Remove the folder of the weights."""
+        if self._folder is not None:
+            self._leave_folder()
