@@ -41,7 +41,6 @@ import atexit
 import concurrent.futures
 import dataclasses
 import logging
-import re
 import secrets
 import sys
 import time
@@ -52,8 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.checkpoints import checkpoint_to_resume
@@ -63,30 +61,29 @@ from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, end_of_turn, parse_turn
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
-from mt_grpo.plugins import load_rewards, load_state_key, load_tools
+from mt_grpo.plugins import load_class, load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import LookAhead, RolloutBatch
-from mt_grpo.preflight import check_server, model_error, prepare_env
-from mt_grpo.ranks import RunError, RunStopped, on_main_process
+from mt_grpo.preflight import check_server, load_tokenizer, model_errors, prepare_env, warn_without_state_keys
+from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
-from mt_grpo.resume import ResumableTrainer
+from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, Turn, result_message
 from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rows
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.saving import SaveError
 from mt_grpo.scoring import check_rewards, reward_tensors, reward_weights, run_rewards, state_numbers, turn_flags
+from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_text, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_call, check_tool, describe_tools
-from mt_grpo.vllm_server import BadAnswer, ServerConnection, ServerError, hide_password, is_logprob
+from mt_grpo.tools import check_call, check_tool, fill_in_tools
+from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
 from mt_grpo.weights import PolicyWeights, WeightCounter
 
 logger = logging.getLogger(__name__)
-
 
 # Launched as a script, or copied, this module is also `mt_grpo_trainer`: a plug-in that imports it gets these classes.
 sys.modules.setdefault("mt_grpo_trainer", sys.modules[__name__])
@@ -161,7 +158,7 @@ class MultiTurnToolEnv:
             raise ValueError(
                 f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
             )
-        self.system_prompt = system_prompt and self._fill_in(system_prompt)
+        self.system_prompt = system_prompt and fill_in_tools(system_prompt, self.tools)
         self.max_steps = max_steps
         self.tokenizer = tokenizer
         self.max_completion_length = max_completion_length
@@ -174,15 +171,6 @@ class MultiTurnToolEnv:
         self.state_key = state_key
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
-
-    def _fill_in(self, system_prompt: str) -> str:
-        try:
-            return system_prompt.format(tool_descriptions=describe_tools(self.tools))
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
-                "Write literal braces twice: {{ and }}."
-            ) from None
 
     # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
 
@@ -727,12 +715,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
         if self._reads_state and env.state_key is None:
-            logger.warning(
-                f"credit_assignment: {args.credit_assignment} without state keys: a state is then the whole "
-                "conversation so far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone "
-                "unless another rollout has the very same tokens before it. Define STATE_KEY = function_of_the_turns "
-                "in tools_script, or use turn_return."
-            )
+            warn_without_state_keys(args.credit_assignment)
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
@@ -1126,23 +1109,9 @@ class VLLMServerClient(ServerConnection):
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
 
-        def read(answer: dict[str, Any]) -> Generation:
-            try:
-                choice = answer["choices"][0]
-                token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-                seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
-                counts = len(token_ids), len(logprobs)
-            except (KeyError, IndexError, TypeError):
-                raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-            if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
-                raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
-            if seen != len(prompt_ids):
-                raise BadAnswer(f"the server saw {seen} prompt tokens of {len(prompt_ids)}: the prompt was changed")
-            if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: by a pause or a shutdown
-                raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
-            return Generation(token_ids, logprobs, finish_reason)
-
-        return await self._post("/v1/completions", payload, read)
+        return await self._post(
+            "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
+        )
 
     def start_conversations(self, conversations: list[Coroutine], version: str) -> concurrent.futures.Future:
         """Run conversations in the background, each proven to come from the weights `version` (`gather_from`)."""
@@ -1225,6 +1194,9 @@ class MTGRPOScriptArguments(ScriptArguments):
     tools_script: str | None = field(default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...]"})
     reward_fn: str | None = field(
         default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
+    )
+    environment: str | None = field(
+        default=None, metadata={"help": "path.py:Class, a subclass of MultiTurnToolEnv. None: that class itself"}
     )
     system_prompt: str | None = field(
         default=None,
@@ -1329,41 +1301,27 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
         raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     if args.eval_strategy != "no":
         eval_dataset = load_rows(script_args.dataset_name, test_split, script_args.eval_dataset_size, config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
-        )
-    except (OSError, ValueError, LookupError) as error:
-        raise ValueError(model_error(model_args.model_name_or_path, error)) from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes one without its files
-        raise ValueError(f"model_name_or_path: {model_args.model_name_or_path!r} has no tokenizer that reads text.")
+    tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation, **(args.model_init_kwargs or {}),
     }  # fmt: skip
-    try:
+    with model_errors(model_args.model_name_or_path, args.push_to_hub):
         return MTGRPOEnvTrainer(
             model=model_args.model_name_or_path, env=env, turn_reward_funcs=turn_funcs, args=args,
             outcome_reward_funcs=outcome_funcs, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=tokenizer, peft_config=get_peft_config(model_args),
         )  # fmt: skip
-    except Exception as error:  # weights that are not there, not whole or of another shape, keys that nothing takes
-        loading = isinstance(error, (OSError, ImportError, SafetensorError)) or re.search(
-            "ignore_mismatched_sizes|unexpected keyword argument", str(error)
-        )
-        if args.push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
-            raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
-        if not loading:
-            raise
-        raise ValueError(model_error(model_args.model_name_or_path, error)) from error
 
 
 def build_env(
     script_args: MTGRPOScriptArguments, args: MTGRPOConfig, tools: list[Callable], tokenizer: PreTrainedTokenizerBase
 ) -> MultiTurnToolEnv:
     """The environment that a recipe describes."""
-    return MultiTurnToolEnv(
+    env_class = load_class(script_args.environment, "environment", MultiTurnToolEnv)
+    reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+    return env_class(
         tools,
         DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
         args.max_env_steps,
@@ -1374,7 +1332,7 @@ def build_env(
         tool_timeout=args.tool_timeout,
         max_concurrent_tools=args.max_concurrent_tools,
         chat_template_kwargs=args.chat_template_kwargs,
-        state_key=load_state_key(script_args.tools_script) if args.credit_assignment == "gigpo" else None,
+        state_key=load_state_key(script_args.tools_script) if reads_state else None,
     )
 
 
@@ -1388,27 +1346,9 @@ def main(argv: list[str] | None = None) -> None:
             trainer = build_trainer(script_args, args, model_args)
         except (ValueError, ServerError) as error:
             sys.exit(f"error: {error}")
-        run(trainer, script_args)
-
-
-def run(trainer: MTGRPOEnvTrainer, script_args: MTGRPOScriptArguments) -> None:
-    """Train to the end, or save what there is and exit: 1 after a failure, 128 + its number after a signal."""
-    args = trainer.args
-    with trainer.stop_on_signals():
-        try:
-            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        except RunStopped as stopped:
-            print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
-            sys.exit(128 + stopped.signum)
-        except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=error if error.__cause__ else None)
-            sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        try:
-            trainer.save_trained_model()  # a signal that comes now changes nothing
-        except SaveError as error:
-            sys.exit(f"error: {error}")
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        train_or_save(trainer)
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ The rooms, from the ground up. A room imports only from rooms above its own line
     control_tokens   text that can neither open nor close a turn
     tools            a function as a tool: description, argument check
     sampling         what a request may say about sampling
+    server_errors    what can be wrong with a server's address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version
     weight_transfer  the way of weights to the server: disk, NCCL
     in_process       TRL's own generation behind the backend protocol
@@ -28,6 +29,7 @@ The rooms, from the ground up. A room imports only from rooms above its own line
     checkpoints      which folders are whole checkpoints
     run_record       what decides the numbers of a run
     snapshots        the moment from which a run can be resumed
+    disk_room        whether what a run saves has room
     saving           checkpoints and the trained model on disks that may be full
     resume           signals, ranks that stop together, going on
     refusals         what is refused before a model is loaded, and why

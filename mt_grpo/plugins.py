@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import types
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,18 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
     """Import a file by path and return the lists with these names (missing ones empty, all missing an error)."""
     if not Path(path).is_file():
         raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
+    module = import_file(path, key)
+    if not any(hasattr(module, name) for name in names):
+        raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
+    lists = [getattr(module, name, []) for name in names]
+    for name, value in zip(names, lists, strict=True):
+        if not isinstance(value, list):
+            raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
+    return lists
+
+
+def import_file(path: str, key: str) -> types.ModuleType:
+    """A recipe's file as a module, imported anew. Raises `ValueError` with the key where it fails."""
     if not path.endswith(".py"):
         raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
@@ -34,13 +47,22 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
         raise
     except BaseException as error:  # SystemExit too, which would end the run without a word
         raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error_text(error)}") from error
-    if not any(hasattr(module, name) for name in names):
-        raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
-    lists = [getattr(module, name, []) for name in names]
-    for name, value in zip(names, lists, strict=True):
-        if not isinstance(value, list):
-            raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
-    return lists
+    return module
+
+
+def load_class(reference: str | None, key: str, base: type) -> type:
+    """The class that `path.py:Class` names, `base` for None. Raises `ValueError` unless it is a subclass of `base`."""
+    if reference is None:
+        return base
+    path, _, name = reference.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
+    path = absolute(path)
+    known = sys.modules.get(module_name(path, "tools_script"))  # a class beside its tools shares their globals
+    found = getattr(known or import_file(path, key), name, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a subclass of {base.__name__}.")
+    return found
 
 
 def module_name(path: str, key: str) -> str:

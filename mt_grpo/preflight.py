@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jinja2
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
 
@@ -15,9 +18,9 @@ from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise
 from mt_grpo.data import check_prompt
 from mt_grpo.refusals import backend_of, check_ddp_timeout
 from mt_grpo.scoring import check_reward_columns
+from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
 from mt_grpo.tool_results import error_text
-from mt_grpo.vllm_server import ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -191,3 +194,39 @@ def prepare_env(
         env.max_model_len = check_context(env, model_config, split, args)
         warn_of_control_tokens(env, split, where)
     return tokenizer, model_config
+
+
+def load_tokenizer(model_args: Any, trust_remote_code: bool) -> Any:
+    """The tokenizer of a recipe's model. Raises `ValueError` with the key where it cannot be loaded."""
+    name = model_args.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(name, error)) from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes one without its files
+        raise ValueError(f"model_name_or_path: {name!r} has no tokenizer that reads text.")
+    return tokenizer
+
+
+@contextmanager
+def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
+    """Make a `ValueError` of weights that are not there, not whole or of another shape, and of a Hub that refuses."""
+    try:
+        yield
+    except Exception as error:
+        if push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
+            raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
+        keys = "ignore_mismatched_sizes|unexpected keyword argument"
+        if not isinstance(error, (OSError, ImportError, SafetensorError)) and not re.search(keys, str(error)):
+            raise
+        raise ValueError(model_error(name, error)) from error
+
+
+def warn_without_state_keys(credit_assignment: str) -> None:
+    logger.warning(
+        f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so far, "
+        "so turn 0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "
+        "the very same tokens before it. Define STATE_KEY = function_of_the_turns in tools_script, or use turn_return."
+    )

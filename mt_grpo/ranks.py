@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from mt_grpo.vllm_server import ServerError, ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
 
 
 class RunError(RuntimeError):

@@ -11,8 +11,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import GRPOConfig
 
 from mt_grpo.json_types import fits_type
+from mt_grpo.server_errors import hide_password
 from mt_grpo.settings import RANGES, default_of, in_range, range_text
-from mt_grpo.vllm_server import hide_password
 
 CHOICES = {
     "weight_sync": ("auto", "nccl", "disk"),

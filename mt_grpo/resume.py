@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.saving import SaveError, SavingTrainer
+from mt_grpo.server_errors import ServerError
 from mt_grpo.snapshots import EpochOrder, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
@@ -151,3 +153,20 @@ class ResumableTrainer(SavingTrainer):
             return super().evaluate(*args, **kwargs)
         finally:
             set_rng_state(before)
+
+
+def train_or_save(trainer: ResumableTrainer) -> None:
+    """Train to the end, or save what there is and exit: 1 after a failure, 128 + its number after a signal."""
+    with trainer.stop_on_signals():
+        try:
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        except RunStopped as stopped:
+            print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
+            sys.exit(128 + stopped.signum)
+        except (RunError, ServerError) as error:
+            logger.error("training stopped", exc_info=error if error.__cause__ else None)
+            sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
+        try:
+            trainer.save_trained_model()  # a signal that comes now changes nothing
+        except SaveError as error:
+            sys.exit(f"error: {error}")

@@ -57,6 +57,17 @@ def describe_tools(tools: dict[str, Callable]) -> str:
     return "\n\n".join(f"{name}{inspect.signature(tool)}\n{inspect.getdoc(tool)}" for name, tool in tools.items())
 
 
+def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
+    """The system prompt with the tools in place of `{tool_descriptions}`. Raises `ValueError` for other braces."""
+    try:
+        return system_prompt.format(tool_descriptions=describe_tools(tools))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
+            "Write literal braces twice: {{ and }}."
+        ) from None
+
+
 @functools.cache
 def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
     """A tool's signature and type hints."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import concurrent.futures
 import functools
 import json
 import logging
 import os
 import random
-import re
 import resource
 import threading
 import time
-import urllib.parse
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -23,58 +20,9 @@ import aiohttp
 
 from mt_grpo.event_loop import CONTROL_THREAD, background_loop, gather_all, run_async
 from mt_grpo.sampling import sampling_defaults
+from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
 
 logger = logging.getLogger(__name__)
-
-
-class ServerError(RuntimeError):
-    """The generation server failed: the message holds URL, status, and what to do."""
-
-
-class ServerLost(ServerError):
-    """It does not answer, or only with 5xx, or no longer holds what was pushed: it may come back."""
-
-
-class BadAnswer(ValueError):
-    """An answer that cannot be a sample: ids and logprobs that do not match, or NaN."""
-
-
-def is_logprob(value: Any) -> bool:
-    """Whether a server's number can be the logprob of a sampled token: finite, and not above 0 but for rounding."""
-    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
-
-
-def hide_password(url: str) -> str:
-    """`url` as it may be printed.
-
-    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
-    ('http://...@gpu1:8000', 'http://gpu1:8000')
-    """
-    return re.sub(r"//.*@", "//...@", url)
-
-
-def split_server_url(url: str) -> tuple[str, str | None]:
-    """`url` without user and password, and the header `Authorization` that says them.
-
-    Raises `ServerError` for an address that can never work.
-
-    >>> split_server_url("http://ann:secret@gpu1:8000/")
-    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
-    """
-    try:
-        parts = urllib.parse.urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        fits = fits and not re.search(r"[\s?#]", url)
-    except ValueError:  # a port that is no number or above 65535, brackets that do not match
-        fits = False
-    if not fits:
-        raise ServerError(
-            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
-            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
-        )
-    user, found, host = parts.netloc.rpartition("@")
-    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
-    return parts._replace(netloc=host).geturl().rstrip("/"), header
 
 
 def allow_many_open_files(wanted: int = 65_535) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.ranks import on_main_process
-from mt_grpo.vllm_server import ServerError, ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.weights import PolicyWeights
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mt_grpo.locks import open_lock
-from mt_grpo.vllm_server import ServerConnection, ServerError, ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.vllm_server import ServerConnection
 
 
 class WeightTransfer:
@@ -79,8 +80,8 @@ class WeightTransfer:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
             advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
             raise kind(
-                f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: {error}."
-                + ("" if isinstance(error, ServerError) else advice)
+                f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
+                f"{error}." + ("" if isinstance(error, ServerError) else advice)
             ) from error
         return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
 

@@ -38,8 +38,8 @@ from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.scoring import check_reward_values, run_rewards
+from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
-from mt_grpo.vllm_server import ServerError
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
 from mt_grpo.rollout import Rollout
-from mt_grpo.vllm_server import ServerError
+from mt_grpo.server_errors import ServerError
 
 # INVARIANT: nothing of the recipe's is overwritten, and one group is one batch. `group_recipe` adds the batch sizes.
 FIXED = {

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
 from mt_grpo.output import keep_output_open
-from mt_grpo.vllm_server import ServerError
+from mt_grpo.server_errors import ServerError
 
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 NUM_PROBLEMS = 512  # held out: none of them is ever trained on

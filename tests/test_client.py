@@ -14,7 +14,7 @@ from fault_proxy import Fault, FaultProxy
 
 from mt_grpo.event_loop import run_async
 from mt_grpo.output import output_lock
-from mt_grpo.vllm_server import ServerError, ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo_trainer import VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,10 +37,10 @@ from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
 from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall
+from mt_grpo.server_errors import ServerError
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
 from mt_grpo.tools import check_call
-from mt_grpo.vllm_server import ServerError
 from mt_grpo_trainer import MultiTurnToolEnv
 
 # --- a tokenizer whose ids can be written by hand: byte b is id b ----------------------------------------------------

@@ -29,7 +29,8 @@ from mt_grpo.event_loop import background_loop, run_async
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.ranks import RunStopped
 from mt_grpo.rollout import StopReason
-from mt_grpo.vllm_server import ServerError, ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,6 +36,7 @@ from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
 from mt_grpo.rollout import ToolCall
 from mt_grpo.scoring import reward_weights, run_rewards
 from mt_grpo.settings import known_keys
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).resolve().parents[2] / "shared/data"

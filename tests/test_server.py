@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mt_grpo.data import read_jsonl
 from mt_grpo.preflight import check_server
 from mt_grpo.rollout import StopReason
-from mt_grpo.vllm_server import ServerError
+from mt_grpo.server_errors import ServerError
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
 pytest.importorskip("vllm")

@@ -1,4 +1,4 @@
-"""The way of a rollout's tokens from prompt to loss: how many definitions of ours they pass, and how long those are."""
+"""The way of a rollout's tokens from prompt to loss: how many definitions of ours they pass."""
 
 import sys
 import threading
@@ -24,7 +24,8 @@ FAULTS_AND_STOPPING = {
     "background_loop", "gather_all", "wait", "_take_prefetched", "get_batch_samples",
 }  # fmt: skip
 TOOLS_AND_REWARDS = {  # texts and numbers, no tokens
-    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit", "_run", "work", "deliver", "parse_turn",
+    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit", "_run", "work", "deliver",
+    "parse_turn",
     "parse_call", "run_rewards", "run", "run_in_turn", "on_device", "finish", "reward_tensors", "check_reward_values",
     "result_message", "messages", "fits_type", "turn_flags", "_state_key", "_tokenizer", "_sync_weights",
     "with_system_prompt", "_calculate_rewards", "nansum", "norm", "nanstd", "turn_total", "rollout_turn_advantages",

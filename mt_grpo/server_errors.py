@@ -1,0 +1,78 @@
+"""What can be wrong with a server's address and its answers."""
+
+from __future__ import annotations
+
+import base64
+import re
+import urllib.parse
+from typing import Any
+
+from mt_grpo.rollout import Generation
+
+
+class ServerError(RuntimeError):
+    """The generation server failed: the message holds URL, status, and what to do."""
+
+
+class ServerLost(ServerError):
+    """It does not answer, or only with 5xx, or no longer holds what was pushed: it may come back."""
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be a sample: ids and logprobs that do not match, or NaN."""
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a server's number can be the logprob of a sampled token: finite, and not above 0 but for rounding."""
+    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
+def hide_password(url: str) -> str:
+    """`url` as it may be printed.
+
+    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
+    ('http://...@gpu1:8000', 'http://gpu1:8000')
+    """
+    return re.sub(r"//.*@", "//...@", url)
+
+
+def split_server_url(url: str) -> tuple[str, str | None]:
+    """`url` without user and password, and the header `Authorization` that says them.
+
+    Raises `ServerError` for an address that can never work.
+
+    >>> split_server_url("http://ann:secret@gpu1:8000/")
+    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"[\s?#]", url)
+    except ValueError:  # a port that is no number or above 65535, brackets that do not match
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
+            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
+        )
+    user, found, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    return parts._replace(netloc=host).geturl().rstrip("/"), header
+
+
+def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int) -> Generation:
+    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
+    try:
+        choice = answer["choices"][0]
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+        counts = len(token_ids), len(logprobs)
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
+        raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
+    if seen != num_prompt_tokens:
+        raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
+    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: by a pause or a shutdown
+        raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
+    return Generation(token_ids, logprobs, finish_reason)
