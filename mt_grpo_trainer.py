@@ -56,7 +56,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
-from mt_grpo.data import load_rows
+from mt_grpo.data import load_splits
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, end_of_turn, parse_turn
 from mt_grpo.in_process import InProcessBackend
@@ -69,7 +69,7 @@ from mt_grpo.recipes import parse_recipe
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, Turn, result_message
-from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rows
+from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rollouts
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, reward_tensors, reward_weights, run_rewards, state_numbers, turn_flags
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
@@ -720,6 +720,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
+        self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
         self._epoch: LookAhead | None = None
@@ -869,7 +870,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 f"again; {missing} unfinished conversations start over."
             )
             started_over += missing
-            self.weight_sync.pushed = batch = None
+            batch = None
+            if self.weight_sync is not None:
+                self.weight_sync.pushed = None
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
@@ -897,11 +900,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             rollout.index = self.accelerator.process_index * len(prompts) + i
             rollout.policy_version = self._weight_counter.version
         conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
-        return RolloutBatch(conversations, self.llm, self.weight_sync.pushed if self.backend == "server" else None)
+        return RolloutBatch(conversations, self.llm, self.weight_sync and self.weight_sync.pushed)
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
-        if self.backend != "server":
+        if self.weight_sync is None:
             return
         version = f"{self.client.instance}-{self._weight_counter.version}"
         if self.weight_sync.pushed == version:
@@ -912,7 +915,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             metrics = self.weight_sync.sync(version, lambda: self._stop_signal, self._stop_if_asked)
         except ServerError as error:
             raise type(error)(f"Step {self.state.global_step}: {error}") from error
-        self._log_metrics({f"sync/{name}": value for name, value in metrics.items()})
+        self._log_metrics(metrics)
 
     def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
         """One batch by TRL's own generation, for `InProcessBackend`."""
@@ -1042,10 +1045,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
         self._wrote_rollouts = True
         path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
-        try:
-            write_rows(path, [{**about, **row} for row in rows], fresh)
-        except OSError as error:
-            logger.warning(f"Step {self.state.global_step}: rollouts are not in {path}: {error}. Training goes on.")
+        write_rollouts(path, [{**about, **row} for row in rows], fresh)
 
 
 # =====================================================================================================================
@@ -1293,14 +1293,7 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     """Everything a recipe says, put together. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
-    config = script_args.dataset_config
-    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
-    train_dataset = load_rows(script_args.dataset_name, train_split, script_args.dataset_size, config)
-    eval_dataset = None
-    if args.eval_strategy == "no" and script_args.eval_dataset_size is not None:
-        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
-    if args.eval_strategy != "no":
-        eval_dataset = load_rows(script_args.dataset_name, test_split, script_args.eval_dataset_size, config)
+    train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     args.model_init_kwargs = {

@@ -171,6 +171,17 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     return to_dataset([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)], name)
 
 
+def load_splits(script_args: Any, eval_strategy: str) -> tuple[Dataset, Dataset | None]:
+    """(training rows, test rows) that a recipe names; None for the second where nothing is evaluated."""
+    name, config = script_args.dataset_name, script_args.dataset_config
+    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, config)
+    if eval_strategy != "no":
+        return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, config)
+    if script_args.eval_dataset_size is not None:
+        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
+    return train_rows, None
+
+
 def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:
     """Rows of a dataset of the Hub. Raises `ValueError` with the dataset's name for whatever goes wrong."""
     hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))

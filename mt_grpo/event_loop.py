@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import resource
 import threading
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
@@ -59,3 +61,24 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def allow_many_open_files(wanted: int = 65_535) -> None:
+    """Raise this process's soft limit, often 1,024: a conversation has a connection, a tool's process two pipes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # as far as the machine lets us
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
+    """Run what closes something on the loop that it belongs to, whatever that loop is doing."""
+    if loop.is_running():
+        asyncio.run_coroutine_threadsafe(closing, loop)
+    elif loop.is_closed():
+        run_async(closing, timeout)
+    else:  # in a thread, since this one may run another loop
+        thread = threading.Thread(target=loop.run_until_complete, args=(closing,), daemon=True)
+        thread.start()
+        thread.join(timeout)

@@ -31,9 +31,9 @@ def type_name(expected: Any) -> str:
 def takes_json(expected: Any) -> bool:
     """Whether a value that was read from JSON can ever be of this annotated type.
 
-    >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, Path | str)]
+    >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, bytes | str)]
     [True, True, True, True]
-    >>> [takes_json(t) for t in (Path | None, tuple, dict[int, str])]
+    >>> [takes_json(t) for t in (bytes | None, tuple, dict[int, str])]
     [False, False, False]
     """
     expected = without_name(expected)

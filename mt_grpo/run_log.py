@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from contextlib import suppress
@@ -13,6 +14,8 @@ import torch
 
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.tool_threads import HUNG
+
+logger = logging.getLogger(__name__)
 
 
 def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dict[str, float], int]:
@@ -134,3 +137,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> N
         with suppress(OSError):
             os.truncate(path, size)
         raise
+
+
+def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
+    """`write_rows`, for a run that goes on without its log where the disk is full."""
+    try:
+        write_rows(path, rows, fresh)
+    except OSError as error:
+        logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")

@@ -89,7 +89,7 @@ RANGES = {
 def in_range(value: Any, interval: str) -> bool:
     """Whether a number, or text that means one, is in an interval of `RANGES`.
 
-    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range(math.nan, "(-inf, inf)")
+    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
     (True, False, True, False)
     """
     low, high = map(float, interval[1:-1].split(", "))

@@ -24,6 +24,7 @@ def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = tor
 def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
     """The `turn_ids` of all rollouts, (B, width), -1 where there is padding.
 
+    >>> from mt_grpo.rollout import Turn
     >>> rollout = Rollout([], [], turns=[Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "")])
     >>> pad_turn_ids([rollout], 6)
     tensor([[ 0,  0, -1,  1, -1, -1]])

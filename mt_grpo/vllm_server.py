@@ -9,8 +9,6 @@ import json
 import logging
 import os
 import random
-import resource
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -18,20 +16,11 @@ from typing import Any
 
 import aiohttp
 
-from mt_grpo.event_loop import CONTROL_THREAD, background_loop, gather_all, run_async
+from mt_grpo.event_loop import CONTROL_THREAD, allow_many_open_files, background_loop, close_on, gather_all, run_async
 from mt_grpo.sampling import sampling_defaults
 from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
 
 logger = logging.getLogger(__name__)
-
-
-def allow_many_open_files(wanted: int = 65_535) -> None:
-    """Raise this process's soft limit, often 1,024: a conversation has a connection, a tool's process two pipes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # as far as the machine lets us
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class ServerConnection:
@@ -304,11 +293,4 @@ class ServerConnection:
             run_async(self._close_sessions(), timeout=5.0)
         for loop in list(self._sessions):  # of a caller's own loops, which may have ended
             session = self._sessions.pop(loop)
-            if loop.is_running():
-                asyncio.run_coroutine_threadsafe(session.close(), loop)
-            elif loop.is_closed():
-                run_async(session.close(), timeout=5.0)
-            else:  # in a thread, since this one may run another loop
-                thread = threading.Thread(target=loop.run_until_complete, args=(session.close(),), daemon=True)
-                thread.start()
-                thread.join(5.0)
+            close_on(loop, session.close())

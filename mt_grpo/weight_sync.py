@@ -56,7 +56,7 @@ class WeightSync:
             stop_if_requested: Raises on all ranks where a signal came to any.
 
         Returns:
-            The metrics of `sync/...`: seconds by phase, and the difference of logprobs where it was compared.
+            Metrics: seconds by phase, and the difference of logprobs where it was compared.
         """
         started, held, self.pushed = time.perf_counter(), self.pushed, None
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
@@ -74,9 +74,9 @@ class WeightSync:
                 stop_if_requested()
         self.num_syncs += 1
         self.pushed = version
-        metrics = {"seconds": time.perf_counter() - started}
-        metrics |= {f"{phase}_seconds": value for phase, value in seconds.items()}
-        return metrics if gap is None else {**metrics, "logprob_difference": gap}
+        metrics = {"sync/seconds": time.perf_counter() - started}
+        metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
+        return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
         """Seconds by phase, and the difference in logprobs where it was time to compare, as on a new server."""

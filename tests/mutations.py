@@ -349,9 +349,9 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "evaluation is on the train split",
-        SCRIPT,
-        "load_rows(script_args.dataset_name, test_split, script_args.eval",
-        "load_rows(script_args.dataset_name, train_split, script_args.eval",
+        "mt_grpo/data.py",
+        "load_rows(name, script_args.dataset_test_split,",
+        "load_rows(name, script_args.dataset_train_split,",
         "tests/test_batch.py::test_evaluation_is_by_the_test_file",
     ),
     Mutation(

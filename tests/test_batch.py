@@ -278,10 +278,10 @@ def build(tmp_path, *arguments):
 def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
     monkeypatch.chdir(golden.ROOT)
     for split in ("train", "test"):
-        rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(4)]
+        rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = build(tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "3", "--eval_dataset_size", "2")
-    assert trainer.train_dataset["question"][:] == ["train 0", "train 1", "train 2"]
+    trainer = build(tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "8", "--eval_dataset_size", "2")
+    assert trainer.train_dataset["question"][:] == [f"train {i}" for i in range(8)]
     assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
 
 

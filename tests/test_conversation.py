@@ -1800,11 +1800,13 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     path = tmp_path / "tools.py"
     path.write_text(IN_PROCESSES, encoding="utf-8")
     code = (
-        "import asyncio, mt_grpo_trainer as mt\n"
+        "import asyncio\n"
+        "from mt_grpo.plugins import load_tools\n"
+        "from mt_grpo.tool_threads import run_tool\n"
         "from pathlib import Path\n"
         f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
         "async def main():\n"
-        "    task = asyncio.create_task(mt.run_tool(tool, {}, 60))\n"
+        "    task = asyncio.create_task(run_tool(tool, {}, 60))\n"
         "    while not (pids := ''.join(p.read_text() for p in Path('/proc/self/task').glob('*/children'))):\n"
         "        await asyncio.sleep(0.05)\n"
         "    await asyncio.sleep(1)\n"

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-import mt_grpo_trainer
 from mt_grpo.event_loop import run_async
 from mt_grpo.output import output_lock
 from mt_grpo.ranks import RunError
@@ -534,7 +533,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         return [1.0] * len(prompts)
 
     original = run_async
-    monkeypatch.setattr(mt_grpo_trainer, "run_async", lambda coroutine, timeout: original(coroutine, timeout - 29.8))
+    monkeypatch.setattr("mt_grpo.scoring.run_async", lambda coroutine, timeout: original(coroutine, timeout - 29.8))
     started = time.perf_counter()
     with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
         run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))
