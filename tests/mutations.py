@@ -14,10 +14,12 @@ in its file exactly once, so that a mutation cannot rot unnoticed.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import contextlib
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
+LIBRARIES = ("torch", "transformers", "datasets", "peft", "accelerate", "trl", "trl.trainer.grpo_trainer", "aiohttp")
 TIMEOUT = 900.0  # seconds that one mutation's tests may take; a hang counts as noticed only where the test says so
 
 
@@ -1569,58 +1572,113 @@ def copy_tracked(target: Path) -> None:
             shutil.copy2(source, target / name)
 
 
-def run_tests(tests: list[str], root: Path) -> tuple[int, str]:
-    """(pytest's exit code, its output) for these node ids in a copy of the project."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *tests]
+def start_tests(tests: list[str], root: Path, output: Path) -> int:
+    """Run these node ids in a copy of the project, in a forked process; returns its id.
+
+    The libraries are imported once, before the first fork: they take longer than most tests. Nothing of the project
+    is imported in the parent.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # what the tests start ends with them
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(root)
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [
+        str(root),
+        *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests")),
+    ]
+    import pytest
+
+    code = 3
     try:
-        result = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, start_new_session=True
-        )
-    except subprocess.TimeoutExpired as error:
-        return 124, str(error.stdout or "")[-3000:]
-    return result.returncode, result.stdout[-3000:]
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "", *tests]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
-def try_one(mutation: Mutation | None, tests: list[str]) -> tuple[bool, str, float]:
-    """(as expected, pytest's last words, seconds) of one copy; without a mutation the tests must pass."""
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mt-grpo-mutation-") as folder:
-        copy = Path(folder)
-        copy_tracked(copy)
-        if mutation is not None:
-            apply(mutation, copy)
-        code, output = run_tests(tests, copy)
-    expected = 0 if mutation is None else 1  # 1: tests ran and failed; 2 to 5: they did not run
-    failed = re.findall(r"^(?:FAILED|ERROR) .*$", output, re.M)
-    return code == expected, "\n".join(failed) or output[-1500:], time.perf_counter() - started
+@dataclass
+class Run:
+    """The tests of one mutation, or of none, under way."""
+
+    mutation: Mutation | None
+    tests: list[str]
+
+    def __post_init__(self):
+        self.began = time.perf_counter()
+        self.folder = Path(tempfile.mkdtemp(prefix="mt-grpo-mutation-"))
+        copy_tracked(self.folder / "copy")
+        if self.mutation is not None:
+            apply(self.mutation, self.folder / "copy")
+        self.pid = start_tests(self.tests, self.folder / "copy", self.folder / "output")
+        self.code: int | None = None
+
+    def poll(self) -> bool:
+        """Whether the tests are over; what they left running is ended."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid and time.perf_counter() - self.began < TIMEOUT:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if not pid:
+            os.waitpid(self.pid, 0)
+        self.code = os.waitstatus_to_exitcode(status) if pid else 124
+        self.seconds = time.perf_counter() - self.began
+        self.output = (self.folder / "output").read_text(errors="replace")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return True
+
+    @property
+    def as_expected(self) -> bool:
+        """Tests pass without a mutation, and fail with one: 1 says so, and 2 to 5 that they did not run."""
+        return self.code == (0 if self.mutation is None else 1)
+
+    @property
+    def last_words(self) -> str:
+        failed = re.findall(r"^(?:FAILED|ERROR) .*$", self.output, re.M)
+        return "\n".join(failed) or self.output[-1500:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutations whose names contain one of them")
+    parser.add_argument("--only-mutations", action="store_true", help="not the tests on the code as it is")
     parser.add_argument("--jobs", type=int, default=2, help="copies at the same time")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.words or any(word in m.name for word in options.words)]
     if not chosen:
         sys.exit(f"error: no mutation's name contains one of {options.words}.")
+    for library in LIBRARIES:
+        importlib.import_module(library)
     tests = sorted({test for mutation in chosen for test in mutation.test.split()})
-    good, words, seconds = try_one(None, tests)
-    print(f"without a mutation: {'passed' if good else 'FAILED'} in {seconds:.0f} s", flush=True)
-    if not good:
-        sys.exit(f"error: the named tests must pass before anything is changed.\n{words}")
-    survived = []
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        runs = {pool.submit(try_one, mutation, mutation.test.split()): mutation for mutation in chosen}
-        for number, run in enumerate(concurrent.futures.as_completed(runs), 1):
-            noticed, words, seconds = run.result()
-            print(f"{number}/{len(chosen)} {'noticed ' if noticed else 'SURVIVED'} {runs[run].name} ({seconds:.0f} s)")
-            print("    " + words.splitlines()[-1][:150] if noticed else words, flush=True)
-            if not noticed:
-                survived.append(runs[run].name)
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutations were noticed.")
+    waiting = [(None, tests)] * (not options.only_mutations) + [(m, m.test.split()) for m in chosen]
+    running: list[Run] = []
+    survived, done = [], 0
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            running.append(Run(*waiting.pop(0)))
+        for run in [run for run in running if run.poll()]:
+            running.remove(run)
+            done += run.mutation is not None
+            name = run.mutation.name if run.mutation else "without a mutation"
+            verdict = "passed" if run.mutation is None else "noticed"
+            print(
+                f"{done}/{len(chosen)} {verdict if run.as_expected else 'NOT ' + verdict}: {name} ({run.seconds:.0f} s)"
+            )
+            print("    " + run.last_words.splitlines()[-1][:150] if run.as_expected else run.last_words, flush=True)
+            if not run.as_expected:
+                survived.append(name)
+        time.sleep(0.1)
+    print(
+        f"{len(chosen) - len([n for n in survived if n != 'without a mutation'])} of {len(chosen)} mutations were noticed."
+    )
     if survived:
-        sys.exit("error: nothing noticed: " + "; ".join(survived))
+        sys.exit("error: not as expected: " + "; ".join(survived))
 
 
 if __name__ == "__main__":
