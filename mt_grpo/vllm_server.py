@@ -236,7 +236,7 @@ class ServerConnection:
         """The version of the weights that the server holds; None while it does not say."""
         try:
             timeout = aiohttp.ClientTimeout(total=10.0)
-            async with self._session().get(f"{self.base_url}/weight_info", timeout=timeout) as response:
+            async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:
                 return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None

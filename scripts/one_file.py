@@ -55,7 +55,8 @@ def one_file() -> str:
         "\n".join(lines),
         "\nlogger = logging.getLogger(__name__)\n",
         "# A plug-in that imports the package finds this file: its classes exist once.",
-        f"for name in ({aliases}):\n    sys.modules[name] = sys.modules[__name__]\n",
+        f"for name in ({aliases}):\n    sys.modules[name] = sys.modules[__name__]\n"
+        '    globals().setdefault(name.rpartition(".")[2], sys.modules[__name__])\n',
     ]
     for name, (about, _, body) in zip(names, parts, strict=True):
         text.append(f"\n{RULE}\n# mt_grpo/{name}.py: {about.splitlines()[0]}\n{RULE}\n\n{body}\n")

@@ -10,11 +10,12 @@ import sys
 import zlib
 from pathlib import Path
 
-import golden_batch as golden
 import torch
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import golden_batch as golden
+
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 

@@ -310,9 +310,9 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "clipped_ratio is judged by the last id",
-        "mt_grpo/run_log.py",
-        '"completions/clipped_ratio": truncated.float().mean().item()',
-        '"completions/clipped_ratio": sum(r.turns[-1].finish_reason != "stop" for r in rollouts) / len(rollouts)',
+        SCRIPT,
+        "        self._log_metrics(metrics)\n        if self.model.training:\n",
+        '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in rollouts) / len(rollouts)\n        self._log_metrics(metrics)\n        if self.model.training:\n',
         TRUNCATED,
     ),
     Mutation(

@@ -395,7 +395,7 @@ def test_a_run_without_room_does_not_begin(random_model, tmp_path, monkeypatch):
 
 def test_a_directory_that_is_none_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written: .*Set output_dir to a writable directory"):
+    with pytest.raises(ValueError, match="cannot be written to: .*Expected a folder, which may be new"):
         with output_lock(str(tmp_path / "file/out")):
             pass
 

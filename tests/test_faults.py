@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -145,7 +146,7 @@ class Watched(MTGRPOEnvTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.batches, self.weights, self.set_off, self.synced_with_flight = [], {}, [], []
+        self.batches, self.weights, self.set_off, self.synced_with_prefetched = [], {}, [], []
         self.evaluated = []
 
     def _start_rollouts(self, prompts, which):
@@ -158,7 +159,7 @@ class Watched(MTGRPOEnvTrainer):
         return flight
 
     def _sync_weights(self):
-        self.synced_with_flight.append((self.model.training, self._flight is not None))
+        self.synced_with_prefetched.append((self.model.training, self._prefetched is not None))
         super()._sync_weights()
 
     def _roll_out(self, prompts):
@@ -723,7 +724,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
         if len(trainer.set_off) != 3:
             return 0.0
         deadline = time.monotonic() + 60  # the third batch is in the air until the first evaluation wants to push
-        while (False, True) not in trainer.synced_with_flight and time.monotonic() < deadline:
+        while (False, True) not in trainer.synced_with_prefetched and time.monotonic() < deadline:
             time.sleep(0.05)
         return 1.5
 
@@ -736,7 +737,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
     assert trainer._prefetched is None and len(trainer.set_off) == 6
     assert len(trainer.rows("eval_reward")) == 3
-    assert (False, True) in trainer.synced_with_flight  # an evaluation's push came upon a flight
+    assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
     assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
     assert_from_the_weights_of_its_version(trainer)
 
@@ -760,7 +761,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     trainer, times = None, []
 
     def stop():
-        while (False, True) not in trainer.synced_with_flight:  # an evaluation's push waits for the flight
+        while (False, True) not in trainer.synced_with_prefetched:  # an evaluation's push waits for the flight
             time.sleep(0.05)
         time.sleep(0.5)
         times.append(time.monotonic())
@@ -828,17 +829,17 @@ def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path,
         def mkdtemp(*args, **kwargs):  # root may write where others may not
             raise PermissionError(errno.EACCES, "Permission denied", str(root))
 
-        monkeypatch.setattr(mt_grpo_trainer.tempfile, "mkdtemp", mkdtemp)
+        monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     elif fault == "no room":
         usage = shutil.disk_usage(root)._replace(free=1000)
-        monkeypatch.setattr(mt_grpo_trainer.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     elif fault == "full half-way":
 
         def save_file(tensors, path, metadata):
             Path(path).write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        monkeypatch.setattr(mt_grpo_trainer, "save_file", save_file)
+        monkeypatch.setattr("mt_grpo.weight_transfer.save_file", save_file)
     elif fault == "write error":
         limits = files_of_at_most(2**20)
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
@@ -1075,17 +1076,17 @@ def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arg
 
 def test_no_interruption_where_other_ranks_take_part():
     """A rank that left a collective generation would leave the others in it; it stops at the next meeting."""
-    rank = SimpleNamespace(llm=object.__new__(InProcessBackend), _any_rank=lambda: bool, _stop_signal=signal.SIGTERM)
+    rank = SimpleNamespace(llm=InProcessBackend(None, None, any_rank=bool), _stop_signal=signal.SIGTERM)
     with MTGRPOEnvTrainer._interruptions(rank):
         assert not rank._interruptible
-    rank._any_rank = lambda: None
+    rank.llm = InProcessBackend(None, None)
     with pytest.raises(RunStopped), MTGRPOEnvTrainer._interruptions(rank):
         pass
 
 
 def test_a_trainer_with_nan_is_far_from_its_server():
     """`max` of a list with NaN depends on the order."""
-    trainer = SimpleNamespace(_on_main=lambda function: [-1.0, -2.0], _probe_ids=[1, 2, 3])
+    trainer = SimpleNamespace(client=SimpleNamespace(score=lambda ids: [-1.0, -2.0]), _probe_ids=[1, 2, 3])
     assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
     assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
 

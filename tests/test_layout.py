@@ -72,6 +72,7 @@ def test_names_are_unique_over_the_house():
     """So that one file can hold all of it (scripts/one_file.py)."""
     names = [name for path in [*(PACKAGE / f"{room}.py" for room in ROOMS), SCRIPT] for name in defined(path)]
     assert sorted(names) == sorted(set(names)) and len(names) > 100
+    assert not set(names) & set(ROOMS)
 
 
 def test_one_file_defines_all_of_it(tmp_path):

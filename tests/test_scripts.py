@@ -252,7 +252,9 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     """Its own methods are known to the plan, and it is what is launched; the caller's folder counts."""
     copy = tmp_path / "my_idea.py"
     text = (ROOT / "mt_grpo_trainer.py").read_text()
-    copy.write_text(text.replace('"credit_assignment": ("outcome",', '"credit_assignment": ("best_turn", "outcome",'))
+    outcome = '@credit_estimator("outcome", per_turn=False)\n'
+    assert outcome in text
+    copy.write_text(text.replace(outcome, f'@credit_estimator("best_turn", per_turn=False)\n{outcome}'))
     command = [sys.executable, ROOT / "scripts/launch_plan.py", "--config", recipe, "--credit_assignment", "best_turn"]
     done = {
         name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """The way of a rollout's tokens from prompt to loss: how many definitions of ours they pass."""
 
+import ast
 import sys
 import threading
 from pathlib import Path
@@ -16,20 +17,26 @@ CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
 LOGGING = {
-    "conversation_metrics", "credit_metrics", "rollout_rows", "append_rollouts", "without_nan", "_log_metrics",
-    "_log_step", "_write_rollouts", "_mode", "_note_end",
-}  # fmt: skip
+    "conversation_metrics",
+    "credit_metrics",
+    "_log_metrics",
+    "_log_step",
+    "_write_rollouts",
+    "_mode",
+    "_note_end",
+}
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background", "run_async",
-    "background_loop", "gather_all", "wait", "_take_prefetched", "get_batch_samples",
+    "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
 }  # fmt: skip
-TOOLS_AND_REWARDS = {  # texts and numbers, no tokens
-    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit", "_run", "work", "deliver",
-    "parse_turn",
-    "parse_call", "run_rewards", "run", "run_in_turn", "on_device", "finish", "reward_tensors", "check_reward_values",
-    "result_message", "messages", "fits_type", "turn_flags", "_state_key", "_tokenizer", "_sync_weights",
-    "with_system_prompt", "_calculate_rewards", "nansum", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
-    "pad_rows",
+TEXTS = {  # calls, results and control tokens as text
+    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit_or_wait", "_run", "parse_turn",
+    "parse_call", "result_message", "messages", "fits_type", "misfit", "without_name", "takes_json", "_state_key",
+    "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt", "cut_to_tokens",
+}  # fmt: skip
+NUMBERS = {  # rewards and advantages per turn
+    "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
+    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
 }  # fmt: skip
 
 
@@ -55,12 +62,23 @@ class Scripted:
         return Generation(ids, [-1.0] * len(ids), "stop")
 
 
+def length_of(file: str, line: int) -> int:
+    """Lines of the definition that begins there, its decorators included."""
+    path = ROOT / file if file == "mt_grpo_trainer.py" else ROOT / "mt_grpo" / file
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first == line:
+                return node.end_lineno - first + 1
+    raise AssertionError(f"no definition begins at {file}:{line}")
+
+
 def outcome(completions, **kwargs):
     return [float(i) for i in range(len(completions))]
 
 
 def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
-    """At most 20 definitions of ours, in about 400 lines; in the script they stand in the order of its sections."""
+    """At most 20 definitions of ours, in at most 400 lines; in the script the conversation stands above the step."""
     args = MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=4, max_completion_length=256, max_steps=1, disable_tqdm=True,
@@ -73,14 +91,15 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
     )  # fmt: skip
     trainer.llm = Scripted(trainer.processing_class)
     trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1  # as `Trainer.train` sets it
     entered: dict[tuple[str, int], str] = {}  # (file, line) -> name
 
     def note(frame, event, argument):
         code = frame.f_code
         file = Path(code.co_filename)
         ours = file == ROOT / "mt_grpo_trainer.py" or file.parent == ROOT / "mt_grpo"
-        if event == "call" and ours and not code.co_name.startswith("<"):
-            entered[(str(file), code.co_firstlineno)] = code.co_name
+        if event == "call" and ours and "<" not in code.co_qualname:  # what is nested belongs to what it stands in
+            entered[(file.name, code.co_firstlineno)] = code.co_name
 
     async def note_here():  # the thread of the background loop is there already
         sys.setprofile(note)
@@ -100,10 +119,13 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
         run_async(stop_noting())
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
-    unused = (LOGGING | FAULTS_AND_STOPPING | TOOLS_AND_REWARDS) - names
-    on_the_way = {
-        place: name for place, name in entered.items() if name not in LOGGING | FAULTS_AND_STOPPING | TOOLS_AND_REWARDS
-    }
-    assert {"take_turn", "message_ids", "turn_advantages", "token_advantages", "pad_turn_ids", "_generate"} <= names
-    print(sorted(on_the_way.items()), sorted(unused))
-    assert len(on_the_way) <= 20, sorted(on_the_way.values())
+    aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TEXTS | NUMBERS
+    assert aside <= names, f"never entered: {sorted(aside - names)}"
+    way = {place: name for place, name in entered.items() if name not in aside}
+    assert {"take_turn", "message_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
+    assert len(way) <= 20, sorted(way.values())
+    assert sum(length_of(*place) for place in way) <= 400
+    script = {name: line for (file, line), name in way.items() if file == "mt_grpo_trainer.py"}
+    assert script["start"] < script["take_turn"] < script["message_ids"] < script["token_advantages"]
+    assert script["token_advantages"] < script["_generate_and_score_completions"] < script["_generate"]
+    assert script["_generate"] < script["_roll_out"] < script["_start_rollouts"]
