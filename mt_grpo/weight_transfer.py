@@ -10,7 +10,7 @@ import stat
 import tempfile
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,13 @@ class WeightTransfer:
             return "nccl" if device.type == "cuda" and config == "nccl" and not self._headers else "disk"
         return self.transport
 
-    def push_disk(self, named_weights, version, expected) -> dict[str, float]:
+    def push_disk(
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None
+    ) -> dict[str, float]:
+        """Write all weights into one file, and have the server load it. Arguments as of `update_weights`.
+
+        Returns seconds: `gather` (to the CPU), `write` (the file), `load` (pause to resume).
+        """
         start = time.perf_counter()
         # Each tensor is copied before the next is asked for: the iterator may change it in place.
         tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
@@ -113,7 +119,14 @@ class WeightTransfer:
             self._folder = folder.rename(root / f"mt-grpo-weights-{self.server.instance}")
         return self._folder
 
-    def push_nccl(self, named_weights, version, expected, device) -> dict[str, float]:
+    def push_nccl(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        device: torch.device,
+    ) -> dict[str, float]:
+        """Send all weights over an NCCL group, which the first push makes. Returns seconds: `gather`, `load`."""
         from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
 
         start = time.perf_counter()

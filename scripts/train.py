@@ -173,13 +173,18 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         command += ["--dtype", "float32"]
     say(f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
         f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}")  # fmt: skip
-    return command, {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return command, {**devices, **package_path()}
+
+
+def package_path() -> dict[str, str]:
+    """Where a copy of the trainer, in whatever folder, finds the package `mt_grpo`."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
     """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    checks = launch.start("checks", (command, {"PYTHONPATH": path}), stdout=subprocess.PIPE, text=True)
+    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
     output, _ = checks.communicate()
     if checks.returncode or not output.strip():  # it said what is wrong, or only --help was asked for
         raise SystemExit(exit_code(checks))

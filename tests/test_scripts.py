@@ -546,7 +546,7 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
         f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --main_process_port 0 "
         "mt_grpo_trainer.py --config r --dtype float32"
     )
-    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", **train.package_path()}
     assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
     command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
     assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
