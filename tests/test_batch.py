@@ -133,6 +133,7 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
         "prompts": [[{"role": "user", "content": "go"}]],
         "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", tool_call=call, observation_ids=[3])]],
         "steps": [["1", ("2", [3])]], "environment": [board], "log_extra": print,
+        "trainer_state": board,
     }  # fmt: skip
     seen = []
 
@@ -149,7 +150,7 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
         others = [other for other in (columns, *seen) if other is not got]
         (turn,) = got["rollout_turns"][0]
         parts = [
-            *(got[name] for name in columns if name != "log_extra"), got["prompts"][0], got["prompts"][0][0],
+            *(got[name] for name in columns if name not in ("log_extra", "trainer_state")), got["prompts"][0], got["prompts"][0][0],
             got["rollout_turns"][0], turn, turn.token_ids, turn.logprobs, turn.observation_ids, turn.tool_call,
             turn.tool_call.arguments, turn.tool_call.arguments["more"], got["steps"][0], got["steps"][0][1][1],
         ]  # fmt: skip
@@ -159,7 +160,7 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
             assert not ids & {id(other["prompts"]), id(other["prompts"][0][0]), id(other["steps"][0][1][1]), id(turn),
                               id(turn.token_ids), id(turn.logprobs), id(turn.observation_ids), id(turn.tool_call),
                               id(turn.tool_call.arguments["more"]), id(other["environment"])}  # fmt: skip
-        assert got["environment"][0] is board and got["log_extra"] is print
+        assert got["environment"][0] is got["trainer_state"] is board and got["log_extra"] is print
 
 
 # =====================================================================================================================
