@@ -150,7 +150,8 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
         others = [other for other in (columns, *seen) if other is not got]
         (turn,) = got["rollout_turns"][0]
         parts = [
-            *(got[name] for name in columns if name not in ("log_extra", "trainer_state")), got["prompts"][0], got["prompts"][0][0],
+            *(got[name] for name in columns if name not in ("log_extra", "trainer_state")),
+            got["prompts"][0], got["prompts"][0][0],
             got["rollout_turns"][0], turn, turn.token_ids, turn.logprobs, turn.observation_ids, turn.tool_call,
             turn.tool_call.arguments, turn.tool_call.arguments["more"], got["steps"][0], got["steps"][0][1][1],
         ]  # fmt: skip
