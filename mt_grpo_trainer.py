@@ -85,8 +85,8 @@ from mt_grpo.weights import PolicyWeights, WeightCounter
 
 logger = logging.getLogger(__name__)
 
-# Launched as a script, or copied, this module is also `mt_grpo_trainer`: a plug-in that imports it gets these classes.
-sys.modules.setdefault("mt_grpo_trainer", sys.modules[__name__])
+if __name__ == "__main__":  # a plug-in that imports `mt_grpo_trainer` gets these classes, of a copy of this file too
+    sys.modules["mt_grpo_trainer"] = sys.modules[__name__]
 
 # =====================================================================================================================
 # 1. The conversation: one coroutine each
@@ -698,18 +698,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         peft_config: Any = None,
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
-        if not isinstance(args, MTGRPOConfig):
-            raise ValueError(
-                f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings."
-            )
         turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
         check_rewards(turn_funcs, outcome_funcs)
+        tokenizer, model_config = prepare_env(
+            env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
+        )
         turn_weights = reward_weights(turn_reward_weights or args.turn_reward_weights, turn_funcs, "turn")
         outcome_weights = reward_weights(
             outcome_reward_weights or args.outcome_reward_weights, outcome_funcs, "outcome"
-        )
-        tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
         )
         self.env, self.backend, self.num_turn_funcs = env, backend_of(args), len(turn_funcs)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
@@ -830,8 +826,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loss_masks = [[0] * len(m) if r.stop_reason in truncated else m for r, m in zip(rollouts, loss_masks)]
         logprobs = [rollout.logprobs for rollout in rollouts]
         return (
-            [rollout.prompt_ids for rollout in rollouts], [rollout.completion_ids for rollout in rollouts], loss_masks,
-            [rollout.messages for rollout in rollouts], None if None in logprobs else logprobs, {}, None, [],
+            [rollout.prompt_ids for rollout in rollouts],
+            [rollout.completion_ids for rollout in rollouts],
+            loss_masks,  # TRL calls it `tool_mask`: tokens with 0 are attended to, and are not in its loss
+            [rollout.messages for rollout in rollouts],
+            None if None in logprobs else logprobs,
+            {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip
 
     # -- 3.2 roll out --
@@ -843,41 +843,39 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         a server restarted (it then holds its first weights) all push again, and what is missing is rolled out again.
         """
         rollouts: list[Rollout | None] = [None] * len(prompts)
-        started_over, retries, waited = 0, 0, 0.0
-        batch = self._take_prefetched(prompts) if self.model.training else None
+        num_restarted, num_retries, waited = 0, 0, 0.0
 
         def finish() -> tuple[int, int]:
-            nonlocal batch
-            batch = batch or self._start_rollouts(prompts, [i for i, r in enumerate(rollouts) if r is None])
-            for rollout in batch.wait():
+            missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
+            self._batch = self._take_prefetched(prompts) or self._start_rollouts(prompts, missing)
+            for rollout in self._batch.wait():
                 if rollout is not None:
                     rollouts[rollout.index - self.accelerator.process_index * len(prompts)] = rollout
-            again, self.llm.retries = getattr(self.llm, "retries", 0), 0
-            return rollouts.count(None), again
+            retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
+            return rollouts.count(None), retries
 
         for _ in range(self.MAX_RESTARTS):
-            if batch is None:
+            if self._prefetched is None or not self.model.training:
                 self._stop_if_asked()  # not only after a push to a server that may be gone as well
                 self._sync_weights()
             began = time.perf_counter()
-            missing, again = self._on_all_ranks(finish, "Rollouts")
+            num_missing, retries = self._on_all_ranks(finish, "Rollouts")
             waited += time.perf_counter() - began
-            retries += again
-            if not missing:
+            num_retries += retries
+            if not num_missing:
                 break
             logger.warning(
                 f"Step {self.state.global_step}: the vLLM server restarted during rollouts. Pushing the weights "
-                f"again; {missing} unfinished conversations start over."
+                f"again; {num_missing} unfinished conversations start over."
             )
-            started_over += missing
-            batch = None
+            num_restarted += num_missing
             if self.weight_sync is not None:
                 self.weight_sync.pushed = None
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
         self._log_metrics({
-            "rollout/restarted": started_over, "rollout/retries": retries, "rollout/seconds": batch.seconds,
+            "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
             "rollout/wait_seconds": waited, "rollout/staleness": staleness,
         })  # fmt: skip
         if self.model.training and self._next_prompts is not None:
@@ -909,12 +907,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         version = f"{self.client.instance}-{self._weight_counter.version}"
         if self.weight_sync.pushed == version:
             return
+        if self._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
+            self.weight_sync.model = self.vllm_generation.model = self.model
         if self._prefetched is not None:  # INVARIANT: no conversation is open on any rank while weights change
             self._on_all_ranks(self._prefetched.wait_until_over, "Rollouts")
         try:
             metrics = self.weight_sync.sync(version, lambda: self._stop_signal, self._stop_if_asked)
         except ServerError as error:
-            raise type(error)(f"Step {self.state.global_step}: {error}") from error
+            raise type(error)(f"Step {self.state.global_step}: {error}") from error.__cause__
         self._log_metrics(metrics)
 
     def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
@@ -964,9 +964,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _take_prefetched(self, prompts: list) -> RolloutBatch | None:
         """The conversations that were started ahead of this batch, if there are any."""
-        batch, self._prefetched = self._prefetched, None
-        if batch is not None and batch.prompts != prompts:
+        if self._prefetched is None or not self.model.training:
+            return None
+        if self._prefetched.prompts != prompts:
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+        batch, self._prefetched = self._prefetched, None
         return batch
 
     # -- 3.4 rewards --

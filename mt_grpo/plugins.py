@@ -55,9 +55,9 @@ def load_class(reference: str | None, key: str, base: type) -> type:
     if reference is None:
         return base
     path, _, name = reference.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
     path = absolute(path)
+    if not path or not Path(path).is_file():
+        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
     known = sys.modules.get(module_name(path, "tools_script"))  # a class beside its tools shares their globals
     found = getattr(known or import_file(path, key), name, None)
     if not isinstance(found, type) or not issubclass(found, base):

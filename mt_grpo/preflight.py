@@ -175,6 +175,8 @@ def prepare_env(
     Returns:
         The tokenizer (that of the model, where none was given) and the model's configuration.
     """
+    if not hasattr(args, "credit_assignment"):
+        raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
@@ -191,7 +193,8 @@ def prepare_env(
     env.max_completion_length = args.max_completion_length
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     for split, where in named:
-        env.max_model_len = check_context(env, model_config, split, args)
+        context = check_context(env, model_config, split, args)
+        env.max_model_len = min(filter(None, (env.max_model_len, context)), default=None)
         warn_of_control_tokens(env, split, where)
     return tokenizer, model_config
 

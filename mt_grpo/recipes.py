@@ -162,6 +162,9 @@ def make_paths_absolute(script_args: Any, model_args: Any) -> None:
     """Those that a recipe gives from the folder where the run starts; the trainer's own are done already."""
     for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
         setattr(config, key, absolute(getattr(config, key)))
+    if script_args.environment:
+        path, separator, name = script_args.environment.rpartition(":")
+        script_args.environment = f"{absolute(path)}{separator}{name}"
     for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # names on the Hub, too
         if getattr(config, key) not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(getattr(config, key))):
             setattr(config, key, absolute(getattr(config, key)))

@@ -29,11 +29,12 @@ class ResumableTrainer(SavingTrainer):
     """`GRPOTrainer` whose runs can be stopped anywhere and go on exactly as they would have.
 
     A subclass sets `llm`, the backend, whose `collective` says that no rank may leave while others generate, and
-    `_prefetched`, conversations that are under way between two steps.
+    `_batch` and `_prefetched`, the conversations that are under way for this step and for the next.
     """
 
     def __init__(self, *args, **kwargs):
         self._interruptible = False
+        self._batch: RolloutBatch | None = None
         self._prefetched: RolloutBatch | None = None
         super().__init__(*args, **kwargs)
 
@@ -110,9 +111,9 @@ class ResumableTrainer(SavingTrainer):
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if self._prefetched is not None:
-                self._prefetched.cancel()
-                self._prefetched = None
+            for batch in filter(None, (self._batch, self._prefetched)):
+                batch.cancel()
+            self._batch = self._prefetched = None
         if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "

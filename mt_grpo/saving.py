@@ -34,7 +34,7 @@ class SaveError(RunError):
 class SavingTrainer(GRPOTrainer):
     """`GRPOTrainer` that loses no weights to a full disk, and says what a resumed run has otherwise.
 
-    A subclass sets `env`, `reward_weights` and `turn_advantage_coef`, which belong to the record of a run.
+    A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`, which belong to the record of a run.
     """
 
     SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # of the trained model, and seconds between two of them
@@ -90,6 +90,7 @@ class SavingTrainer(GRPOTrainer):
             "turn_advantage_coef": self.turn_advantage_coef,
             "reward_weights": [round(weight, 6) for weight in self.reward_weights.tolist()],
             "rewards_sha256": {n: source_sha256(f) for n, f in zip(self.reward_func_names, self.reward_funcs)},
+            "environment_sha256": source_sha256(type(self.env)),
             "tools_sha256": {name: source_sha256(tool) for name, tool in self.env.tools.items()},
             "system_prompt_sha256": sha256(str(self.env.system_prompt)),
             "chat_template_sha256": sha256(str(self.processing_class.chat_template)),

@@ -40,8 +40,7 @@ class ServerConnection:
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
         self.base_url, credentials = split_server_url(base_url)
-        self.timeout = timeout
-        self.request_timeout = request_timeout
+        self.timeout, self.request_timeout = timeout, request_timeout
         self.retries = 0  # requests that were sent again, since the last who asked set it to 0
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
@@ -54,6 +53,11 @@ class ServerConnection:
         self._headers = {"Authorization": authorization} if authorization else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         allow_many_open_files()
+
+    @property
+    def sends_credentials(self) -> bool:
+        """Whether requests carry an API key or a password."""
+        return bool(self._headers)
 
     # -- control calls (synchronous) --
 

@@ -62,7 +62,9 @@ class WeightSync:
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 if new_server := held is None or on_main_process(self.client.weight_version) != held:
-                    self.client.transfer.leave_nccl()  # of whose group a server that restarted is no member
+                    on_main_process(
+                        self.client.transfer.leave_nccl
+                    )  # of whose group a server that restarted is no member
                 seconds, gap = self._push_and_check(version, new_server)
                 break
             except ServerLost as error:  # on all ranks

@@ -46,10 +46,12 @@ class WeightTransfer:
             raise ServerError(
                 'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
             )
-        if self.transport == "nccl" and self._headers:
+        if self.transport == "nccl" and self.server.sends_credentials:
             raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
         if self.transport == "auto":
-            return "nccl" if device.type == "cuda" and config == "nccl" and not self._headers else "disk"
+            return (
+                "nccl" if device.type == "cuda" and config == "nccl" and not self.server.sends_credentials else "disk"
+            )
         return self.transport
 
     def push_disk(
@@ -131,10 +133,14 @@ class WeightTransfer:
 
         start = time.perf_counter()
         if self._nccl is None:
-            self._nccl = VLLMClient(
-                self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
-            )
-            self._nccl.init_communicator(device=device)
+            try:
+                client = VLLMClient(
+                    self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
+                )
+                client.init_communicator(device=device)
+            except Exception as error:  # TRL's client raises whatever its requests do
+                raise ServerLost(f"{self.server.base_url} forms no NCCL group: {error}") from error
+            self._nccl = client
         # Announced before the first is sent, and kept on the CPU, where they fit.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
         self._check_names(tensors.keys(), expected)

@@ -94,8 +94,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "completions are trained on behind other prompts",
         SCRIPT,
-        "[rollout.prompt_ids for rollout in rollouts], [rollout.completion_ids",
-        "[rollout.prompt_ids for rollout in rollouts[::-1]], [rollout.completion_ids",
+        "            [rollout.prompt_ids for rollout in rollouts],\n",
+        "            [rollout.prompt_ids for rollout in rollouts[::-1]],\n",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -459,6 +459,20 @@ REWARDS_AND_CREDIT: list[Mutation] = [
 
 SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
+        "prefetched rollouts stay open behind a stop",
+        "mt_grpo/resume.py",
+        "                batch.cancel()\n",
+        "                pass\n",
+        "tests/test_trainer.py::test_a_stop_before_prefetched_rollouts_are_taken_cancels_them",
+    ),
+    Mutation(
+        "an API key goes with NCCL",
+        "mt_grpo/weight_transfer.py",
+        'config == "nccl" and not self.server.sends_credentials else "disk"',
+        'config == "nccl" else "disk"',
+        "tests/test_client.py::test_the_way_of_weights_depends_on_device_server_and_key",
+    ),
+    Mutation(
         "pushes that a server ignores are not looked for",
         "mt_grpo/weight_sync.py",
         "        if self.num_syncs == 0:\n            self._check_that_pushes_arrive(version)\n",
@@ -531,8 +545,8 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "rollouts of other prompts are taken",
         SCRIPT,
-        "if batch is not None and batch.prompts != prompts:",
-        "if batch is not None and len(batch.prompts) != len(prompts):",
+        "        if self._prefetched.prompts != prompts:\n",
+        "        if len(self._prefetched.prompts) != len(prompts):\n",
         "tests/test_faults.py::test_rollouts_in_the_air_are_of_the_prompts_that_are_trained",
     ),
     Mutation(
@@ -844,13 +858,6 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
         "mt_grpo/formats.py",
         '.rstrip("\\ufffd") + marker',
         '.rstrip("\\ufffd")',
-        "tests/test_conversation.py::test_cut_to_tokens",
-    ),
-    Mutation(
-        "a cut leaves half a letter",
-        "mt_grpo/formats.py",
-        '.rstrip("\\ufffd") + marker',
-        " + marker",
         "tests/test_conversation.py::test_cut_to_tokens",
     ),
     Mutation(

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from bench_common import free_port
 from fault_proxy import Fault, FaultProxy
 
@@ -252,3 +253,20 @@ def test_an_output_lock_is_an_ordinary_file(tmp_path, kind):
     thread.start()
     thread.join(20)
     assert raised and other.read_text() == "precious"
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("of_server", [None, "nccl"])
+@pytest.mark.parametrize("transport", ["auto", "disk", "nccl"])
+def test_the_way_of_weights_depends_on_device_server_and_key(transport, of_server, device, key, monkeypatch):
+    """NCCL where this process has CUDA, the server was started for it, and no key is needed; else the disk."""
+    client = VLLMServerClient("127.0.0.1", 8000, transport=transport, api_key=key)
+    config = {"weight_transfer_config": of_server and {"backend": of_server}}
+    monkeypatch.setattr(client, "server_info", lambda: config)
+    if transport == "nccl" and (of_server != "nccl" or key):
+        with pytest.raises(ServerError, match="weight_sync=nccl"):
+            client.transfer.resolve(torch.device(device))
+        return
+    nccl = transport == "nccl" or (transport == "auto" and of_server == "nccl" and device == "cuda" and not key)
+    assert client.transfer.resolve(torch.device(device)) == ("nccl" if nccl else "disk")

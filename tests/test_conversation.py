@@ -837,6 +837,8 @@ def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     rollout, backend = converse(ADD, "</tool>", ADD, ANSWER, max_steps=3)
     assert [turn.error for turn in rollout.turns] == [None, "call", None, None]
     assert rollout.stop_reason == StopReason.ANSWERED and len(backend.requests) == 4
+    rollout, _ = converse("</tool>", ADD, ADD, ANSWER, max_steps=2)  # a mistaken call counts as well
+    assert rollout.stop_reason == StopReason.MAX_TURNS and len(rollout.turns) == 3
     calls = []
 
     def count() -> str:
@@ -1839,8 +1841,9 @@ def open_files(more: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated):
+def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated, monkeypatch):
     """A shortage of file descriptors is the trainer's, so no call may fail by it."""
+    monkeypatch.setattr(ToolProcesses, "START_ATTEMPTS", 2)  # to start one is no way out: to wait for one is
     before = children()
     with open_files(14):
         rollouts, _ = run_many(

@@ -1106,7 +1106,7 @@ def test_a_client_may_have_a_connection_for_each_conversation():
 def test_an_nccl_push_that_fails_may_be_made_again(monkeypatch):
     """TRL's client raises whatever its requests do; a server that is gone may come back."""
     client = VLLMServerClient(base_url="http://127.0.0.1:9")
-    monkeypatch.setattr(client, "_while_paused", lambda version, load: load())
+    monkeypatch.setattr(client.transfer, "_while_paused", lambda version, load: load())
 
     def gone(metadata, named_weights):
         raise OSError("connection refused")

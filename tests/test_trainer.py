@@ -4,10 +4,12 @@ import asyncio
 import inspect
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.event_loop import run_async
 from mt_grpo.output import output_lock
-from mt_grpo.ranks import RunError
+from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.refusals import CHOICES
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.scoring import run_rewards, state_numbers
@@ -722,3 +724,22 @@ def test_two_runs_do_not_write_into_one_directory(tmp_path):
     process.wait()
     with output_lock(str(tmp_path)):
         pass
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, tmp_path, taken):
+    """A signal came during the optimizer step: what was started ahead of the next one does not stay open."""
+    cancelled = []
+    batch = SimpleNamespace(prompts=None, cancel=lambda: cancelled.append(True))
+
+    class Stopped(MTGRPOEnvTrainer):
+        def _roll_out(self, prompts):
+            self._prefetched, batch.prompts, self._stop_signal = batch, prompts, signal.SIGTERM
+            if taken:  # and started to wait for
+                self._batch, self._prefetched = batch, None
+            return super()._roll_out(prompts)
+
+    trainer = make_trainer(random_model, tmp_path, cls=Stopped)
+    with pytest.raises(RunStopped):
+        trainer.train()
+    assert cancelled == [True] and trainer._prefetched is None and trainer._batch is None
