@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -363,6 +364,13 @@ def test_the_output_of_the_quickstart_has_its_lines():
         assert re.search(rf'"{label}("|  )', source), label
     header = next(line for line in output.splitlines() if "tool success" in line)
     assert all(f"'{name}'" in source for name in re.split(r"  +", header.strip()))
+
+
+def test_every_dotted_name_can_be_imported():
+    names = re.findall(r"`((?:mt_grpo|mt_grpo_trainer)(?:\.(?!py|md)\w+)+)", "".join(PAGES.values()))
+    assert len(names) > 1
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 # --- files and links -------------------------------------------------------------------------------------------------

@@ -114,7 +114,10 @@ def with_the_page_s_estimator() -> str:
 
 @pytest.mark.timeout(600)
 def test_the_estimator_of_the_page_trains(tmp_path):
-    """A recipe names it, and so does the command line. Advantages by hand: 0 to 3 are -1.5, -0.5, 0.5 and 1.5 around their mean, over 1.2910 + 0.0001."""
+    """A recipe names it, and so does the command line.
+
+    Advantages by hand: 0 to 3 are -1.5, -0.5, 0.5 and 1.5 around their mean, over 1.2910 + 0.0001.
+    """
     copy, rewards, recipe = (tmp_path / name for name in ("my_idea.py", "rewards.py", "recipe.yaml"))
     copy.write_text(with_the_page_s_estimator())
     rewards.write_text(REWARDS)
