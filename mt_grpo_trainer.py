@@ -373,8 +373,8 @@ class MultiTurnToolEnv:
 # 2. Credit assignment
 #
 # Pure functions on the whole batch, groups of G consecutive rollouts. NaN means "has no value" and is left out of
-# every statistic. R^O is a rollout's weighted outcome reward, r_k the weighted reward of its turn k, R^T the sum of
-# its r_k, c the turn_advantage_coef, gamma the turn_discount, G_k = sum_{l >= k} gamma^(l-k) r_l the return to go:
+# every statistic. R^O is a rollout's weighted outcome reward, r_k that of turn k, R^T the sum of its turn rewards,
+# c the turn_advantage_coef, gamma the turn_discount, and G_k = sum_{l >= k} gamma^(l-k) r_l the return to go:
 #
 #   outcome      norm(R^O)                           GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
 #   merged       norm(R^O + R^T)                     one advantage from the sum of everything (GRPO-MR)
@@ -1163,8 +1163,8 @@ class VLLMServerClient(ServerConnection):
             Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
 
         Raises:
-            ServerError: if raised before the load, the server has its weights of before; if raised in the load, its
-                version is `loading-<version>`, which nobody expects.
+            ServerError: if raised before the load, the server still has its old weights; if raised in the load,
+                its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
         try:
