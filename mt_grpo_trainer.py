@@ -1,10 +1,10 @@
 """MT-GRPO: train a language model to use tools over several turns, and give every turn its own credit.
 
 GRPO samples G answers to a prompt and gives every token of an answer the same advantage. A conversation with tools
-has several turns, and a good search followed by a bad answer is not one thing. MT-GRPO (arXiv 2505.11821) adds:
+has several turns. A good search and the bad answer after it should not share one. MT-GRPO (arXiv 2505.11821) adds:
 
 1. Rollouts are conversations: the model writes a turn, a tool answers, the model writes again.
-2. The tool's tokens are attended to and never trained on.
+2. The model attends to the tool's tokens and is never trained on them.
 3. A turn that called a tool gets the outcome's advantage plus `turn_advantage_coef` times its own.
 
                      turn 0: tool call        tool result         turn 1: answer
@@ -13,21 +13,21 @@ has several turns, and a good search followed by a bad answer is not one thing. 
     trained          1 1 1 1 1 1 1            0 0 0 0              1 1 1 1
     advantage        outcome + coef * turn    -                    outcome
 
-TRL's `GRPOTrainer` optimises and vLLM (or the model itself) generates; this file is what lies between: the
+TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file is what lies between: the
 conversation, its tokens, its credit. Left out on purpose: images, several tool calls in one turn, and any
 re-rendering of the history, which would train on tokens that the policy never sampled.
 
-    python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml                              # CPU, 1 minute
-    accelerate launch mt_grpo_trainer.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml          # GPUs
+    python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
+    bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
 
-A rollout's tokens are followed downwards:
+The file follows the tokens of a rollout, from top to bottom:
     1. the conversation    `MultiTurnToolEnv`: sample a turn, run its call, append the result
     2. credit              pure functions from rewards to one advantage per turn, then per token
     3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss does the rest
     4. the server          `VLLMServerClient`: generate, chat, update_weights
     5. configuration       the two dataclasses, and how a recipe becomes a trainer
 What the method stands on is in the package `mt_grpo/`, which never imports this file. To try another method, copy
-this file: `cp mt_grpo_trainer.py my_idea.py`; the copy goes on importing the package.
+this file, `cp mt_grpo_trainer.py my_idea.py`, and edit the copy: it imports the same package (docs/forking.md).
 
 Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P` prompt tokens, `C` completion tokens
 (everything after the prompt, tool results included), `K` model turns. `completion_mask` = real token (attention),
@@ -122,9 +122,9 @@ class MultiTurnToolEnv:
         tool_timeout: Seconds that one call may take.
         max_concurrent_tools: Calls at the same time.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
-        state_key: From the turns so far to a string, number or tuple of them that names the state in which the next
-            turn begins, for `credit_assignment: gigpo`. It runs between a conversation's requests, so it must be
-            quick. None: each conversation so far is a state of its own.
+        state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
+            turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
+            must be quick. None: each conversation so far is a state of its own.
 
     Raises:
         ValueError: a tool without name, type hints or docstring.
@@ -221,7 +221,7 @@ class MultiTurnToolEnv:
         return states
 
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
-        """A base model's own end token need not be the one that ends a turn in its chat template."""
+        """Adds the token that ends a turn in the chat template. A base model's own end token may be another one."""
         check_sampling_params(sampling_params)
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
 
@@ -310,7 +310,7 @@ class MultiTurnToolEnv:
         return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
 
     async def call_tool(self, call: ToolCall) -> tuple[str, str | None, float]:
-        """(observation, error kind or None, seconds). Mistakes and a tool's failures become text.
+        """Run a call; return (observation, error kind or None, seconds). A mistake or a tool's failure becomes text.
 
         Raises:
             ToolsUnavailable: the machine cannot run tools.
@@ -332,7 +332,7 @@ class MultiTurnToolEnv:
             return text, error, time.perf_counter() - started
 
     def _observe(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
-        """Append the observation, cut so that an answer still fits; without room for any, the conversation ends."""
+        """Append the observation, cut so that an answer still fits; if none fits, the conversation ends."""
         tokenizer = self._tokenizer(llm)
         used = len(rollout.prompt_ids) + len(rollout.completion_ids)
         completion_left, context_left = self._room(rollout, used, llm)
@@ -345,7 +345,7 @@ class MultiTurnToolEnv:
             if len(ids) <= room:
                 turn.observation, turn.observation_ids = cut, ids
                 return
-            limit = min(limit - 1, limit - (len(ids) - room), len(ids))
+            limit = min(limit - 1, limit - (len(ids) - room), len(ids))  # smaller each time, so the loop ends
         full = context_left < completion_left
         rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
 
@@ -373,8 +373,8 @@ class MultiTurnToolEnv:
 # 2. Credit assignment
 #
 # Pure functions on the whole batch, groups of G consecutive rollouts. NaN means "has no value" and is left out of
-# every statistic. With R^O the weighted outcome rewards, r_k those of turn k, R^T their sum over turns, c the coef,
-# gamma the turn_discount, and the return to go G_k = sum_{l >= k} gamma^(l-k) r_l:
+# every statistic. R^O is a rollout's weighted outcome reward, r_k that of turn k, R^T the sum of its turn rewards,
+# c the turn_advantage_coef, gamma the turn_discount, and G_k = sum_{l >= k} gamma^(l-k) r_l the return to go:
 #
 #   outcome      norm(R^O)                           GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
 #   merged       norm(R^O + R^T)                     one advantage from the sum of everything (GRPO-MR)
@@ -389,11 +389,11 @@ class MultiTurnToolEnv:
 # to the turns up to and including the first that got an observation; a rollout without any has it on all its turns.
 #
 # INVARIANT: a baseline of turn k may depend on what happened before turn k's own decision, never on how the rollout
-# ended: G_k first, then its mean over everyone who stood at k. Normalising r_k per turn index and then accumulating
-# subtracts more from a rollout the longer it goes on, and so teaches when to stop whatever the rewards say. mt_grpo
-# compares callers with callers, as in the paper, and so keeps this only where turn rewards do not depend on calling.
+# ended. So G_k comes first, then its mean over all rollouts that reached turn k. Normalising r_k per turn index and
+# then adding up subtracts more from a longer rollout: it teaches when to stop, whatever the rewards say. mt_grpo
+# compares callers with callers, as in the paper: it keeps this rule only where turn rewards do not depend on calling.
 # Scaling sets the exchange rate between the two terms: with `group` or `batch` an outcome that varies much and a turn
-# reward that varies little weigh the same. Only with `none` is the sum of rewards what is maximised.
+# reward that varies little weigh the same. Only `none` maximises the sum of the rewards.
 # INVARIANT: rewards are gathered over all ranks before any of this, because a group may straddle ranks.
 # FORK: change credit here. A new estimator is one function with its decorator line; nothing else names it.
 # =====================================================================================================================
@@ -403,7 +403,7 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     """The group-relative value `(x - mean_G x) / (std_G x + 1e-4)` of GRPO (arXiv 2402.03300, TRL's constant).
 
     Args:
-        x: (N,) or (N, K), NaN where a rollout has no value; with K columns each is a set of its own.
+        x: (N,) or (N, K), NaN where a rollout has no value; with K columns, each column of a group is one set.
         group_size: G; rows [iG, (i+1)G) are one prompt's.
         scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
             (`none`). The group's own standard deviation biases choices between rewards of equal mean and unequal
@@ -424,14 +424,14 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     if scale_rewards == "group":
         centred = centred / (nanstd(groups, 1) + 1e-4)
     elif scale_rewards == "batch":
-        compared = centred.where((~groups.isnan()).sum(1, keepdim=True) > 1, NAN)  # a value alone is no spread
+        compared = centred.where((~groups.isnan()).sum(1, keepdim=True) > 1, NAN)  # a single value has no spread
         centred = centred / (nanstd(compared, tuple(range(centred.dim()))) + 1e-4)
     # Equal values must give exactly 0, not a rounding error divided by 1e-4.
     return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
 
 def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str) -> torch.Tensor:
-    """`norm` of x (N, K) over the turns of a group whose `state` (N, K) is the same number. Memory: some N G K^2.
+    """`norm` of x (N, K) over the turns of a group in the same `state` (N, K). Memory: about N G K^2 numbers.
 
     >>> norm_by_state(torch.tensor([[1., 5.], [3., 9.]]), torch.tensor([[7, 8], [7, 7]]), 2, "none")
     tensor([[-3.3333,  0.0000],
@@ -439,7 +439,7 @@ def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_r
     """
     size = group_size * x.shape[1]
     flat, keys = x.reshape(-1, size), state.reshape(-1, size)  # (N/G, GK)
-    # Which of the group's turns was the first in this one's state; each first turn names a column of its own.
+    # For every turn, the index of the group's first turn in the same state. Each such first turn has its own column.
     first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
     sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)
     return norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first).view(x.shape)
@@ -481,7 +481,7 @@ class RewardTable:
 
 
 def doctest_batch() -> RewardTable:
-    """The batch of the doctests: rollout A calls twice (0.2, 0.6) and answers right; B calls once (0.4), and wrong.
+    """The batch of the doctests: rollout A calls twice (0.2, 0.6) and answers right; B calls once (0.4) and is wrong.
 
     Both begin in state 0; after their first calls they stand in the same state 1, A after its second in state 2.
     """
@@ -497,7 +497,7 @@ def doctest_batch() -> RewardTable:
     )
 
 
-CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> (rewards, coef, discount) -> (N, K)
+CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
 
 
 def credit_estimator(name: str, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> Callable:
@@ -520,7 +520,7 @@ def credit_estimator(name: str, *, reads: tuple[str, ...] = (), per_turn: bool =
 
 @credit_estimator("outcome", per_turn=False)
 def outcome_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-OR: every turn gets `norm(R^O)`. Blind to turn rewards, and zero where all outcomes of a group are equal.
+    """GRPO-OR: every turn gets `norm(R^O)`. It ignores turn rewards. It is 0 where a group's outcomes are all equal.
 
     >>> outcome_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.5000,  0.5000,  0.5000],
@@ -531,7 +531,7 @@ def outcome_advantages(rewards: RewardTable, coef: float, discount: float) -> to
 
 @credit_estimator("merged", per_turn=False)
 def merged_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`: 1.8 against 0.4. Pays for each further turn that has a reward.
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward. Here 1.8 against 0.4.
 
     >>> merged_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.7000,  0.7000,  0.7000],
@@ -547,9 +547,9 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
 
     A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
     nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
-    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited times the share of the
-    group that calls: half of it in world 3 of tests/test_stopping_bias.py, little where calls are rare. Turn 0: 0.2
-    against 0.4; turn 1: A's call is alone.
+    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited only in part, by the share
+    of the group that calls: half of it in world 3 of tests/test_stopping_bias.py, little where calls are rare. Here
+    turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
 
     >>> mt_grpo_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
@@ -567,9 +567,9 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
 def turn_return_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
-    Those that ended at turn k are among them with what they got there, so to go on is credited with what comes of it:
-    with `scale_rewards: group` and a reward for every call it learned to call for ever, not with `none`
-    (docs/credit.md). Turn 0: 0.8 against 0.4; turn 1: 0.6 against 0; turn 2: A is alone.
+    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. With
+    `scale_rewards: group` and a reward for every call it learned to call for ever; with `none` it did not
+    (docs/credit.md). Here turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
 
     >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.7000,  0.8000,  0.5000],
@@ -608,10 +608,10 @@ def gigpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torc
 def turn_credit_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
-    It teaches where all rollouts of a group had the same outcome, but it is biased: a turn's baseline holds the turns
+    It gives a signal where a group's outcomes are all equal, but it is biased: a turn's baseline contains the turns
     after it. Where a reward is paid at a rollout's last turn whatever it does, stopping gets 0.12 (turn 0) and 0.25
     (turn 1) too much (world 1 of tests/test_stopping_bias.py). `scale_rewards` does not apply to the shift; a
-    per-rollout turn reward has no place inside a rollout and shifts nothing. A: 0.2 and 0.6 around 0.4; B has one.
+    per-rollout turn reward has no place inside a rollout and shifts nothing. A: 0.2 and 0.6, mean 0.4; B has one.
 
     >>> turn_credit_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.3000,  0.7000,  0.5000],
@@ -663,7 +663,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     Args:
         model: Name, path, or model.
-        env: The conversations. `max_completion_length` is set from `args`; its other limits are its own.
+        env: The conversations. Its `max_completion_length` is set from `args`; its other limits stay as they are.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), the dataset's columns, `trainer_state`,
             `log_extra` and `log_metric`. A turn function returns per rollout a number, None, or a list with a number
@@ -742,7 +742,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
-        # TRL judges truncation by the last id, and a turn that ends with </answer> has no end-of-turn token.
+        # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
         self.eos_token_ids = sorted({*self.eos_token_ids, *env.end_of_turn_ids(tokenizer)})
@@ -839,8 +839,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _roll_out(self, prompts: list) -> list[Rollout]:
         """All conversations of this rank, each one from weights that the server is known to have held throughout.
 
-        Ranks meet once, after their conversations: whatever failed on one raises the same message on all, and where
-        a server restarted (it then holds its first weights) all push again, and what is missing is rolled out again.
+        Ranks wait for each other once, after their conversations. What failed on one raises the same message on all.
+        A server that restarted holds its first weights: all ranks push again, and roll out again what is missing.
         """
         rollouts: list[Rollout | None] = [None] * len(prompts)
         num_restarted, num_retries, waited = 0, 0, 0.0
@@ -856,7 +856,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
         for _ in range(self.MAX_RESTARTS):
             if self._prefetched is None or not self.model.training:
-                self._stop_if_asked()  # not only after a push to a server that may be gone as well
+                self._stop_if_asked()  # before the push: the server may be gone as well
                 self._sync_weights()
             began = time.perf_counter()
             num_missing, retries = self._on_all_ranks(finish, "Rollouts")
@@ -934,8 +934,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     # -- 3.3 the next batch, ahead of its time (overlap_rollouts) --
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """`Trainer`'s; with `overlap_rollouts` the prompts after these can be seen already."""
-        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` looks only after a step
+        """As `Trainer`'s; with `overlap_rollouts` the iterator also shows the prompts that come after these."""
+        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` checks only after a step
             return [], None
         if self.args.overlap_rollouts:
             if self._epoch is None or self._epoch.source is not epoch_iterator:
@@ -1056,7 +1056,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
 
 class VLLMServerClient(ServerConnection):
-    """Talks to `vllm serve` (dev mode): token ids in, token ids and logprobs as sampled out; weights; health.
+    """Client of `vllm serve` (dev mode): sends token ids, gets ids and logprobs as sampled; pushes weights.
 
     Args:
         host, port: Where the server listens. 0.0.0.0, TRL's default, is reached as 127.0.0.1.
@@ -1165,8 +1165,8 @@ class VLLMServerClient(ServerConnection):
             Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
 
         Raises:
-            ServerError: before the load, the server's weights are as they were; in the load, its version is
-                `loading-` and this one, which nobody expects.
+            ServerError: if raised before the load, the server still has its old weights; if raised in the load,
+                its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
         try:
@@ -1292,7 +1292,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
-    """Everything a recipe says, put together. Raises before weights are loaded if something is wrong."""
+    """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy)

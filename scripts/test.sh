@@ -34,5 +34,5 @@ printf 'test: ruff\n'
 "$python" -m ruff format --check .
 
 printf 'test: pytest\n'
-"$python" -m pytest tests mt_grpo_trainer.py rewards tools scripts --doctest-modules "$@"
+"$python" -m pytest tests mt_grpo mt_grpo_trainer.py rewards tools scripts --doctest-modules "$@"
 if ((all)); then mutations; fi

@@ -64,6 +64,13 @@ COPIES = "tests/test_batch.py::test_a_reward_that_changes_its_arguments_changes_
 
 REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
+        "the recipe's choices of credit_assignment are written out, and a fork's estimator is none",
+        SCRIPT,
+        '"credit_assignment": tuple(CREDIT_ASSIGNMENTS)}',
+        '"credit_assignment": ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")}',
+        "tests/test_fork.py::test_the_estimator_of_the_page_trains",
+    ),
+    Mutation(
         "columns reach rewards in reversed order",
         SCRIPT,
         "columns = {key: [row[key] for row in inputs] for key",

@@ -7,7 +7,9 @@ files and links lead somewhere, and the tables of the benchmarks are those of th
 import argparse
 import dataclasses
 import importlib
+import inspect
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -24,6 +26,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 
+import mt_grpo
 import mt_grpo_trainer as mt
 from mt_grpo.settings import default_of, known_keys
 
@@ -31,9 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 RECIPES, FORKING, ENVIRONMENTS = (PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments"))
 each_page = pytest.mark.parametrize("page", PAGES)
-# Documented already; they come with the decorator of the credit estimators.
-WITH_PACKAGE = hasattr(mt, "credit_estimator")
-COMING = set() if WITH_PACKAGE else {"environment", "scripts/one_file.py", "scripts/train.py"}
 
 
 def section(text: str, title: str) -> str:
@@ -80,10 +80,10 @@ def own_keys() -> set[str]:
 def test_every_key_is_documented_with_its_default():
     documented = first_column(RECIPES, "Recipe keys")
     assert own_keys() <= set(documented)
-    for key in set(documented) - COMING:
+    for key in documented:
         assert key in known_keys(mt.RECIPE_CLASSES), key
     for line in section(RECIPES, "Recipe keys").splitlines():
-        if (match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line)) and match[1] not in COMING:
+        if match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line):
             default = default_of(match[1], mt.RECIPE_CLASSES)
             if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
                 assert yaml.safe_load(match[2]) == default, line
@@ -138,7 +138,7 @@ def test_every_estimator_has_its_row(page, title):
 
 
 def test_every_python_block_is_run_here():
-    known = ("TURN_REWARD_FUNCS", "class TerseErrors", "VLLMServerClient(", "doctest_batch()")
+    known = ("TURN_REWARD_FUNCS", "class TerseErrors", "VLLMServerClient(", "doctest_batch()", "import Turn")
     for page, text in PAGES.items():
         for body in blocks(text, "python"):
             assert any(word in body for word in known), f"{page}: no test runs\n{body}"
@@ -225,12 +225,9 @@ def test_the_notebook_example_runs(random_model, capsys):
 
 # --- the fork --------------------------------------------------------------------------------------------------------
 
-needs_decorator = pytest.mark.skipif(not WITH_PACKAGE, reason="the script has no decorator credit_estimator yet")
 
-
-@needs_decorator
 def test_the_fork_runs():
-    """The diff's added function, in the script's names, on the batch of two rollouts."""
+    """The diff's added function, in the script's names, on two rollouts (tests/test_fork.py trains by it)."""
     lines = block(FORKING, "diff", "credit_estimator").splitlines()
     known = list(mt.CREDIT_ASSIGNMENTS)
     try:
@@ -246,24 +243,33 @@ def test_the_fork_runs():
     assert list(mt.CREDIT_ASSIGNMENTS) == known
 
 
-@needs_decorator
-def test_the_fork_fits_into_the_script():
-    source = (ROOT / "mt_grpo_trainer.py").read_text().splitlines()
-    for line in block(FORKING, "diff", "credit_estimator").splitlines():
-        assert line[:1] in ("+", " ")
-        assert line.startswith("+") or source.count(line[1:]) == 1, line
-
-
-@needs_decorator
 def test_the_batch_to_try_an_estimator_on(capsys):
     run(block(FORKING, "python", "doctest_batch()"))
     assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
 
 
-@needs_decorator
 def test_what_an_estimator_gets():
     for name in re.findall(r"^\| `rewards\.(\w+)", section(FORKING, "A credit estimator, as a diff"), re.M):
         assert hasattr(mt.doctest_batch(), name), name
+
+
+def test_the_arguments_of_the_decorator():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", section(FORKING, "A credit estimator, as a diff"), re.M)
+    given = {name: parameter.default for name, parameter in inspect.signature(mt.credit_estimator).parameters.items()}
+    expected = {name: "required" if default is inspect.Parameter.empty else f"`{default}`"
+                for name, default in given.items()}  # fmt: skip
+    assert dict(rows) == expected
+
+
+def test_what_a_plug_in_imports():
+    space = run(block(FORKING, "python", "import Turn"))
+    assert space["Turn"] is mt.Turn and space["MultiTurnToolEnv"] is mt.MultiTurnToolEnv
+
+
+def test_the_rooms_are_those_of_the_package():
+    rooms = re.findall(r"^    (\w+  .*)$", mt_grpo.__doc__, re.M)
+    assert len(rooms) > 15
+    assert block(FORKING, "", "event_loop").splitlines() == rooms
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -325,7 +331,7 @@ def test_every_command_has_a_script_and_options_that_it_accepts(page, capsys):
         if "--config_file" in words:
             assert (ROOT / words[words.index("--config_file") + 1]).is_file()
         script = next((word for word in words if word.endswith((".py", ".sh"))), None)
-        if words[0] not in ("bash", "python", "accelerate") or script in COMING or script is None:
+        if words[0] not in ("bash", "python", "accelerate") or script is None:
             continue
         assert script == "my_idea.py" or (ROOT / script).is_file(), words
         for option in (word.split("=")[0] for word in words[words.index(script) :] if word.startswith("--")):
@@ -360,15 +366,22 @@ def test_the_output_of_the_quickstart_has_its_lines():
     assert all(f"'{name}'" in source for name in re.split(r"  +", header.strip()))
 
 
+def test_every_dotted_name_can_be_imported():
+    names = re.findall(r"`((?:mt_grpo|mt_grpo_trainer)(?:\.(?!py|md)\w+)+)", "".join(PAGES.values()))
+    assert len(names) > 1
+    for name in names:
+        pkgutil.resolve_name(name)
+
+
 # --- files and links -------------------------------------------------------------------------------------------------
 
-FOLDERS = "hf_recipes|scripts|tools|rewards|docs|tests"
+FOLDERS = "mt_grpo|hf_recipes|scripts|tools|rewards|docs|tests"
 
 
 @each_page
 def test_every_file_that_is_named_exists(page):
     named = set(re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]+\.\w+", re.sub(r"\]\([^)]*\)", "", PAGES[page])))
-    missing = {path for path in named - COMING if not (ROOT / path).is_file()}
+    missing = {path for path in named if not (ROOT / path).is_file()}
     assert not missing
 
 
