@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sqlite3
 import stat
@@ -16,9 +15,11 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import escape
 
@@ -518,20 +519,23 @@ def test_malformed_corpus_names_the_line_and_leaves_nothing(small, text, message
     assert "A city." in small.wiki_search("Paris")
 
 
-@contextlib.contextmanager
-def ends_within(seconds: float):
-    """A block that may hang in a call of the operating system."""
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What a function returns or raises that may hang in a call of the operating system, where no signal reaches it."""
+    outcome = []
 
-    def hung(*args):
-        raise AssertionError("hangs")
+    def work():
+        try:
+            outcome.append((function(), None))
+        except Exception as error:
+            outcome.append((None, error))
 
-    previous = signal.signal(signal.SIGALRM, hung)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert outcome, "hangs"
+    if outcome[0][1] is not None:
+        raise outcome[0][1]
+    return outcome[0][0]
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -550,11 +554,8 @@ def test_lock_that_others_have_put_there(small, tmp_path, kind):
     else:
         lock.touch()
         os.chown(lock, 12345, -1)
-    with (
-        ends_within(20),
-        pytest.raises(ValueError, match=r"the lock .*\.fts5\.lock .*: delete it, or set WIKI_SEARCH_IND"),
-    ):
-        small.wiki_search("Paris")
+    with pytest.raises(ValueError, match=r"the lock .*\.fts5\.lock .*: delete it, or set WIKI_SEARCH_IND"):
+        within(20, lambda: small.wiki_search("Paris"))
     assert not elsewhere.exists()
     assert not small.index.exists()
 
@@ -568,8 +569,8 @@ def test_lock_is_private(small):
 def test_index_that_is_a_pipe(small):
     small.write(("Paris", "A city."))
     os.mkfifo(small.index)
-    with ends_within(20), pytest.raises(ValueError, match=r"\.fts5 is not a file: delete it or set WIKI_SEARCH_INDEX"):
-        small.wiki_search("Paris")
+    with pytest.raises(ValueError, match=r"\.fts5 is not a file: delete it or set WIKI_SEARCH_INDEX"):
+        within(20, lambda: small.wiki_search("Paris"))
 
 
 @needs_root
