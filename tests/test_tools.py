@@ -520,7 +520,7 @@ def test_malformed_corpus_names_the_line_and_leaves_nothing(small, text, message
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns or raises that may hang in a call of the operating system, where no signal reaches it."""
+    """What a function returns or raises that may hang in a call of the operating system, which no signal ends."""
     outcome = []
 
     def work():
