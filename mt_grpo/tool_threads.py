@@ -51,7 +51,7 @@ class ToolThreads:
 
         Returns when there is a thread for it. Raises `ToolsUnavailable` where none is free or can be started in time.
         """
-        inbox = await self._free_thread()
+        inbox = self._take() or await self._free_thread()
 
         def run() -> None:
             result = work()
