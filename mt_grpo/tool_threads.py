@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 HUNG = "hung-tool-"  # how the threads of abandoned calls are called
+IDLE = "tool-idle"
 
 
 class ToolTimeout(Exception):
@@ -25,40 +28,70 @@ class ToolsUnavailable(RuntimeError):
 class ToolThreads:
     """Daemon threads for synchronous tools: as many as there are calls at the same time, used again afterwards.
 
-    Not a thread per call: starting one waits until it runs, which holds up the event loop, and with it every
-    conversation, for milliseconds where cores are busy. Not asyncio's or `concurrent.futures`' pool: those are of a
-    fixed size and joined at exit, so that hung tools would starve the others and hang the end of the process.
+    Another thread starts them. `Thread.start` returns when the new thread runs, which takes milliseconds where cores
+    are busy: 128 starts in the event loop hold up every conversation for tenths of a second.
+
+    Not asyncio's or `concurrent.futures`' pool: those are of a fixed size and joined at exit, so that hung tools would
+    starve the others and hang the end of the process. Not anyio's: it starts its threads in the event loop, and its
+    threads are no daemons where the loop runs in the main thread.
     """
 
     IDLE_SECONDS = 60.0  # until a thread without work ends
     WAIT_SECONDS = 60.0  # for a free thread, where the machine refuses a new one
 
     def __init__(self):
-        self._idle: list[queue.SimpleQueue] = []  # the inboxes of threads that wait; the last in is the first out,
-        self._lock = threading.Lock()  # so that those which are too many stay idle, and end
+        # Inboxes of idle threads. Used last-in-first-out, so that surplus ones stay idle and end.
+        self._idle: list[queue.SimpleQueue] = []
+        self._wanted = 0  # calls that wait for a thread
+        self._lock = threading.Lock()
+        self._starter = ThreadPoolExecutor(1, "tool-starter")
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have `work`, which must not raise, run in a thread at once."""
-        with self._lock:
-            waiting = self._idle.pop() if self._idle else None
-        inbox = waiting or queue.SimpleQueue()
-        inbox.put(work)
-        if waiting is None:
-            threading.Thread(target=self._run, args=(inbox,), name="tool-idle", daemon=True).start()
+    async def submit(self, work: Callable[[], Any], deliver: Callable[[Any], None]) -> None:
+        """Have a thread run `work`, which must not raise, and then `deliver` with its result.
 
-    async def submit_or_wait(self, work: Callable[[], None]) -> None:
-        """`submit`; where no thread can be started, as soon as one is free. Raises `ToolsUnavailable`."""
+        Returns when there is a thread for it. Raises `ToolsUnavailable` where none is free or can be started in time.
+        """
+        inbox = self._take() or await self._free_thread()
+
+        def run() -> None:
+            result = work()
+            with self._lock:
+                self._idle.append(inbox)  # first: whoever learns the result finds this thread, and starts no other
+            deliver(result)
+
+        inbox.put(run)
+
+    async def _free_thread(self) -> queue.SimpleQueue:
         give_up = time.monotonic() + self.WAIT_SECONDS
-        while True:
-            try:
-                return self.submit(work)
-            except RuntimeError as error:  # can't start new thread
-                if time.monotonic() > give_up:
-                    raise ToolsUnavailable(
-                        f"no thread for a tool within {self.WAIT_SECONDS:g} s: {error}. Check the limit of processes "
-                        "(ulimit -u) and the memory, or lower max_concurrent_tools."
-                    ) from error
-            await asyncio.sleep(0.05)
+        with self._lock:
+            self._wanted += 1
+        try:
+            while (inbox := self._take()) is None:
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._starter, self._start)
+                except RuntimeError as error:  # can't start new thread
+                    if time.monotonic() > give_up:
+                        raise ToolsUnavailable(
+                            f"no thread for a tool within {self.WAIT_SECONDS:g} s: {error}. Check the limit of "
+                            "processes (ulimit -u) and the memory, or lower max_concurrent_tools."
+                        ) from error
+                    await asyncio.sleep(0.05)
+            return inbox
+        finally:
+            with self._lock:
+                self._wanted -= 1
+
+    def _take(self) -> queue.SimpleQueue | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _start(self) -> None:
+        if len(self._idle) >= self._wanted:  # asked for by a call that no longer waits
+            return
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(inbox,), name=IDLE, daemon=True).start()
+        with self._lock:
+            self._idle.append(inbox)
 
     def _run(self, inbox: queue.SimpleQueue) -> None:
         while True:
@@ -66,12 +99,9 @@ class ToolThreads:
                 inbox.get(timeout=self.IDLE_SECONDS)()
             except queue.Empty:
                 with self._lock:
-                    if inbox in self._idle:
+                    if inbox in self._idle:  # else work is on its way
                         self._idle.remove(inbox)
                         return
-                continue  # work is on its way
-            with self._lock:
-                self._idle.append(inbox)
 
 
 TOOL_THREADS = ToolThreads()
@@ -95,18 +125,22 @@ async def run_tool(
         if not done.done():
             done.set_result((result, error))
 
-    thread = None
+    thread, context = None, contextvars.copy_context()
 
     def work():
         nonlocal thread
         thread = threading.current_thread()
         thread.name = f"tool-{tool.__name__}"
         try:
-            result = tool(**arguments)
-            outcome = result if inspect.isawaitable(result) else finish(result), None
+            result = context.run(tool, **arguments)
+            return result if inspect.isawaitable(result) else finish(result), None
         except BaseException as error:
-            outcome = None, error
-        thread.name = "tool-idle"
+            return None, error
+        finally:
+            thread = None
+            threading.current_thread().name = IDLE
+
+    def deliver_in_loop(outcome):
         with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
             loop.call_soon_threadsafe(deliver, *outcome)
 
@@ -122,7 +156,7 @@ async def run_tool(
         if inspect.iscoroutinefunction(call):
             task = loop.create_task(wait_for(call(**arguments)))
         else:
-            await TOOL_THREADS.submit_or_wait(work)
+            await TOOL_THREADS.submit(work, deliver_in_loop)
             deadline = loop.time() + timeout
         await asyncio.wait({done}, timeout=timeout)
         if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
@@ -133,8 +167,8 @@ async def run_tool(
         if task is not None:
             task.cancel()
     if not done.done():
-        if thread is not None:
-            thread.name = f"{HUNG}{tool.__name__}"
+        if (abandoned := thread) is not None:
+            abandoned.name = f"{HUNG}{tool.__name__}"
         raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
     result, error = done.result()
     if error is not None:

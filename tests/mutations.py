@@ -1015,6 +1015,57 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
         "tests/test_conversation.py::test_calls_wait_for_a_process_where_no_more_can_be_started",
     ),
     Mutation(
+        "a tool's thread is started in the event loop",
+        "mt_grpo/tool_threads.py",
+        "await asyncio.get_running_loop().run_in_executor(self._starter, self._start)",
+        "self._start()",
+        "tests/test_conversation.py::test_the_event_loop_goes_on_while_a_thread_starts",
+    ),
+    Mutation(
+        "a tool's thread is idle only after its result is known",
+        "mt_grpo/tool_threads.py",
+        "            with self._lock:\n                self._idle.append(inbox)  # first: whoever learns the result finds this "
+        "thread, and starts no other\n            deliver(result)\n",
+        "            deliver(result)\n            time.sleep(0.01)\n            with self._lock:\n"
+        "                self._idle.append(inbox)\n",
+        "tests/test_conversation.py::test_tool_threads_are_used_again_and_those_too_many_end",
+    ),
+    Mutation(
+        "threads that no call waits for are started",
+        "mt_grpo/tool_threads.py",
+        "        if len(self._idle) >= self._wanted:",
+        "        if False:",
+        "tests/test_conversation.py::test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_call",
+    ),
+    Mutation(
+        "a tool in a thread has not its caller's context variables",
+        "mt_grpo/tool_threads.py",
+        "result = context.run(tool, **arguments)",
+        "result = tool(**arguments)",
+        "tests/test_conversation.py::test_a_tool_in_a_thread_has_its_callers_context_variables_to_itself",
+    ),
+    Mutation(
+        "a hung tool's thread keeps the process alive",
+        "mt_grpo/tool_threads.py",
+        "name=IDLE, daemon=True)",
+        "name=IDLE)",
+        "tests/test_conversation.py::test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive",
+    ),
+    Mutation(
+        "a thread that has come back counts as hung",
+        "mt_grpo/tool_threads.py",
+        "            threading.current_thread().name = IDLE",
+        "            pass",
+        "tests/test_conversation.py::test_many_hung_tools_do_not_keep_the_process_alive",
+    ),
+    Mutation(
+        "a tool's thread without work does not end",
+        "mt_grpo/tool_threads.py",
+        "                        self._idle.remove(inbox)\n                        return",
+        "                        pass",
+        "tests/test_conversation.py::test_tool_threads_are_used_again_and_those_too_many_end",
+    ),
+    Mutation(
         "the server's context is not asked for",
         SCRIPT,
         'self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")',

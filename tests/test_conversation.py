@@ -1,12 +1,14 @@
 """The conversation between a model and its tools, driven by a scripted model: ids, masks, budgets, errors, time."""
 
 import asyncio
+import contextvars
 import datetime
 import enum
 import functools
 import itertools
 import json
 import os
+import queue
 import random
 import re
 import resource
@@ -1515,6 +1517,10 @@ def test_many_hung_tools_do_not_keep_the_process_alive():
     left = [t for t in threading.enumerate() if t.name == "hung-tool-hang"]
     assert len(left) == 20 and all(t.daemon for t in left)  # Python does not wait for these at exit
     release.set()
+    deadline = time.monotonic() + 10
+    while any(t.name == "hung-tool-hang" for t in left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {t.name for t in left} == {"tool-idle"}  # they have come back, and are used again
 
 
 def test_a_slow_tool_holds_up_no_other_conversation():
@@ -1567,28 +1573,82 @@ def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
 
     def together(count: int) -> set[int]:
         """Run so many pieces of work at the same time; in which threads they ran."""
-        barrier, used, done = threading.Barrier(count), set(), threading.Semaphore(0)
+        barrier, used = threading.Barrier(count), queue.SimpleQueue()
 
-        def work():
+        def work() -> int:
             barrier.wait(10)
-            used.add(threading.get_ident())
-            done.release()
+            return threading.get_ident()
 
-        for _ in range(count):
-            threads.submit(work)
-        assert all(done.acquire(timeout=10) for _ in range(count))
-        while len(threads._idle) < len(used):
-            time.sleep(0.001)
-        return used
+        async def submit_all():
+            await asyncio.gather(*[threads.submit(work, used.put) for _ in range(count)])
+
+        asyncio.run(submit_all())
+        return {used.get(timeout=10) for _ in range(count)}
+
+    def alive() -> set[int]:
+        return first & {thread.ident for thread in threading.enumerate()}
 
     first = together(8)
-    assert len(first) == 8 and together(8) == first
-    started = time.monotonic()
-    while len(threads._idle) > 2 and time.monotonic() < started + 10:  # two are busy now and then, six are not needed
+    assert len(first) == 8 and all(together(8) == first for _ in range(20))  # a result is known: its thread is free
+    deadline = time.monotonic() + 10
+    while len(alive()) > 2 and time.monotonic() < deadline:  # two are busy now and then, six are not needed
         assert together(2) < first
-    assert len(threads._idle) == 2 and len(together(2) & first) == 2
-    time.sleep(1)
-    assert threads._idle == [] and together(1)  # all ended, and a new one starts
+    assert len(alive()) == 2 and together(2) == alive()
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive() and together(1)  # all ended, and a new one starts
+
+
+def test_the_event_loop_goes_on_while_a_thread_starts(monkeypatch):
+    """A start takes until the new thread runs, and 128 conversations call tools at the same time."""
+    went_on, done, start = threading.Event(), queue.SimpleQueue(), threading.Thread.start
+
+    def start_later(thread):
+        if thread.name == "tool-idle" and not went_on.wait(5):
+            done.put("the loop waits for the start")
+        start(thread)
+
+    async def submit():
+        asyncio.get_running_loop().call_later(0.01, went_on.set)
+        await ToolThreads().submit(lambda: "done", done.put)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    asyncio.run(submit())
+    assert done.get(timeout=10) == "done"
+
+
+def test_a_tool_in_a_thread_has_its_callers_context_variables_to_itself():
+    caller = contextvars.ContextVar("caller")
+
+    def change(to: str) -> tuple[str, int]:
+        before = caller.get()
+        caller.set(to)
+        return before, threading.get_ident()
+
+    async def calls():
+        caller.set("first")
+        first, thread = await run_tool(change, {"to": "changed"}, 5)
+        assert caller.get() == "first"
+        caller.set("second")
+        second, same_thread = await run_tool(change, {"to": "changed"}, 5)
+        assert thread == same_thread
+        return first, second
+
+    assert asyncio.run(calls()) == ("first", "second")
+
+
+def test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive():
+    code = (
+        "import asyncio, threading\n"
+        "from mt_grpo.tool_threads import ToolTimeout, run_tool\n"
+        "try:\n"
+        "    asyncio.run(run_tool(threading.Event().wait, {}, 0.1))\n"
+        "except ToolTimeout:\n"
+        "    print('on time')\n"
+    )
+    root = Path(mt.__file__).parent
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root, timeout=20)
+    assert (ended.returncode, ended.stdout) == (0, "on time\n")
 
 
 # --- tools in processes ----------------------------------------------------------------------------------------------
@@ -1871,26 +1931,49 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
         run_many(isolated, [[leave, ADD, ANSWER]])
 
 
-def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
-    threads, release, done = ToolThreads(), threading.Event(), threading.Event()
-    threads.submit(lambda: release.wait(20))
-
-    async def wait_until_released() -> None:
-        asyncio.get_running_loop().call_later(0.3, release.set)
-        await threads.submit_or_wait(done.set)
-
+@contextmanager
+def no_more_threads():
     before = threading.stack_size(1 << 47)  # more than a process can address
     try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
+    threads, release, done = ToolThreads(), threading.Event(), threading.Event()
+
+    async def submit(work, release_after=None):
+        if release_after:
+            asyncio.get_running_loop().call_later(release_after, release.set)
+        await threads.submit(work, lambda result: result and done.set())
+
+    asyncio.run(submit(lambda: not release.wait(20)))
+    with no_more_threads():
         with monkeypatch.context() as patch:
             patch.setattr(ToolThreads, "WAIT_SECONDS", 0.2)
             with pytest.raises(ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "):
-                asyncio.run(threads.submit_or_wait(done.set))
+                asyncio.run(submit(lambda: True))
         assert not done.is_set()
-        asyncio.run(wait_until_released())
+        asyncio.run(submit(lambda: True, release_after=0.3))
         assert done.wait(10)
-    finally:
-        threading.stack_size(before)
-        release.set()
+
+
+def test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_call():
+    """What was tried in vain while nothing could be started is not made up for."""
+    threads, done, barrier = ToolThreads(), queue.SimpleQueue(), threading.Barrier(4)
+
+    async def submit_all():
+        calls = [asyncio.create_task(threads.submit(lambda: barrier.wait(10), done.put)) for _ in range(4)]
+        with no_more_threads():
+            await asyncio.sleep(0.5)
+        await asyncio.gather(*calls)
+
+    before = set(threading.enumerate())
+    asyncio.run(submit_all())
+    assert sorted(done.get(timeout=10) for _ in range(4)) == [0, 1, 2, 3]
+    started = [t.name for t in set(threading.enumerate()) - before]
+    assert sorted(started) == ["tool-idle"] * 4 + ["tool-starter_0"]
 
 
 def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):

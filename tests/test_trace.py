@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from mt_grpo.event_loop import run_async
 from mt_grpo.rollout import Generation
+from mt_grpo.tool_threads import ToolThreads
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +32,10 @@ FAULTS_AND_STOPPING = {
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
-    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit_or_wait", "_run", "parse_turn",
-    "parse_call", "result_message", "messages", "fits_type", "misfit", "without_name", "takes_json", "_state_key",
-    "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt", "cut_to_tokens",
+    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit", "_free_thread", "_take", "_start",
+    "_run", "parse_turn", "parse_call", "result_message", "messages", "fits_type", "misfit", "without_name",
+    "takes_json", "_state_key", "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt",
+    "cut_to_tokens",
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
@@ -78,7 +80,7 @@ def outcome(completions, **kwargs):
     return [float(i) for i in range(len(completions))]
 
 
-def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
+def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypatch):
     """At most 20 definitions of ours, in at most 400 lines; in the script the conversation stands above the step."""
     args = MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -108,6 +110,8 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
     async def stop_noting():
         sys.setprofile(None)
 
+    # Only new threads are noted, and those of tests before this one may still wait for work.
+    monkeypatch.setattr("mt_grpo.tool_threads.TOOL_THREADS", ToolThreads())
     run_async(note_here())
     threading.setprofile(note)
     sys.setprofile(note)
