@@ -177,7 +177,8 @@ def code_digest(task: str) -> str:
     import evaluate
 
     script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
-    files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1], script_args.tools_script, script_args.reward_fn,
+    files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1],
+             script_args.tools_script, script_args.reward_fn,
              *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files)).hexdigest()[:12]
 

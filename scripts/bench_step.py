@@ -310,7 +310,7 @@ def status_mib(field: str) -> float:
 
 
 def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
-    """Functions of the script and its package in the profile: calls and milliseconds per step, the most expensive first.
+    """Functions of the script and its package in the profile: calls and milliseconds per step, most expensive first.
 
     `own_ms` is without what a function calls, `all_ms` with it. Comprehensions are functions of their own.
     """
