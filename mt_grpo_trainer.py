@@ -20,7 +20,7 @@ re-rendering of the history, which would train on tokens that the policy never s
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
 
-The file follows the tokens of a rollout, from top to bottom:
+A step starts in section 3 (`_generate_and_score_completions`). It runs conversations by 1, and gives credit by 2:
     1. the conversation    `MultiTurnToolEnv`: sample a turn, run its call, append the result
     2. credit              pure functions from rewards to one advantage per turn, then per token
     3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss does the rest
@@ -719,7 +719,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
-        self._epoch: LookAhead | None = None
+        self._batches: LookAhead | None = None
         self._next_prompts: list | None = None
         if self.backend == "server":
             self.client = VLLMServerClient(
@@ -882,11 +882,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._prefetch(self._next_prompts)
         return rollouts
 
-    def _start_rollouts(self, prompts: list, which: list[int]) -> RolloutBatch:
+    def _start_rollouts(self, prompts: list, indices: list[int]) -> RolloutBatch:
         """Start the conversations of these prompts of this rank. Raises `ValueError` for a prompt without room."""
         rollouts = []
         try:
-            started = self.env.start([prompts[i] for i in which])
+            started = self.env.start([prompts[i] for i in indices])
             for rollout in started:
                 if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
                     raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
@@ -894,7 +894,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         finally:
             if not rollouts and isinstance(self.llm, InProcessBackend):
                 self.llm.serve([])  # other ranks may be in a collective generate
-        for i, rollout in zip(which, rollouts):
+        for i, rollout in zip(indices, rollouts):
             rollout.index = self.accelerator.process_index * len(prompts) + i
             rollout.policy_version = self._weight_counter.version
         conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
@@ -938,17 +938,17 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` checks only after a step
             return [], None
         if self.args.overlap_rollouts:
-            if self._epoch is None or self._epoch.source is not epoch_iterator:
+            if self._batches is None or self._batches.source is not epoch_iterator:
                 every = self.args.steps_per_generation * self.num_iterations
-                self._epoch = LookAhead(epoch_iterator, every)
-            epoch_iterator = self._epoch
+                self._batches = LookAhead(epoch_iterator, every)
+            epoch_iterator = self._batches
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _look_ahead(self) -> None:
         """Note the prompts of the next batch of rollouts, unless this is the run's or the epoch's last."""
-        inputs = self._epoch.next_rollouts()
-        per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        last = self.state.global_step + per_batch >= self.state.max_steps
+        inputs = self._batches.next_rollouts()
+        steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+        last = self.state.global_step + steps_per_batch >= self.state.max_steps
         self._next_prompts = None if last or inputs is None else [row["prompt"] for row in inputs]
 
     def _prefetch(self, prompts: list) -> None:
@@ -1220,7 +1220,7 @@ class MTGRPOConfig(GRPOConfig):
         default=1.0, metadata={"help": "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome"}
     )
     turn_discount: float = field(
-        default=1.0, metadata={"help": "Of the returns to go of turn_return and gigpo, per turn, from 0 to 1"}
+        default=1.0, metadata={"help": "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1"}
     )
     turn_reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per turn reward function. None: 1 each"}

@@ -108,15 +108,15 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "restarted rollouts take each other's places",
         SCRIPT,
-        "for i, rollout in zip(which, rollouts):",
-        "for i, rollout in zip(which[::-1], rollouts):",
+        "for i, rollout in zip(indices, rollouts):",
+        "for i, rollout in zip(indices[::-1], rollouts):",
         "tests/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
     ),
     Mutation(
         "restarted rollouts get the first prompts",
         SCRIPT,
-        "self.env.start([prompts[i] for i in which])",
-        "self.env.start(prompts[: len(which)])",
+        "self.env.start([prompts[i] for i in indices])",
+        "self.env.start(prompts[: len(indices)])",
         f"{BATCH}[turn_return]",
     ),
     Mutation(
