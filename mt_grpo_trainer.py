@@ -828,7 +828,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return (
             [rollout.prompt_ids for rollout in rollouts],
             [rollout.completion_ids for rollout in rollouts],
-            loss_masks,  # TRL calls it `tool_mask`: tokens with 0 are attended to, and are not in its loss
+            loss_masks,  # TRL's `tool_mask`: ids of observations have 0, are attended to, and are not in its loss
             [rollout.messages for rollout in rollouts],
             None if None in logprobs else logprobs,
             {}, None, [],  # columns for rewards, images, images of tools

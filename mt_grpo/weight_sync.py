@@ -61,10 +61,9 @@ class WeightSync:
         started, held, self.pushed = time.perf_counter(), self.pushed, None
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
-                if new_server := held is None or on_main_process(self.client.weight_version) != held:
-                    on_main_process(
-                        self.client.transfer.leave_nccl
-                    )  # of whose group a server that restarted is no member
+                new_server = held is None or on_main_process(self.client.weight_version) != held
+                if new_server:  # a server that restarted is no member of the NCCL group
+                    on_main_process(self.client.transfer.leave_nccl)
                 seconds, gap = self._push_and_check(version, new_server)
                 break
             except ServerLost as error:  # on all ranks
