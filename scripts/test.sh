@@ -33,6 +33,24 @@ printf 'test: ruff\n'
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
-printf 'test: pytest\n'
-"$python" -m pytest tests mt_grpo mt_grpo_trainer.py rewards tools scripts --doctest-modules "$@"
-if ((all)); then mutations; fi
+everything=(tests mt_grpo mt_grpo_trainer.py rewards tools scripts --doctest-modules)
+if (($#)); then
+    printf 'test: pytest\n'
+    "$python" -m pytest "${everything[@]}" "$@"
+    if ((all)); then mutations; fi
+    exit
+fi
+
+# The tests against servers wait for most of their time: they run beside the others, and print when those are over.
+servers=(tests/test_faults.py tests/test_server.py)
+log="$(mktemp)"
+"$python" -m pytest "${servers[@]}" >"$log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
+printf 'test: pytest, with %s beside it\n' "${servers[*]}"
+status=0
+"$python" -m pytest "${everything[@]}" "${servers[@]/#/--ignore=}" || status=$?
+wait "$beside" || status=$?
+printf 'test: pytest %s\n' "${servers[*]}"
+cat "$log"
+exit "$status"
