@@ -45,7 +45,7 @@ def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
         raise RuntimeError(
             "generate, step and chat wait for this very loop: from an async tool await converse instead."
         )
-    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    future = start_in_background(coroutine)
     try:
         return future.result(timeout)
     except BaseException:

@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from mt_grpo.event_loop import background_loop, gather_all
+from mt_grpo.event_loop import background_loop, gather_all, start_in_background
 from mt_grpo.rollout import Generation
 
 
@@ -90,9 +90,8 @@ class InProcessBackend:
 
     def serve(self, conversations: list[Coroutine]) -> list:
         """Run the conversations to their ends; returns their results in order. Raises the first error."""
-        loop = background_loop()
         session = self._session = ServeSession(len(conversations))
-        running = asyncio.run_coroutine_threadsafe(gather_all([session.converse(c) for c in conversations]), loop)
+        running = start_in_background(gather_all([session.converse(c) for c in conversations]))
         running.add_done_callback(lambda _: session.batches.put(None))
         batch: list[tuple] | None = []
         try:
@@ -102,7 +101,7 @@ class InProcessBackend:
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # a dummy: others of a collective still generate
                 if batch:
-                    loop.call_soon_threadsafe(self._deliver, batch, generations)
+                    background_loop().call_soon_threadsafe(self._deliver, batch, generations)
         finally:
             running.cancel()
 

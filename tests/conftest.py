@@ -1,5 +1,7 @@
-"""Fixtures that several test files share."""
+"""What several test files share."""
 
+import contextlib
+import resource
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,14 @@ def random_model(tmp_path_factory) -> str:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full: a write beyond `size` bytes of a file fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

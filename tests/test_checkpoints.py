@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import files_of_at_most
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
@@ -81,17 +81,6 @@ def trained(random_model, tmp_path_factory):
 def copy(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full: a write beyond `size` bytes of a file fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # =====================================================================================================================

@@ -21,6 +21,7 @@ import pytest
 import requests
 import torch
 from bench_common import VLLMServer
+from conftest import files_of_at_most
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -800,17 +801,6 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
 # =====================================================================================================================
 # The folder of the weights
 # =====================================================================================================================
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full: a write beyond `size` bytes of a file fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @needs_vllm
