@@ -68,10 +68,10 @@ from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
-from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, Turn, result_message
+from mt_grpo.rollout import Generation, Rollout, Room, StopReason, ToolCall, ToolResult, Turn, result_message
 from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rollouts
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, reward_tensors, reward_weights, run_rewards, state_numbers, turn_flags
+from mt_grpo.scoring import check_rewards, reward_tensors, run_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
@@ -172,6 +172,161 @@ class MultiTurnToolEnv:
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
+    # -- the conversation, from its prompt to its end --
+
+    def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
+        """Open conversations, for `step`."""
+        prompts = check_conversations(prompts, "prompts")
+        tokenizer = self._tokenizer(llm)
+        states, previous, ids = [], None, []
+        for index, prompt in enumerate(prompts):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            if messages != previous:  # the rollouts of a group have the same prompt
+                previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
+                ids = self.prompt_ids(messages, tokenizer)
+            else:
+                messages = list(states[-1].prompt_messages)
+            states.append(Rollout(messages, list(ids), index))
+        return states
+
+    def with_system_prompt(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages with the system prompt in front, unless they bring their own."""
+        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def prompt_ids(self, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids of a prompt, generation prompt included. The only time that messages are rendered as a whole."""
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+        )
+
+    async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
+        """Turn after turn until the conversation has a stop reason."""
+        while rollout.stop_reason is None:
+            await self.take_turn(rollout, llm, sampling_params)
+        return rollout
+
+    async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
+        """Generate, parse, run the tool, append. Every id that was sampled is kept as it was sampled."""
+        tokenizer = self._tokenizer(llm)
+        history = rollout.prompt_ids + rollout.completion_ids
+        room = self._room(rollout, llm)
+        if room.tokens <= 0:
+            rollout.stop_reason = StopReason.MAX_TOKENS if room.completion <= 0 else StopReason.CONTEXT_LENGTH
+            return
+        budget = min(room.tokens, self.max_turn_tokens or room.tokens)
+        started = time.perf_counter()
+        generation = await llm.generate(history, budget, sampling_params, rollout.index)
+        turn = self._to_turn(generation, tokenizer)
+        turn.seconds = time.perf_counter() - started
+        turn.state_key = self._state_key(rollout.turns)
+        rollout.turns.append(turn)
+        turn.tool_call, answered = parse_turn(turn.text)
+        if answered:
+            rollout.stop_reason = StopReason.ANSWERED
+        elif turn.tool_call is None and turn.finish_reason == "length":
+            full = self._room(rollout, llm).context <= 0
+            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+        elif turn.tool_call is None:
+            rollout.stop_reason = StopReason.NO_TOOL_CALL
+        elif sum(t.observation is not None for t in rollout.turns) >= self.max_steps:
+            rollout.stop_reason = StopReason.MAX_TURNS
+        else:
+            result = await self.call_tool(turn.tool_call)
+            turn.error, turn.tool_seconds = result.error, result.seconds
+            self._observe(rollout, turn, result.text, llm)
+
+    def _state_key(self, turns: list[Turn]) -> Any:
+        if self.state_key is None:
+            return None
+        try:
+            return self.state_key(turns)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
+
+    def _room(self, rollout: Rollout, llm: Any) -> Room:
+        completion = len(rollout.completion_ids)
+        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
+        return Room(self.max_completion_length - completion, context - len(rollout.prompt_ids) - completion)
+
+    def _to_turn(self, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> Turn:
+        length = end_of_turn(tokenizer, generation.token_ids)
+        ids = generation.token_ids[:length]
+        reason = "stop" if length < len(generation.token_ids) else generation.finish_reason
+        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids and tokenizer.decode(ids[-1:]) not in CLOSING_TAGS
+        text = tokenizer.decode(ids[:-1] if ended else ids)
+        return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Run a call. The policy's mistake and a tool's failure become text for the model.
+
+        Raises:
+            ToolsUnavailable: the machine cannot run tools.
+        """
+        if mistake := check_call(call, self.tools):
+            return ToolResult(f"Error: {mistake}", "call")
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
+        async with slots:
+            started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
+            try:
+                text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
+            except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
+                raise
+            except ToolTimeout as raised:
+                text, error = f"Error: {raised}", "timeout"
+            except Exception as raised:  # any failure of a tool is an observation, never the end of a run
+                text, error = f"Error: {error_text(raised)}", "tool"
+            return ToolResult(text, error, time.perf_counter() - started)
+
+    def _observe(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
+        """Append the observation, cut so that an answer still fits; if none fits, the conversation ends."""
+        tokenizer = self._tokenizer(llm)
+        room = self._room(rollout, llm)
+        most = room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
+        limit = self.max_tool_response_tokens
+        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
+        text = neutralise(text[: 64 * limit + 1], tokenizer)
+        while (cut := cut_to_tokens(text, limit, tokenizer)) is not None:
+            ids = self.message_ids(cut, tokenizer, turn.token_ids)
+            if len(ids) <= most:
+                turn.observation, turn.observation_ids = cut, ids
+                return
+            # What is too much goes; the chat template's ids are in it too. Smaller each time, so that the loop ends.
+            limit = min(limit - 1, limit - (len(ids) - most), len(ids))
+        full = room.context < room.completion
+        rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+
+    def message_ids(self, observation: str, tokenizer: PreTrainedTokenizerBase, sampled: list[int]) -> list[int]:
+        """Ids from the end of the model's turn to the next generation prompt.
+
+        A short conversation is rendered with a sentinel as the assistant's content, and what follows it is tokenised.
+        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
+        """
+        conversation = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": self._sentinel},
+            {"role": "user", "content": result_message(observation)},
+        ]
+        rendered = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+        )
+        suffix = rendered[rendered.rindex(self._sentinel) + len(self._sentinel) :]
+        ids = tokenizer(suffix, add_special_tokens=False)["input_ids"]
+        # The end of turn is there already if the model sampled it.
+        return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in tokenizer.all_special_ids else ids
+
+    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The token that ends a turn in the chat template, if it is a special one; sampling must stop there."""
+        return [i for i in self.message_ids("", tokenizer, [])[:1] if i in tokenizer.all_special_ids]
+
+    def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
+        tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
+        return tokenizer
+
     # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
 
     def generate(
@@ -198,21 +353,6 @@ class MultiTurnToolEnv:
             "stop_reasons": [s.stop_reason for s in states], "rollouts": states,
         }  # fmt: skip
 
-    def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
-        """Open conversations, for `step`."""
-        prompts = check_conversations(prompts, "prompts")
-        tokenizer = self._tokenizer(llm)
-        states, previous, ids = [], None, []
-        for index, prompt in enumerate(prompts):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            if messages != previous:  # the rollouts of a group have the same prompt
-                previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
-                ids = self.prompt_ids(messages, tokenizer)
-            else:
-                messages = list(states[-1].prompt_messages)
-            states.append(Rollout(messages, list(ids), index))
-        return states
-
     def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
         """One model turn, and its observation, of every open conversation; returns the same states."""
         sampling_params = self._with_stops(sampling_params, llm)
@@ -224,149 +364,6 @@ class MultiTurnToolEnv:
         """Adds the token that ends a turn in the chat template. A base model's own end token may be another one."""
         check_sampling_params(sampling_params)
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
-
-    def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
-        tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
-        return tokenizer
-
-    # -- the conversation --
-
-    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The token that ends a turn in the chat template, if it is a special one; sampling must stop there."""
-        return [i for i in self.message_ids("", tokenizer, [])[:1] if i in tokenizer.all_special_ids]
-
-    def with_system_prompt(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages with the system prompt in front, unless they bring their own."""
-        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
-            return [{"role": "system", "content": self.system_prompt}, *messages]
-        return messages
-
-    def prompt_ids(self, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids of a prompt, generation prompt included. The only time that messages are rendered as a whole."""
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
-        )
-
-    async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
-        """Turn after turn until the conversation has a stop reason."""
-        while rollout.stop_reason is None:
-            await self.take_turn(rollout, llm, sampling_params)
-        return rollout
-
-    async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
-        """Generate, parse, run the tool, append. Every id that was sampled is kept as it was sampled."""
-        tokenizer = self._tokenizer(llm)
-        history = rollout.prompt_ids + rollout.completion_ids
-        completion_left, context_left = self._room(rollout, len(history), llm)
-        budget = min(completion_left, context_left, self.max_turn_tokens or completion_left)
-        if budget <= 0:
-            rollout.stop_reason = StopReason.MAX_TOKENS if completion_left <= 0 else StopReason.CONTEXT_LENGTH
-            return
-        started = time.perf_counter()
-        generation = await llm.generate(history, budget, sampling_params, rollout.index)
-        turn = self._as_turn(generation, tokenizer)
-        turn.seconds = time.perf_counter() - started
-        turn.state_key = self._state_key(rollout.turns)
-        rollout.turns.append(turn)
-        turn.tool_call, answered = parse_turn(turn.text)
-        if answered:
-            rollout.stop_reason = StopReason.ANSWERED
-        elif turn.tool_call is None and turn.finish_reason == "length":
-            full = len(history) + len(turn.token_ids) >= self._context(llm)
-            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
-        elif turn.tool_call is None:
-            rollout.stop_reason = StopReason.NO_TOOL_CALL
-        elif sum(t.observation is not None for t in rollout.turns) >= self.max_steps:
-            rollout.stop_reason = StopReason.MAX_TURNS
-        else:
-            text, turn.error, turn.tool_seconds = await self.call_tool(turn.tool_call)
-            self._observe(rollout, turn, text, llm)
-
-    def _state_key(self, turns: list[Turn]) -> Any:
-        if self.state_key is None:
-            return None
-        try:
-            return self.state_key(turns)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
-
-    def _context(self, llm: Any) -> float:
-        """The model's context in tokens."""
-        return self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
-
-    def _room(self, rollout: Rollout, used: int, llm: Any) -> tuple[float, float]:
-        """Tokens left of the completion and of the model's context."""
-        completion = self.max_completion_length - (used - len(rollout.prompt_ids))
-        return completion, self._context(llm) - used
-
-    def _as_turn(self, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> Turn:
-        length = end_of_turn(tokenizer, generation.token_ids)
-        ids = generation.token_ids[:length]
-        reason = "stop" if length < len(generation.token_ids) else generation.finish_reason
-        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids and tokenizer.decode(ids[-1:]) not in CLOSING_TAGS
-        text = tokenizer.decode(ids[:-1] if ended else ids)
-        return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
-
-    async def call_tool(self, call: ToolCall) -> tuple[str, str | None, float]:
-        """Run a call; return (observation, error kind or None, seconds). A mistake or a tool's failure becomes text.
-
-        Raises:
-            ToolsUnavailable: the machine cannot run tools.
-        """
-        if mistake := check_call(call, self.tools):
-            return f"Error: {mistake}", "call", 0.0
-        loop = asyncio.get_running_loop()
-        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
-        async with slots:
-            started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
-            try:
-                text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
-            except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
-                raise
-            except ToolTimeout as raised:
-                text, error = f"Error: {raised}", "timeout"
-            except Exception as raised:  # any failure of a tool is an observation, never the end of a run
-                text, error = f"Error: {error_text(raised)}", "tool"
-            return text, error, time.perf_counter() - started
-
-    def _observe(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
-        """Append the observation, cut so that an answer still fits; if none fits, the conversation ends."""
-        tokenizer = self._tokenizer(llm)
-        used = len(rollout.prompt_ids) + len(rollout.completion_ids)
-        completion_left, context_left = self._room(rollout, used, llm)
-        room = min(completion_left, context_left) - self.MIN_ANSWER_TOKENS
-        limit = self.max_tool_response_tokens
-        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
-        text = neutralise(text[: 64 * limit + 1], tokenizer)
-        while (cut := cut_to_tokens(text, limit, tokenizer)) is not None:
-            ids = self.message_ids(cut, tokenizer, turn.token_ids)
-            if len(ids) <= room:
-                turn.observation, turn.observation_ids = cut, ids
-                return
-            limit = min(limit - 1, limit - (len(ids) - room), len(ids))  # smaller each time, so the loop ends
-        full = context_left < completion_left
-        rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
-
-    def message_ids(self, observation: str, tokenizer: PreTrainedTokenizerBase, sampled: list[int]) -> list[int]:
-        """Ids from the end of the model's turn to the next generation prompt.
-
-        A short conversation is rendered with a sentinel as the assistant's content, and what follows it is tokenised.
-        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
-        """
-        conversation = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": self._sentinel},
-            {"role": "user", "content": result_message(observation)},
-        ]
-        rendered = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-        )
-        suffix = rendered[rendered.rindex(self._sentinel) + len(self._sentinel) :]
-        ids = tokenizer(suffix, add_special_tokens=False)["input_ids"]
-        # The end of turn is there already if the model sampled it.
-        return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in tokenizer.all_special_ids else ids
 
 
 # =====================================================================================================================
@@ -407,7 +404,7 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
         group_size: G; rows [iG, (i+1)G) are one prompt's.
         scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
             (`none`). The group's own standard deviation biases choices between rewards of equal mean and unequal
-            variance: where stopping pays Bernoulli(0.3) and going on always 0.3, stopping gets 0.28 less.
+            variance.
 
     Returns:
         Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
@@ -531,7 +528,9 @@ def outcome_advantages(rewards: RewardTable, coef: float, discount: float) -> to
 
 @credit_estimator("merged", per_turn=False)
 def merged_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward. Here 1.8 against 0.4.
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
+
+    In the example 1.8 stands against 0.4.
 
     >>> merged_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.7000,  0.7000,  0.7000],
@@ -548,8 +547,7 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
     nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
     `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited only in part, by the share
-    of the group that calls: half of it in world 3 of tests/test_stopping_bias.py, little where calls are rare. Here
-    turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
+    of the group that calls. In the example turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
 
     >>> mt_grpo_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
@@ -559,17 +557,17 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     per_turn = rewards.norm(rewards.turn.where(rewards.observed, NAN))  # (N, K)
     per_rollout = rewards.rollout_turn_advantages()
     no_call = rewards.norm(rewards.outcome + coef * rewards.turn_total)[:, None]
-    called = rewards.observed.any(1, keepdim=True)
-    return torch.where(called, outcome + coef * (per_turn + per_rollout), no_call)
+    has_observation = rewards.observed.any(1, keepdim=True)
+    return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
 @credit_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount"))
 def turn_return_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
-    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. With
-    `scale_rewards: group` and a reward for every call it learned to call for ever; with `none` it did not
-    (docs/credit.md). Here turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
+    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. Use
+    `scale_rewards: none`; with `group` and a reward for every call it learns to call for ever (docs/credit.md). In the
+    example turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
 
     >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.7000,  0.8000,  0.5000],
@@ -590,10 +588,8 @@ def gigpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torc
     Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
     the group, and a later turn only with those that have the very same tokens before them, in practice with none.
 
-    Where a state comes back within a rollout, a later visit is in the baseline of an earlier one, which is biased:
-    with one state for all turns, stopping gets 0.012 less where it is worth nothing (world 2 of
-    tests/test_stopping_bias.py, scale none; 0.047 more in world 1, scale group). Here state 1 is where A calls again
-    (0.6) and B answers (0).
+    It is biased where a state comes back within a rollout: a later visit is in the baseline of an earlier one. In the
+    example A calls again in state 1 (0.6), and B answers there (0).
 
     >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.7000,  0.8000,  0.5000],
@@ -608,10 +604,9 @@ def gigpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torc
 def turn_credit_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
-    It gives a signal where a group's outcomes are all equal, but it is biased: a turn's baseline contains the turns
-    after it. Where a reward is paid at a rollout's last turn whatever it does, stopping gets 0.12 (turn 0) and 0.25
-    (turn 1) too much (world 1 of tests/test_stopping_bias.py). `scale_rewards` does not apply to the shift; a
-    per-rollout turn reward has no place inside a rollout and shifts nothing. A: 0.2 and 0.6, mean 0.4; B has one.
+    It gives a signal where a group's outcomes are all equal. It is biased: a turn's baseline contains the turns after
+    it (docs/credit.md). `scale_rewards` does not apply to the shift, and a turn reward per rollout shifts nothing. In
+    the example A has 0.2 and 0.6, mean 0.4; B has one reward.
 
     >>> turn_credit_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.3000,  0.7000,  0.5000],
@@ -703,10 +698,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
         )
-        turn_weights = reward_weights(turn_reward_weights or args.turn_reward_weights, turn_funcs, "turn")
-        outcome_weights = reward_weights(
-            outcome_reward_weights or args.outcome_reward_weights, outcome_funcs, "outcome"
-        )
+        weights = weights_of(turn_funcs, turn_reward_weights or args.turn_reward_weights, "turn")
+        weights += weights_of(outcome_funcs, outcome_reward_weights or args.outcome_reward_weights, "outcome")
         self.env, self.backend, self.num_turn_funcs = env, backend_of(args), len(turn_funcs)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
@@ -722,15 +715,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._batches: LookAhead | None = None
         self._next_prompts: list | None = None
         if self.backend == "server":
-            self.client = VLLMServerClient(
-                vllm_server_host or args.vllm_server_host, vllm_server_port or args.vllm_server_port, tokenizer,
-                base_url=None if vllm_server_host or vllm_server_port else args.vllm_server_base_url,
-                timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
-                transport=args.weight_sync, sync_dir=args.weight_sync_dir,
-                group_port=args.vllm_group_port,
-            )  # fmt: skip
-            if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
-                args.vllm_server_base_url = self.client.base_url
+            self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
             check_server(self.client, env, model_config, args, train_dataset)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
@@ -741,7 +726,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             callbacks=[self._weight_counter, *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
-        self.reward_weights = torch.tensor(turn_weights + outcome_weights, dtype=torch.float32)
+        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
@@ -752,6 +737,21 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             **(args.generation_kwargs or {}),
         }  # fmt: skip
         self._connect_backend()
+
+    @staticmethod
+    def _make_client(
+        args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, host: str | None, port: int | None
+    ) -> VLLMServerClient:
+        """The client of the server that `args` name, unless a host or a port is given."""
+        client = VLLMServerClient(
+            host or args.vllm_server_host, port or args.vllm_server_port, tokenizer,
+            base_url=None if host or port else args.vllm_server_base_url,
+            timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
+            transport=args.weight_sync, sync_dir=args.weight_sync_dir, group_port=args.vllm_group_port,
+        )  # fmt: skip
+        if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
+            args.vllm_server_base_url = client.base_url
+        return client
 
     def _connect_backend(self) -> None:
         """Set `llm`, which generates, and for a server what keeps its weights equal to the policy's."""
@@ -772,14 +772,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
-        any_rank = None
-        if self._is_sharded:  # TRL's generation is collective there
-            device = self.accelerator.device
-
-            def any_rank(flag: bool) -> bool:
-                return bool(self.accelerator.reduce(torch.tensor(int(flag), device=device)).item())
-
+        any_rank = self._any_rank if self._is_sharded else None  # TRL's generation is collective there
         self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, any_rank)
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
 
     @property
     def _mode(self) -> str:

@@ -29,6 +29,27 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class ToolResult:
+    """What a call gave, as text that the model reads."""
+
+    text: str
+    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    seconds: float = 0.0
+
+
+class Room(typing.NamedTuple):
+    """Tokens that are left."""
+
+    completion: float  # of max_completion_length
+    context: float  # of the model's context
+
+    @property
+    def tokens(self) -> float:
+        """Of both."""
+        return min(self)
+
+
+@dataclass(frozen=True)
 class Generation:
     """One sampled continuation: ids as sampled, their logprobs under the sampling distribution (None: not known)."""
 

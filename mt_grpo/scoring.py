@@ -55,7 +55,8 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
                 )
 
 
-def reward_weights(weights: list[float] | None, funcs: list[Callable], kind: str) -> list[float]:
+def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
+    """One weight per reward function, 1 each for None. Raises `ValueError` for another number of them, or NaN."""
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")

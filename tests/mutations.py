@@ -748,8 +748,8 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "passwords are logged with the arguments",
         SCRIPT,
-        "                args.vllm_server_base_url = self.client.base_url\n",
-        "                pass\n",
+        "            args.vllm_server_base_url = client.base_url\n",
+        "            pass\n",
         "tests/test_faults.py::test_what_a_step_asks_its_server_for",
     ),
     Mutation(
@@ -834,16 +834,16 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "a turn may be a token longer than the completion",
-        SCRIPT,
-        "budget = min(completion_left, context_left, self.max_turn_tokens or completion_left)",
-        "budget = min(completion_left + 1, context_left, self.max_turn_tokens or completion_left + 1)",
+        "mt_grpo/rollout.py",
+        "        return min(self)\n",
+        "        return min(self.completion + 1, self.context)\n",
         "tests/test_conversation.py::test_max_completion_length_counts_tool_results",
     ),
     Mutation(
         "a turn may be a token longer than the context",
-        SCRIPT,
-        "budget = min(completion_left, context_left, self.max_turn_tokens",
-        "budget = min(completion_left, context_left + 1, self.max_turn_tokens",
+        "mt_grpo/rollout.py",
+        "        return min(self)\n",
+        "        return min(self.completion, self.context + 1)\n",
         "tests/test_conversation.py::test_max_model_len_bounds_every_request",
     ),
     Mutation(
@@ -954,22 +954,22 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a result leaves no room to answer",
         SCRIPT,
-        "room = min(completion_left, context_left) - self.MIN_ANSWER_TOKENS",
-        "room = min(completion_left, context_left)",
+        "most = room.tokens - self.MIN_ANSWER_TOKENS",
+        "most = room.tokens",
         "tests/test_conversation.py::test_a_long_result_is_cut_so_that_an_answer_fits",
     ),
     Mutation(
         "a full context is called a spent budget",
         SCRIPT,
-        "        full = context_left < completion_left\n",
+        "        full = room.context < room.completion\n",
         "        full = False\n",
         "tests/test_conversation.py::test_stop_reasons",
     ),
     Mutation(
         "the policy's mistake counts as the tool's",
         SCRIPT,
-        'return f"Error: {mistake}", "call", 0.0',
-        'return f"Error: {mistake}", "tool", 0.0',
+        'return ToolResult(f"Error: {mistake}", "call")',
+        'return ToolResult(f"Error: {mistake}", "tool")',
         "tests/test_conversation.py::test_the_policys_mistakes_become_observations",
     ),
     Mutation(

@@ -34,7 +34,7 @@ from mt_grpo.ranks import RunError
 from mt_grpo.recipes import read_recipe
 from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
 from mt_grpo.rollout import ToolCall
-from mt_grpo.scoring import reward_weights, run_rewards
+from mt_grpo.scoring import run_rewards, weights_of
 from mt_grpo.settings import known_keys
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
@@ -297,9 +297,9 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     for variable, value in recipe["env"].items():
         assert os.environ[variable] == str(value)
     if "wiki_search" in trainer.env.tools:
-        found, error, _ = run_async(trainer.env.call_tool(ToolCall("wiki_search", {"query": "Normans in Normandy"})))
-        assert error is None and "Normandy" in found
-        assert len(re.findall(r"^\[\d+\] ", found, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
+        result = run_async(trainer.env.call_tool(ToolCall("wiki_search", {"query": "Normans in Normandy"})))
+        assert result.error is None and "Normandy" in result.text
+        assert len(re.findall(r"^\[\d+\] ", result.text, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
 
 
 class RecordedVLLM:
@@ -1193,7 +1193,7 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there():
 
 def test_weights_given_in_python_are_finite_too():
     with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected finite numbers"):
-        reward_weights([math.nan], [len], "turn")
+        weights_of([len], [math.nan], "turn")
 
 
 @pytest.mark.parametrize("output", ["file", "file/below", "/proc/absent"])

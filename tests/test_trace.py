@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
-LIMITS = {"_room", "_context"}
+LIMITS = {"_room", "tokens"}
 LOGGING = {
     "conversation_metrics",
     "credit_metrics",
