@@ -6,7 +6,8 @@ import math
 import os
 from typing import Any
 
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig
 
@@ -100,6 +101,18 @@ def check_batch_arithmetic(args: GRPOConfig) -> None:
         )
 
 
+def check_scheduler(args: GRPOConfig) -> None:
+    """Raise `ValueError` for settings that no learning rate schedule can be made from. `Trainer` makes it late."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} do not fit lr_scheduler_type="
+            f"{str(args.lr_scheduler_type.value)!r}: {error}. Expected the arguments of that schedule in transformers."
+        ) from error
+
+
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     for key, allowed in {**CHOICES, "credit_assignment": tuple(estimators)}.items():
@@ -133,6 +146,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)
     check_save_points(args)
+    check_scheduler(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     if args.overlap_rollouts:

@@ -780,7 +780,8 @@ def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
 def test_values_at_the_edge_of_a_range_are_taken(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
     edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1.0, 0.0], "seed": 0,
-            "pad_to_multiple_of": "none", "lr_scheduler_kwargs": '{"num_cycles": 2}'}  # fmt: skip
+            "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts",
+            "lr_scheduler_kwargs": '{"num_cycles": 2}'}  # fmt: skip
     _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | edge)])
     assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
     assert args.turn_reward_weights == [-1.0, 0.0] and args.lr_scheduler_kwargs == {"num_cycles": 2}
@@ -840,6 +841,7 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
         ("chat_template_kwargs: {tokenize: true}\n", "chat_template_kwargs: 'tokenize' is set by the conversation"),
         ("chat_template_kwargs: {3: 1}\n", "chat_template_kwargs: 3 is set by the conversation, or no text"),
         ("log_level: loud\n", "log_level: 'loud' in .* is not known. Expected one of: .*debug"),
+        ("lr_scheduler_kwargs: {cycles: 2}\nlr_scheduler_type: cosine\n", "'cycles': 2} do not fit .*='cosine': "),
         ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
         ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
         ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
