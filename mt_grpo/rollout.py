@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+Message = dict[str, Any]  # with `role` and `content`, as chat templates take them
+
 
 class StopReason(StrEnum):
     """Why a conversation ended; logged as `stop/<reason>`."""
 
-    ANSWERED = "answered"  # the model closed an <answer>
+    ANSWERED = "answered"  # a turn without a call gave an answer
     NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
     MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
     MAX_TOKENS = "max_tokens"  # max_completion_length, or max_turn_tokens outside a call, is spent
     CONTEXT_LENGTH = "context_length"  # the model's context is full
+    ENVIRONMENT_STOP = "environment_stop"  # the environment said so
+    ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,27 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave, as text that the model reads."""
+    """What a call gave, as text that the model reads. A tool may return one, to give its turn a reward."""
 
     text: str
     error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
     seconds: float = 0.0
+    reward: float | None = None  # of the turn that called
+
+
+@dataclass
+class Reply:
+    """What an environment says after a turn. At most one of the first four is set.
+
+    Nothing set: the results of the turn's calls are appended; without a call the conversation ends.
+    """
+
+    messages: list[Message] | None = None  # what the model reads next, behind the results
+    continuation: str | None = None  # put behind the turn's own text, which then goes on
+    history: list[Message] | None = None  # in place of all that was said: a new record begins
+    stop: bool = False
+    reward: float | None = None  # of this turn
+    info: dict[str, Any] = field(default_factory=dict)  # for rewards and the log
 
 
 class Room(typing.NamedTuple):
@@ -58,6 +78,23 @@ class Generation:
     finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
 
 
+class Parsed(typing.NamedTuple):
+    """What a tool format reads in a turn."""
+
+    text: str  # without the token that ended the turn
+    calls: list[ToolCall] = []
+    answer: str | None = None  # of a turn without a call
+    open_thinking: bool = False  # the turn ended inside its thinking
+
+
+class Context(typing.NamedTuple):
+    """What the model reads before a turn, where the history was edited before it."""
+
+    messages: list[Message]
+    ids: list[int]  # generation prompt included
+    new_tokens: int = 0  # of them, those that max_completion_length counts
+
+
 @dataclass
 class Turn:
     """One model turn and what the environment answered."""
@@ -66,13 +103,41 @@ class Turn:
     logprobs: list[float] | None
     text: str
     finish_reason: str
-    tool_call: ToolCall | None = None
-    observation: str | None = None  # what the model gets to read, without the tags
-    observation_ids: list[int] = field(default_factory=list)  # end of turn, message, generation prompt
-    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    calls: list[ToolCall] = field(default_factory=list)
+    results: list[ToolResult] = field(default_factory=list)  # one per call that was answered, as the model reads them
+    answer: str | None = None
+    messages: list[Message] = field(default_factory=list)  # what was appended behind the turn
+    continuation: str | None = None  # the environment's text behind the turn's own, which the next turn goes on
+    observation_ids: list[int] = field(default_factory=list)  # end of turn, messages, generation prompt
+    context: Context | None = None  # None: the model read all that was before this turn
+    reward: float | None = None  # from the environment's reply
+    info: dict[str, Any] = field(default_factory=dict)  # from the environment's replies
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
+    open_thinking: bool = False
     seconds: float = 0.0  # of generation
-    tool_seconds: float = 0.0
+
+    @property
+    def tool_call(self) -> ToolCall | None:
+        """The first call."""
+        return self.calls[0] if self.calls else None
+
+    @property
+    def observation(self) -> str | None:
+        """What the model got to read after this turn: the results without their tags, else the messages."""
+        if not self.messages:
+            return None
+        said = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
+        return "\n".join(said)
+
+    @property
+    def error(self) -> str | None:
+        """The first error of its results: "call" (the policy's mistake), "tool" (it raised), "timeout"."""
+        return next((result.error for result in self.results if result.error), None)
+
+    @property
+    def tool_seconds(self) -> float:
+        """The sum over its calls."""
+        return sum(result.seconds for result in self.results)
 
 
 def result_message(observation: str) -> str:
@@ -85,6 +150,68 @@ def join(parts: typing.Iterable[list]) -> list:
     return list(itertools.chain.from_iterable(parts))
 
 
+# Lists over turns are joined in C: every step runs these over every token of the batch.
+
+
+def completion_ids(turns: list[Turn]) -> list[int]:
+    return join(part for t in turns for part in (t.token_ids, t.observation_ids))
+
+
+def turn_ids(turns: list[Turn], first: int = 0) -> list[int]:
+    parts = (([k] * len(t.token_ids), [-1] * len(t.observation_ids)) for k, t in enumerate(turns, first))
+    return join(part for pair in parts for part in pair)
+
+
+def loss_mask(turns: list[Turn]) -> list[int]:
+    return join(part for t in turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
+
+
+def logprobs(turns: list[Turn]) -> list[float] | None:
+    if any(turn.logprobs is None for turn in turns):
+        return None
+    return join(part for t in turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
+
+
+def with_turns(messages: list[Message], turns: list[Turn]) -> list[Message]:
+    """Messages, and behind them those of the turns. A turn that goes on where the last one ended is of its message."""
+    messages = list(messages)
+    for turn in turns:
+        content = turn.text + (turn.continuation or "")
+        if messages and messages[-1]["role"] == "assistant":
+            content = messages.pop()["content"] + content
+        messages += [{"role": "assistant", "content": content}, *turn.messages]
+    return messages
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one row of the loss is made of: turns that follow each other without an edit of the history.
+
+    INVARIANT: `prompt_ids + completion_ids` is what the model saw and sampled. Every turn is in one record.
+    """
+
+    prompt_ids: list[int]
+    turns: list[Turn]
+    first_turn: int = 0  # index in the rollout
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return completion_ids(self.turns)
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The turn of the rollout that sampled each token, -1 for what was only read."""
+        return turn_ids(self.turns, self.first_turn)
+
+    @property
+    def loss_mask(self) -> list[int]:
+        return loss_mask(self.turns)
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        return logprobs(self.turns)
+
+
 @dataclass
 class Rollout:
     """One conversation. All ids and masks are derived from the turns, so they cannot disagree.
@@ -93,43 +220,73 @@ class Rollout:
     ...                                   Turn([30], [-.3], "", "stop")])
     >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
     ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
+    >>> r.turns[1].context = Context([], [1, 2, 7])  # the history was edited before turn 1
+    >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
+    [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]
     """
 
-    prompt_messages: list[dict[str, str]]
+    prompt_messages: list[Message]
     prompt_ids: list[int]
     index: int = 0  # position in the whole batch: rank * B + i
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason | None = None  # None: still open
     policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
-
-    # Parts are joined in C: every step runs these over every token of the batch.
+    row: dict[str, Any] = field(default_factory=dict)  # of the dataset
+    environment: Any = None  # this conversation's own, if it has one
+    edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
+    error: BaseException | None = None  # the environment's, with stop reason `environment_error`
 
     @property
     def completion_ids(self) -> list[int]:
-        return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
+        """Of all records, one behind the other."""
+        return completion_ids(self.turns)
 
     @property
     def loss_mask(self) -> list[int]:
-        return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
+        return loss_mask(self.turns)
 
     @property
     def turn_ids(self) -> list[int]:
-        return join(
-            part for k, t in enumerate(self.turns) for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids))
-        )
+        return turn_ids(self.turns)
 
     @property
     def logprobs(self) -> list[float] | None:
-        if any(turn.logprobs is None for turn in self.turns):
-            return None
-        return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
+        return logprobs(self.turns)
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        """The completion as messages: assistant turns, and observations as the user messages that the model saw."""
-        messages = []
-        for turn in self.turns:
-            messages.append({"role": "assistant", "content": turn.text})
-            if turn.observation is not None:
-                messages.append({"role": "user", "content": result_message(turn.observation)})
-        return messages
+    def records(self) -> list[Record]:
+        """At least one. A further one begins at each turn before which the history was edited."""
+        starts = [k for k, turn in enumerate(self.turns) if turn.context is not None and k > 0]
+        bounds = [0, *starts, len(self.turns)]
+        prompts = [self.prompt_ids, *(self.turns[k].context.ids for k in starts)]
+        return [Record(ids, self.turns[a:b], a) for ids, a, b in zip(prompts, bounds, bounds[1:])]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The completion as messages: assistant turns, and what was appended behind them, as the model saw it."""
+        return with_turns([], self.turns)
+
+    @property
+    def history(self) -> list[Message]:
+        """The messages that the model reads next: all of them, or those since the history was edited."""
+        if self.edited is not None:
+            return list(self.edited.messages)
+        edits = [k for k, turn in enumerate(self.turns) if turn.context is not None]
+        first = edits[-1] if edits else 0
+        start = self.turns[first].context.messages if edits else self.prompt_messages
+        return with_turns(start, self.turns[first:])
+
+    @property
+    def history_ids(self) -> list[int]:
+        """The ids that the model reads next."""
+        if self.edited is not None:
+            return self.edited.ids
+        record = self.records[-1]
+        return record.prompt_ids + record.completion_ids
+
+    @property
+    def new_tokens(self) -> int:
+        """What max_completion_length counts: sampled tokens and what was newly read, over all records."""
+        contexts = [*(turn.context for turn in self.turns), self.edited]
+        own = sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns)
+        return own + sum(context.new_tokens for context in contexts if context is not None)
