@@ -1,6 +1,6 @@
-"""What the method in `mt_grpo_trainer.py` stands on. Nothing in here imports that script.
+"""The modules that `mt_grpo_trainer.py` imports. No module of this package imports that script.
 
-The rooms, from the ground up. A room imports only from rooms above its own line in this list (tests/test_layout.py).
+A module imports only from modules that stand above it in this list.
 
     rollout          the nouns: StopReason, ToolCall, Generation, Turn, Rollout
     tensors          rows of unequal length as tensors; statistics without NaN
