@@ -221,7 +221,7 @@ def load_tokenizer(model_args: Any, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(model_error(name, error)) from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one if files lack
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one without files
         raise ValueError(f"model_name_or_path: {name!r} has no tokenizer that reads text.")
     return tokenizer
 

@@ -48,7 +48,7 @@ class Turn:
     tool_call: ToolCall | None = None
     observation: str | None = None  # the text that the model reads, without the tags
     observation_ids: list[int] = field(default_factory=list)  # tokens of end of turn, message and generation prompt
-    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
+    error: str | None = None  # "call" (the policy's mistake), "tool" (the tool raised), "timeout"
     state_key: Any = None  # key of the state before the turn (`gigpo`); None: the whole conversation so far
     seconds: float = 0.0  # of generation
     tool_seconds: float = 0.0

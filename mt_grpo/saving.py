@@ -37,7 +37,7 @@ class SavingTrainer(GRPOTrainer):
     A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`.
     """
 
-    SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model, seconds between two
+    SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model; seconds between them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
         self._snapshot = StepEndSnapshot()
