@@ -41,7 +41,7 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
 def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
     """Chains of three or four operations on one number, without repeats. Every value is from 0 to 999.
 
-    The rule of `make_arithmetic` decides by the question which chains belong to `test`.
+    A question belongs to `test` by the rule of `make_arithmetic`.
 
     >>> make_chain(1, 16)
     [{'question': 'Start with 9, then + 6, then - 7, then * 4.', 'steps': ['15', '8', '32'], 'answer': '32'}]

@@ -16,8 +16,9 @@ CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> int:
     """The number of sampled ids that form the turn, including the token that completes `</tool>` or `</answer>`.
 
-    The first such tag ends the turn; without one all ids form it. The ids are decoded for this, so that the result is
-    the same for every backend: a server's `stop` cuts its text, but not its ids. A prefix of a sample is on-policy.
+    The first such tag ends the turn. Without a tag all ids form the turn. The tag is searched in the decoded ids, so
+    that the result is the same for every backend: a server's `stop` cuts its text, but not its ids. A prefix of a
+    sample is still on-policy.
     """
 
     def closed(length: int) -> bool:

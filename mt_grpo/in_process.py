@@ -21,11 +21,13 @@ class ServeSession:
         self.batches: queue.Queue = queue.Queue()
 
     def flush(self) -> None:
+        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits."""
         if self.waiting and len(self.waiting) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
             self.waiting = []
 
     async def converse(self, conversation: Coroutine) -> Any:
+        """Run a conversation to its end, after which no batch waits for it."""
         try:
             return await conversation
         finally:

@@ -241,6 +241,7 @@ def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
 
 
 def warn_without_state_keys(credit_assignment: str) -> None:
+    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
     logger.warning(
         f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so far, "
         "so turn 0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "

@@ -85,20 +85,24 @@ class Rollout:
 
     @property
     def completion_ids(self) -> list[int]:
+        """The ids of all turns and observations, (C,)."""
         return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
 
     @property
     def loss_mask(self) -> list[int]:
+        """1 for ids that the policy sampled, 0 for observations, (C,)."""
         return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
 
     @property
     def turn_ids(self) -> list[int]:
+        """The index of the turn that sampled an id, -1 for observations, (C,)."""
         return join(
             part for k, t in enumerate(self.turns) for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids))
         )
 
     @property
     def logprobs(self) -> list[float] | None:
+        """The logprobs of the sampled ids, 0.0 for observations, (C,); None if those of any turn are not known."""
         if any(turn.logprobs is None for turn in self.turns):
             return None
         return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))

@@ -234,7 +234,7 @@ class SavingTrainer(GRPOTrainer):
         whole = False
         try:
             with self._writing(path):
-                if self.args.should_save:  # of an older run: it marks a whole checkpoint
+                if self.args.should_save:  # of an older run: the file means that all of it is there
                     (path / "trainer_state.json").unlink(missing_ok=True)
                     if self._is_sharded:  # no rank can stop in the middle of the save
                         needed = bytes_to_save(self.model, self.args.optim, True)[1]
@@ -267,6 +267,7 @@ class SavingTrainer(GRPOTrainer):
             self._warn(f"No model card in {self.args.output_dir}: {error}.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's `save_model`. Raises `SaveError` on all ranks if any rank could not write. Collective."""
         super().save_model(output_dir, _internal_call)
         self._raise_save_errors()
 
