@@ -91,7 +91,7 @@ class ResumableTrainer(SavingTrainer):
                 counts = function() or ()
         except RunStopped as raised:
             stopped = raised.signum
-        except Exception as raised:  # the other ranks get it too: they would wait for ever
+        except Exception as raised:  # raised on all ranks below: the others would wait for ever
             error = raised
         return raise_on_all_ranks(error, what, self.state.global_step, stopped, counts)
 
@@ -101,7 +101,8 @@ class ResumableTrainer(SavingTrainer):
         Raises:
             ValueError: `resume_from_checkpoint` is no whole checkpoint.
             SaveError: The disk has no room for a checkpoint, or for a push of the weights.
-            RunError: No optimizer step was taken, or one rank failed.
+            RunError: No optimizer step was taken, a rank failed, or a signal asked the run to stop (`RunStopped`).
+            ServerError: The server failed.
         """
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._saved, step = {}, 0

@@ -116,7 +116,8 @@ async def run_tool(
         tool: The tool.
         arguments: Its arguments by name.
         timeout: Time limit of the call in seconds. The wait for a thread or a process does not count.
-        finish: Converts the result, in the tool's thread: a large result would block the event loop.
+        finish: Converts the result. It runs in the tool's thread, because a large result would block the event loop;
+            for an async tool it runs on the loop.
 
     Raises:
         ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.

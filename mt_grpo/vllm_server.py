@@ -173,7 +173,7 @@ class ServerConnection:
         return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """The server's logprobs of `token_ids[1:]`, each given all ids before it, at temperature 1, unfiltered."""
+        """The server's logprobs of `token_ids[1:]`, given all ids before each, at temperature 1, full vocabulary."""
         payload = {
             **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
             "prompt_logprobs": 0,
