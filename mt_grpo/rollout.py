@@ -1,4 +1,4 @@
-"""The nouns: what a conversation consists of, and the ids, masks and messages that derive from it."""
+"""The dataclasses of a conversation, and the ids, masks and messages that are derived from them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class StopReason(StrEnum):
 
     ANSWERED = "answered"  # the model closed an <answer>
     NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
-    MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
-    MAX_TOKENS = "max_tokens"  # max_completion_length, or max_turn_tokens outside a call, is spent
+    MAX_TURNS = "max_turns"  # the model called a tool after max_env_steps observations
+    MAX_TOKENS = "max_tokens"  # max_completion_length is used up, or max_turn_tokens outside a call
     CONTEXT_LENGTH = "context_length"  # the model's context is full
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the model asked for. `error` says why it cannot be run: the policy's mistake, which it gets to read."""
+    """A tool call of the model. `error` is the mistake for which it cannot be run; the model reads this text."""
 
     name: str | None
     arguments: dict[str, Any]
@@ -51,7 +51,7 @@ class Room(typing.NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled continuation: ids as sampled, their logprobs under the sampling distribution (None: not known)."""
+    """One sampled continuation: the ids, and their logprobs under the sampling distribution (None: not known)."""
 
     token_ids: list[int]
     logprobs: list[float] | None
@@ -60,28 +60,28 @@ class Generation:
 
 @dataclass
 class Turn:
-    """One model turn and what the environment answered."""
+    """One turn of the model, and the observation that the environment returned."""
 
     token_ids: list[int]  # as sampled, cut after the token that completes the turn
     logprobs: list[float] | None
     text: str
     finish_reason: str
     tool_call: ToolCall | None = None
-    observation: str | None = None  # what the model gets to read, without the tags
-    observation_ids: list[int] = field(default_factory=list)  # end of turn, message, generation prompt
-    error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
-    state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
+    observation: str | None = None  # the text that the model reads, without the tags
+    observation_ids: list[int] = field(default_factory=list)  # tokens of end of turn, message and generation prompt
+    error: str | None = None  # "call" (the policy's mistake), "tool" (the tool raised), "timeout"
+    state_key: Any = None  # key of the state before the turn (`gigpo`); None: the whole conversation so far
     seconds: float = 0.0  # of generation
     tool_seconds: float = 0.0
 
 
 def result_message(observation: str) -> str:
-    """The environment's message: role `user`, as in the paper."""
+    """The content of the environment's message. Its role is `user`, as in the paper."""
     return f"<result>\n{observation}\n</result>"
 
 
 def join(parts: typing.Iterable[list]) -> list:
-    """One list of them all."""
+    """The lists as one list."""
     return list(itertools.chain.from_iterable(parts))
 
 
@@ -99,27 +99,31 @@ class Rollout:
     prompt_ids: list[int]
     index: int = 0  # position in the whole batch: rank * B + i
     turns: list[Turn] = field(default_factory=list)
-    stop_reason: StopReason | None = None  # None: still open
-    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
+    stop_reason: StopReason | None = None  # None: the conversation still runs
+    policy_version: int = 0  # number of weight changes (optimizer steps, loads) before its first turn
 
-    # Parts are joined in C: every step runs these over every token of the batch.
+    # `join` runs in C. These properties must be fast: every step reads them for every token of the batch.
 
     @property
     def completion_ids(self) -> list[int]:
+        """The ids of all turns and observations, (C,)."""
         return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
 
     @property
     def loss_mask(self) -> list[int]:
+        """1 for ids that the policy sampled, 0 for observations, (C,)."""
         return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
 
     @property
     def turn_ids(self) -> list[int]:
+        """The index of the turn that sampled an id, -1 for observations, (C,)."""
         return join(
             part for k, t in enumerate(self.turns) for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids))
         )
 
     @property
     def logprobs(self) -> list[float] | None:
+        """The logprobs of the sampled ids, 0.0 for observations, (C,); None if those of any turn are not known."""
         if any(turn.logprobs is None for turn in self.turns):
             return None
         return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
