@@ -1,40 +1,40 @@
-"""What the method in `mt_grpo_trainer.py` stands on. Nothing in here imports that script.
+"""The modules that `mt_grpo_trainer.py` imports. No module of this package imports that script.
 
-The rooms, from the ground up. A room imports only from rooms above its own line in this list (tests/test_layout.py).
+A module imports only from modules that stand above it in this list.
 
-    rollout          the nouns: StopReason, ToolCall, Generation, Turn, Rollout
+    rollout          dataclasses of a conversation: StopReason, ToolCall, Generation, Turn, Rollout
     tensors          rows of unequal length as tensors; statistics without NaN
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
-    output           the output directory of one run; streams that outlive their readers
+    output           the lock of a run's output directory; streams that work on after their reader has ended
     json_types       which values from JSON or YAML fit a type hint
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
-    tool_threads     running a tool within its time: event loop, threads
-    tool_processes   tools in processes of their own
+    tool_threads     running a tool within its time limit: event loop, threads
+    tool_processes   tools in processes
     formats          how a model writes calls and answers
-    control_tokens   text that can neither open nor close a turn
+    control_tokens   control tokens broken in text from tools and data
     tools            a function as a tool: description, argument check
-    sampling         what a request may say about sampling
-    server_errors    what can be wrong with a server's address and answers
+    sampling         the sampling parameters of a request
+    server_errors    errors of a server; checks of its address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version
-    weight_transfer  the way of weights to the server: disk, NCCL
-    in_process       TRL's own generation behind the backend protocol
-    ranks            how ranks stop together
-    weights          the walk over the policy's parameters
-    weight_sync      push, proof, restart
-    prefetch         conversations on their way; the next batch's ahead of its time
+    weight_transfer  transfer of weights to the server: disk, NCCL
+    in_process       backend that generates in this process, with TRL's own generation
+    ranks            errors of one rank raised on all ranks
+    weights          iteration over the policy's parameters
+    weight_sync      push, check, push again after a restart
+    prefetch         running conversations; the next batch, started early
     scoring          running reward functions, and checking what they return
     run_log          metrics of rollouts and credit; the rollout log
-    checkpoints      which folders are whole checkpoints
-    run_record       what decides the numbers of a run
-    snapshots        the moment from which a run can be resumed
-    disk_room        whether what a run saves has room
+    checkpoints      whether a folder is a whole checkpoint
+    run_record       what determines the results of a run
+    snapshots        the state at the end of a step, for a resumed run
+    disk_room        whether the disk has room for what a run saves
     saving           checkpoints and the trained model on disks that may be full
-    resume           signals, ranks that stop together, going on
-    refusals         what is refused before a model is loaded, and why
-    data             rows
+    resume           stop on a signal or an error, save, continue
+    refusals         settings that are refused before a model is loaded
+    data             training and test rows
     preflight        checks that need model, data or server
-    recipes          YAML and command line to checked dataclasses
+    recipes          YAML and command line into checked dataclasses
     plugins          files loaded by path
 """

@@ -1,4 +1,4 @@
-"""Which folders are whole checkpoints, and from which one a run goes on."""
+"""Whether a folder is a whole checkpoint, and from which checkpoint a run resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_grpo.settings import absolute
 logger = logging.getLogger(__name__)
 
 
-# What a checkpoint has besides the model: of Trainer, of FSDP, of DeepSpeed. With `save_only_model` it has none of it.
+# Files that Trainer, FSDP or DeepSpeed save besides the model. A checkpoint of `save_only_model` has none of them.
 STATE_FILES = ("optimizer*", "scheduler.pt", "rng_state*.pth", "latest")
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "adapter_model.*",
                "pytorch_model_fsdp*", "*/adapter_model.*")  # fmt: skip
@@ -21,11 +21,15 @@ RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that 
 
 
 def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
-    """The folder that `resume_from_checkpoint` names; `last` or `true` is the newest whole one of `output_dir`."""
+    """The folder that `resume_from_checkpoint` means; None if the setting is empty.
+
+    `last` or `true` means the newest checkpoint of `output_dir`. Raises `ValueError` where the folder is no whole
+    checkpoint, or holds only a model.
+    """
     if not wanted:
         return None
-    # Written last, so a checkpoint without it was cut off. The newest, not the last by number: that may be of an older
-    # run that went on for longer in the same folder.
+    # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
+    # used, not the one of the highest step: an older run in the same folder may have made more steps.
     whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
     whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
@@ -55,10 +59,10 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
 
 
 def checkpoint_damage(folder: Path) -> str | None:
-    """The part of a checkpoint that is missing or torn, and what is wrong with it; None for a whole one.
+    """The first file of a checkpoint that is missing or damaged, with its problem, as text; None if there is none.
 
-    Reads the heads of the files only. Knows the forms of `Trainer`, LoRA, FSDP (folders of `.distcp` files, or
-    `.bin`) and DeepSpeed (a folder that `latest` names, with the model, the optimizer and its scheduler).
+    Only headers and sizes of files are read. The known layouts are those of `Trainer`, LoRA, FSDP (folders of
+    `.distcp` files, or `.bin`) and DeepSpeed (`latest` names a folder with model, optimizer and scheduler).
     """
     record = read_json(folder / RUN_RECORD) or {}
     if not isinstance((read_json(folder / "trainer_state.json") or {}).get("global_step"), int):
@@ -83,7 +87,7 @@ def checkpoint_damage(folder: Path) -> str | None:
         expected += sorted(set(shards.values()))
     numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rng_state_*.pth")]
     world_size = record.get("world_size") or max(numbers, default=0) + 1
-    if not record.get("save_on_each_node"):  # else the other nodes have theirs
+    if not record.get("save_on_each_node"):  # otherwise other nodes hold the files of their ranks
         alone = world_size == 1 and not numbers
         expected += ["rng_state.pth"] if alone else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
@@ -99,7 +103,7 @@ def checkpoint_damage(folder: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict | None:
-    """The object in a JSON file; None for a file that is missing, torn, or holds something else."""
+    """The object in a JSON file; None if the file is missing, is not valid JSON, or holds no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -108,7 +112,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def file_damage(path: Path) -> str | None:
-    """What is wrong with a file of weights or states, as far as its head and its length tell; else None."""
+    """The problem of a file of weights or states, found by its header and its size; None if no problem is found."""
     fsdp = path.name == ".metadata" or path.suffix == ".distcp"
     if path.name == "training_args.bin" or not (fsdp or path.suffix in (".safetensors", ".bin", ".pt", ".pth")):
         return None
@@ -127,7 +131,7 @@ def file_damage(path: Path) -> str | None:
     if fsdp:
         return None
     with open(path, "rb") as file:
-        is_pickle = file.read(1) == b"\x80"  # as torch wrote it before it wrote zip files
+        is_pickle = file.read(1) == b"\x80"  # torch's format before its zip format
     try:
         if not is_pickle:
             zipfile.ZipFile(path).close()

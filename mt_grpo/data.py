@@ -29,7 +29,7 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
         signs = [rng.choice("+-*") for _ in numbers[1:]]
         expression = str(numbers[0]) + "".join(f" {s} {n}" for s, n in zip(signs, numbers[1:], strict=True))
         if (zlib.crc32(expression.encode()) % 10 == 0) == (split == "test"):
-            total, term = 0, numbers[0]  # products first
+            total, term = 0, numbers[0]  # `term`: a product that is not yet added
             for sign, number in zip(signs, numbers[1:], strict=True):
                 total, term = (
                     (total, term * number) if sign == "*" else (total + term, {"+": 1, "-": -1}[sign] * number)
@@ -39,7 +39,9 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
 
 
 def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
-    """Chains of three or four operations on one number, each value from 0 to 999, without repeats; split as above.
+    """Chains of three or four operations on one number, without repeats. Every value is from 0 to 999.
+
+    A question belongs to `test` by the rule of `make_arithmetic`.
 
     >>> make_chain(1, 16)
     [{'question': 'Start with 9, then + 6, then - 7, then * 4.', 'steps': ['15', '8', '32'], 'answer': '32'}]
@@ -74,7 +76,7 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 def plain_content(content: Any, where: str) -> Any:
-    """A message's content as text where it is a list of text parts. Raises `ValueError` for an image or the like."""
+    """A message's content. A list of text parts becomes one text; other parts, as images, raise `ValueError`."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -86,7 +88,9 @@ def plain_content(content: Any, where: str) -> Any:
 
 
 def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """One training row from TriviaQA's schema, GSM8K's, a plain question and answer, or ready messages.
+    """One training row from a row of TriviaQA, of GSM8K, with a plain question and answer, or with a prompt.
+
+    Raises `ValueError` for a row of any other form; `where` names the row in the message.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
     '4'
@@ -126,7 +130,7 @@ def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     return {**row, "prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
 
 
-MOST_GENERATED = 1_000_000  # rows: there are not many more without repeats
+MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
 GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
@@ -140,12 +144,12 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
     Args:
         name: `arithmetic` or `chain` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a
             folder with `<split>.jsonl`.
-        split: `train`, `test`, or what the dataset calls it.
-        size: The first so many rows. None: all (4,096 generated ones).
-        config: The Hub dataset's configuration; None: the one of the table above.
+        split: `train`, `test`, or another name of a split of the dataset.
+        size: How many rows to take from the start. None: all (4,096 of a generated dataset).
+        config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
 
     Raises:
-        ValueError: no such file, a line that is not JSON, missing columns.
+        ValueError: The dataset does not exist or is empty, a line is not JSON, or a column is missing.
     """
     hub = False
     if name in GENERATED_DATASETS:
@@ -172,7 +176,10 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
 
 
 def load_splits(script_args: Any, eval_strategy: str) -> tuple[Dataset, Dataset | None]:
-    """(training rows, test rows) that a recipe names; None for the second where nothing is evaluated."""
+    """(training rows, test rows) of a recipe. The test rows are None if `eval_strategy` is `no`.
+
+    Raises `ValueError` as `load_rows` does.
+    """
     name, config = script_args.dataset_name, script_args.dataset_config
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, config)
     if eval_strategy != "no":
@@ -183,12 +190,12 @@ def load_splits(script_args: Any, eval_strategy: str) -> tuple[Dataset, Dataset 
 
 
 def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:
-    """Rows of a dataset of the Hub. Raises `ValueError` with the dataset's name for whatever goes wrong."""
+    """Rows of a dataset on the Hub. Raises `ValueError` with the dataset's name for every failure."""
     hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
     split = test_split if split == "test" else split
     try:
         rows = load_dataset(hub_name, config or hub_config, split=split)
-    except Exception as error:  # the network's, the Hub's and the files' errors have no common class
+    except Exception as error:  # network, Hub and file errors have no common class
         known = [] if name in HUB_DATASETS else [*GENERATED_DATASETS, *HUB_DATASETS]
         near = difflib.get_close_matches(name, known, n=1)
         raise ValueError(
@@ -196,14 +203,14 @@ def load_from_hub(name: str, split: str, size: int | None, config: str | None) -
             f"loaded from the Hub: {type(error).__name__}: {' '.join(str(error).split())}."
             + (f" Did you mean {near[0]!r}?" if near else "")
         ) from error
-    if name in HUB_DATASETS:  # without TriviaQA's articles, which are most of its size
+    if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
         rows = rows.select_columns(["question", "answer"])
     return rows.select(range(min(size, len(rows)))) if size else rows
 
 
 def to_dataset(rows: list[dict[str, Any]], name: str) -> Dataset:
-    """The rows as a dataset, None where a row lacks a column of another. Raises `ValueError` for mixed types."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))  # `from_list` takes those of the first row
+    """The rows as a `Dataset`; a missing value becomes None. Raises `ValueError` for a column of mixed types."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))  # `from_list` reads only the first row's
     try:
         return Dataset.from_list([{key: row.get(key) for key in columns} for row in rows])
     except (ValueError, TypeError, OverflowError) as error:
@@ -219,6 +226,7 @@ def to_dataset(rows: list[dict[str, Any]], name: str) -> Dataset:
 
 
 def read_jsonl(path: Path, size: int | None) -> list[dict[str, Any]]:
+    """The first `size` objects of a file of JSON lines (None: all). Raises `ValueError` with the line's number."""
     if not path.is_file():
         raise ValueError(f"dataset_name: {str(path)!r} is not a file. Expected JSON lines with question and answer.")
     rows, number = [], 0

@@ -1,4 +1,4 @@
-"""Whether what a run saves has room."""
+"""Whether the disk has room for what a run saves."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ logger = logging.getLogger(__name__)
 
 
 def bytes_to_save(model: Any, optim: OptimizerNames, sharded: bool) -> tuple[int, int]:
-    """(the trained model, a whole checkpoint) in bytes, from the parameters. Of a LoRA only the adapter is saved.
+    """(bytes of the trained model, bytes of one checkpoint), computed from the parameters.
 
-    Sharded checkpoints (FSDP, DeepSpeed) hold the weights twice, and the optimizer's state in float32.
+    With LoRA only the adapter is saved. A sharded checkpoint (FSDP, DeepSpeed) holds the weights twice, and the
+    optimizer's state in float32.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_peft_model(model) else model.parameters()
     weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in saved)
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     size = 4 if sharded else 1 if "8bit" in optim.value else max((p.element_size() for p in trained), default=0)
-    moments = 2 if "adam" in optim.value else 0  # of the others, which keep less, nothing is counted
+    moments = 2 if "adam" in optim.value else 0  # others keep less state, which is not counted
     return weights, weights * (2 if sharded else 1) + numbers * (moments + sharded) * size
 
 
 def check_room(folder: str, least: int, planned: int, what: str, key: str) -> None:
-    """Raise `ValueError` where `least` bytes have no room in a directory; warn where `planned` have none."""
+    """Raise `ValueError` if a directory has no room for `least` bytes and 5 % more; warn if it has none for `planned`.
+
+    A directory that cannot be written raises `ValueError` too. For the message: `what` is saved there, and `key` is
+    the setting that names the directory.
+    """
     gib = 2.0**30
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -38,7 +43,7 @@ def check_room(folder: str, least: int, planned: int, what: str, key: str) -> No
     except OSError as error:
         raise ValueError(f"{key}={folder!r} cannot be written: {error}. Set {key} to a writable directory.") from None
     found = f"{key}={folder!r} has {usage.free / gib:.3f} GiB free"
-    if usage.total and usage.free < 1.05 * least:  # some network file systems say 0 of 0
+    if usage.total and usage.free < 1.05 * least:  # some network file systems report a size of 0
         raise ValueError(f"{found}; {what} needs {1.05 * least / gib:.3f} GiB. Make room there, or set another {key}.")
     if usage.total and usage.free < 1.05 * planned:
         logger.warning(

@@ -1,4 +1,4 @@
-"""One event loop in a background thread, so that synchronous calls also work inside a notebook's running loop."""
+"""An event loop in a background thread, and functions that run coroutines on it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 @functools.cache
 def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
-    """One event loop in a daemon thread, so that synchronous calls also work in a notebook's running loop."""
+    """The event loop of a daemon thread of this name. The first call starts the thread.
+
+    A synchronous function can wait for this loop even in a notebook, whose own loop is already running.
+    """
     loop = asyncio.new_event_loop()
 
     def run() -> None:
         while True:
             try:
                 return loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):  # of a task that an async tool has started: it gets it as well
+            except (SystemExit, KeyboardInterrupt):  # a task of an async tool raised it: the loop must go on
                 pass
 
     threading.Thread(target=run, name=thread, daemon=True).start()
@@ -31,14 +34,16 @@ def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
 
 
 def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
-    """Run a coroutine on the background loop; returns at once."""
+    """Start a coroutine on the background loop; returns at once."""
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
 def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
-    """Run a coroutine on the background loop and wait for its result; cancels it when the wait is interrupted.
+    """Run a coroutine on the background loop and wait for its result. An interrupted wait cancels the coroutine.
 
-    Raises `concurrent.futures.TimeoutError` after `timeout` seconds, also where the loop itself is blocked.
+    Raises:
+        concurrent.futures.TimeoutError: There is no result after `timeout` seconds. A blocked loop raises it too.
+        RuntimeError: The caller runs on the background loop itself, so the wait would never end.
     """
     if threading.current_thread().name == LOOP_THREAD:
         coroutine.close()
@@ -54,7 +59,7 @@ def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
 
 
 async def gather_all(coroutines: list[Awaitable]) -> list:
-    """Like `asyncio.gather`, but the first error cancels the rest instead of leaving them running."""
+    """Like `asyncio.gather`, but the first error cancels the other coroutines, so that none keeps running."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -64,21 +69,27 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
 
 
 def allow_many_open_files(wanted: int = 65_535) -> None:
-    """Raise this process's soft limit, often 1,024: a conversation has a connection, a tool's process two pipes."""
+    """Raise this process's soft limit of open files, which is often 1,024.
+
+    Every open conversation needs a connection, and every tool process needs two pipes.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # as far as the machine lets us
+        with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
-    """Run what closes something on the loop that it belongs to, whatever that loop is doing."""
+    """Run `closing`, which closes a resource, on the event loop that the resource belongs to.
+
+    A running loop gets `closing`, and its end is not waited for. For a closed loop the background loop runs it.
+    """
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(closing, loop)
     elif loop.is_closed():
         run_async(closing, timeout)
-    else:  # in a thread, since this one may run another loop
+    else:  # in a new thread, because this thread may run another loop
         thread = threading.Thread(target=loop.run_until_complete, args=(closing,), daemon=True)
         thread.start()
         thread.join(timeout)

@@ -14,23 +14,24 @@ CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> int:
-    """How many of the sampled ids make the turn: up to the token that completes the first `</tool>` or `</answer>`.
+    """The number of sampled ids that form the turn, including the token that completes `</tool>` or `</answer>`.
 
-    Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids. A
-    prefix of a sample is still on-policy.
+    The first such tag ends the turn. Without a tag all ids form the turn. The tag is searched in the decoded ids, so
+    that the result is the same for every backend: a server's `stop` cuts its text, but not its ids. A prefix of a
+    sample is still on-policy.
     """
 
     def closed(length: int) -> bool:
         text = tokenizer.decode(token_ids[:length])
         return any(tag in text for tag in CLOSING_TAGS)
 
-    if not closed(len(token_ids)) or not closed(len(token_ids) - 1):  # the second where a server's `stop` ended it
+    if not closed(len(token_ids)) or not closed(len(token_ids) - 1):  # no tag, or the last id completes it
         return len(token_ids)
     return 1 + bisect.bisect_left(range(1, len(token_ids) + 1), True, key=closed)
 
 
 def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
-    """(tool call or None, answered) of one turn's text. The tag that closes first counts.
+    """(tool call or None, whether the turn is an answer) of one turn's text. The first closing tag decides.
 
     >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
     (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
@@ -40,7 +41,7 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
     'the call is not closed by </tool>'
     """
     end = min((text.find(tag) for tag in CLOSING_TAGS if tag in text), default=len(text))
-    # Tags that the model only mentions while it thinks open nothing.
+    # Tags in the model's reasoning are not read: the model may only mention them there.
     start = max(
         (text.rfind(tag, 0, end) + len(tag) for tag in ("</think>", "</reasoning>") if tag in text[:end]), default=0
     )
@@ -56,7 +57,10 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
 
 
 def parse_call(body: str) -> ToolCall:
-    """The JSON between the tool tags. The error texts are read by the policy: short, and they say how to mend it."""
+    """The tool call from the JSON between the tool tags.
+
+    The policy reads the error texts. So they are short and say how to correct the call.
+    """
     try:
         call = json.loads(body)
     except json.JSONDecodeError as error:
@@ -78,17 +82,17 @@ def parse_call(body: str) -> ToolCall:
 
 
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
+    """`text` cut to at most `limit` tokens, a visible marker included. None if no text fits beside the marker."""
     if limit <= 0:
         return None
-    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
+    shortened = text[: 64 * limit]  # the tokenizer need not read megabytes that are cut off anyway
     ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
     if len(ids) <= limit and shortened == text:
         return text
     marker = "... [cut]"
     room = limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
     while room > 0:
-        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
+        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # no incomplete character
         if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
             return cut
         room -= 1

@@ -1,4 +1,4 @@
-"""TRL's own generation (transformers, continuous batching, colocated vLLM) behind the backend protocol."""
+"""The backend that generates in this process, with TRL's own generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_grpo.rollout import Generation
 
 
 class ServeSession:
-    """The requests of one `InProcessBackend.serve`: a batch is due when every open conversation waits."""
+    """The requests of one call of `InProcessBackend.serve`. A batch is generated when all open conversations wait."""
 
     def __init__(self, num_conversations: int):
         self.open = num_conversations
@@ -21,11 +21,13 @@ class ServeSession:
         self.batches: queue.Queue = queue.Queue()
 
     def flush(self) -> None:
+        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits."""
         if self.waiting and len(self.waiting) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
             self.waiting = []
 
     async def converse(self, conversation: Coroutine) -> Any:
+        """Run a conversation to its end, after which no batch waits for it."""
         try:
             return await conversation
         finally:
@@ -34,7 +36,7 @@ class ServeSession:
 
 
 class ServedByCaller(concurrent.futures.Future):
-    """A future that does its work in the thread that asks for the result, where collectives are allowed."""
+    """A future whose work runs in the thread that calls `result`, because collectives are allowed there."""
 
     def __init__(self, serve: Callable[[], list]):
         super().__init__()
@@ -50,17 +52,18 @@ class ServedByCaller(concurrent.futures.Future):
 
 
 class InProcessBackend:
-    """TRL's own generation (transformers, continuous batching, colocated vLLM) behind the same protocol.
+    """A backend on TRL's own generation (transformers, continuous batching, colocated vLLM).
 
-    Requests that wait at the moment form one batch: as soon as every open conversation waits, the batch goes out in
-    rollout order, so that samples do not depend on how long a tool took. `serve` runs the batches in the calling
-    thread, where collectives are allowed.
+    A batch is generated as soon as all open conversations wait for tokens. Its requests are in rollout order, so that
+    samples do not depend on how long a tool took. `serve` generates in the calling thread, where collectives are
+    allowed.
 
     Args:
         generate_batch: `(prompt_ids, max_tokens) -> (token_ids, logprobs or None)`, lists per request.
         is_end: Whether a token id ends a turn.
-        any_rank: Whether a flag is set on any rank. Given where generation is a collective call (ZeRO-3, FSDP, tensor
-            parallel): then every rank calls in every round, with a dummy prompt once it has none.
+        any_rank: Returns whether a flag is set on any rank. None unless generation is a collective call (ZeRO-3, FSDP,
+            tensor parallel). In that case every rank generates in every round; a rank without requests uses a dummy
+            prompt.
     """
 
     def __init__(
@@ -72,24 +75,24 @@ class InProcessBackend:
         self._generate_batch = generate_batch
         self._is_end = is_end
         self._any_rank = any_rank
-        self.collective = any_rank is not None  # then no rank may leave while others generate
+        self.collective = any_rank is not None  # if true, no rank may stop while other ranks generate
         self._session: ServeSession | None = None
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """One request; `sampling_params` are the trainer's for all of them and already known to the backend."""
+        """Sample one continuation. `sampling_params` is not read: the backend already has the trainer's."""
         future = asyncio.get_running_loop().create_future()
         self._session.waiting.append((index, prompt_ids, max_tokens, future))
         self._session.flush()
         return await future
 
     def start_conversations(self, conversations: list[Coroutine], version: str | None = None) -> ServedByCaller:
-        """The conversations as a future. They run where its result is asked for."""
+        """A future of the conversations' results. They run in the thread that calls its `result`."""
         return ServedByCaller(lambda: self.serve(conversations))
 
     def serve(self, conversations: list[Coroutine]) -> list:
-        """Run the conversations to their ends; returns their results in order. Raises the first error."""
+        """Run all conversations to their end and return their results in order. Raises the first error."""
         session = self._session = ServeSession(len(conversations))
         running = start_in_background(gather_all([session.converse(c) for c in conversations]))
         running.add_done_callback(lambda _: session.batches.put(None))
@@ -99,14 +102,14 @@ class InProcessBackend:
                 batch = session.batches.get() if batch is not None else None
                 if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
                     return running.result()
-                generations = self._run(batch or [(0, [0], 1, None)])  # a dummy: others of a collective still generate
+                generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
                 if batch:
                     background_loop().call_soon_threadsafe(self._deliver, batch, generations)
         finally:
             running.cancel()
 
     def _run(self, batch: list[tuple]) -> list[Generation]:
-        # TRL's backends take one length for a batch: the largest budget, and each sample is cut to its own.
+        # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then cut to its own limit.
         token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
         generations = []
         for i, (_, _, max_tokens, _) in enumerate(batch):

@@ -1,4 +1,4 @@
-"""Which values from JSON or YAML fit a type hint, and how to say what does not."""
+"""Whether a value from JSON or YAML fits a type hint, and which part of it does not."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TYPES_THAT_WORK = "str, int, float, bool, list[...], dict[str, ...], Literal[...
 
 
 def without_name(expected: Any) -> Any:
-    """The type that a `NewType` is of."""
+    """The type beneath a `NewType`. Any other type is returned as it is."""
     while hasattr(expected, "__supertype__"):
         expected = expected.__supertype__
     return expected
 
 
 def type_name(expected: Any) -> str:
-    """A type as one writes it: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`."""
+    """A type as source code writes it: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`."""
     if isinstance(expected, type) and typing.get_origin(expected) is None:
         return expected.__name__
     return str(expected).replace("typing.", "")
 
 
 def takes_json(expected: Any) -> bool:
-    """Whether a value that was read from JSON can ever be of this annotated type.
+    """Whether a value from JSON can be of this annotated type. In a union the option None does not count.
 
     >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, bytes | str)]
     [True, True, True, True]
@@ -50,7 +50,7 @@ def takes_json(expected: Any) -> bool:
 
 
 def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
-    """Whether a value is of an annotated type. `1e-6`, a string to YAML, counts there as a float.
+    """Whether a value is of an annotated type. With `from_yaml`, text such as `1e-6` is a float: YAML reads a string.
 
     >>> fits_type(7.5, int), fits_type(7, float), fits_type("1e-6", float, from_yaml=True), fits_type(None, int | None)
     (False, True, True, True)
@@ -77,11 +77,11 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
         return isinstance(value, (str, expected))
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
-    return True  # classes of settings: the dataclass itself converts and refuses them
+    return True  # any other class: the dataclass of the settings checks the value itself
 
 
 def misfit(value: Any, expected: Any, where: str = "") -> tuple[Any, str] | None:
-    """The part of an argument that is not of its type, and where it stands; None if all of it is.
+    """(the part of an argument that does not fit its type, the path to this part); None if the argument fits.
 
     >>> misfit([1, "2"], list[int]), misfit({"a": {"b": 1}}, dict[str, dict[str, str]]), misfit([1], list[int] | None)
     (('2', '[1]'), (1, "['a']['b']"), None)
@@ -90,7 +90,7 @@ def misfit(value: Any, expected: Any, where: str = "") -> tuple[Any, str] | None
     origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         misfits = [misfit(value, option, where) for option in options]
-        # The option that fits best is the one that is wrong only further inside.
+        # The option with the longest path fits best: its misfit is the deepest.
         return None if None in misfits else max(misfits, key=lambda wrong: len(wrong[1]))
     if origin in LISTS and isinstance(value, list):
         parts = enumerate(value) if options else ()

@@ -1,4 +1,4 @@
-"""Lock files in places where others may write."""
+"""Lock files in directories where other users may write."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def open_lock(path: Path, flags: int = os.O_RDWR) -> typing.TextIO:
-    """A lock file in a place where others may write: no link is followed, and nothing is waited for.
+    """Open a lock file in a directory where other users may write. No link is followed, and the call never waits.
 
-    Raises `OSError` for all that is no ordinary file of this user, or of the folder's owner.
+    Raises `OSError` unless it is an ordinary file that belongs to this user or to the owner of the directory.
     """
-    # A FIFO that is opened without O_NONBLOCK waits for its other end.
+    # Without O_NONBLOCK the call would wait if the file is a FIFO.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), path.parent.lstat().st_uid):

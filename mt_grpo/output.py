@@ -1,4 +1,4 @@
-"""The output directory, which belongs to one run, and output streams that outlive their readers."""
+"""The lock of a run's output directory, and output streams that work on after their reader has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def output_lock(path: str) -> Iterator[None]:
-    """Hold the output directory for this run. Raises `ValueError` where another run writes there; rank 0 decides."""
+    """Lock the output directory for this run; only rank 0 takes the lock.
+
+    Raises `ValueError` if another run holds the lock, or if the directory cannot be written.
+    """
     if int(os.environ.get("RANK", 0)):
         yield
         return
@@ -48,9 +51,9 @@ def output_lock(path: str) -> Iterator[None]:
 
 
 class LastingOutput(io.FileIO):
-    """Standard output or error for the whole run: where its reader has gone, what is written goes to /dev/null.
+    """Standard output or error that never ends the run: once its reader has ended, the output goes to /dev/null.
 
-    Without it the first line after `| head` has ended, or after a terminal was closed, would end the run.
+    Otherwise the run would end at its first line after `| head` has ended, or after the terminal was closed.
     """
 
     def write(self, data: Any) -> int | None:
@@ -58,19 +61,19 @@ class LastingOutput(io.FileIO):
             return super().write(data)
         except OSError as error:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # for threads and processes too
+            os.dup2(null, self.fileno())  # so that threads and child processes use it too
             os.close(null)
             name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
-            with suppress(OSError):  # past the other one's buffer: it may be what is being written
+            with suppress(OSError):  # not through its buffer, which may be in the middle of a write
                 os.write(other, f"{name} cannot be written to any more ({error}): training goes on.\n".encode())
             return super().write(data)
 
 
 def keep_output_open() -> None:
-    """Have no closed pipe end the run. Streams that are not the process's own, as in a notebook, stay as they are."""
+    """Let the run survive a closed pipe. Streams that another program has replaced, as a notebook does, are kept."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed before the start
+        if stream is None:  # it was closed before the process started
             setattr(sys, name, open(os.devnull, "w"))
         elif stream is getattr(sys, f"__{name}__") and not isinstance(stream.buffer, LastingOutput):
             with suppress(OSError):

@@ -21,7 +21,10 @@ from mt_grpo.tools import check_tool
 
 
 def load_lists(path: str, key: str, names: list[str]) -> list[list]:
-    """Import a file by path and return the lists with these names (missing ones empty, all missing an error)."""
+    """Import a file and return its lists of these names; a missing list is empty.
+
+    Raises `ValueError` with the recipe key if all of them are missing, or if the file cannot be imported.
+    """
     if not Path(path).is_file():
         raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
     module = import_file(path, key)
@@ -35,7 +38,7 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
 
 
 def import_file(path: str, key: str) -> types.ModuleType:
-    """A recipe's file as a module, imported anew. Raises `ValueError` with the key where it fails."""
+    """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if the import fails."""
     if not path.endswith(".py"):
         raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
@@ -58,7 +61,7 @@ def load_class(reference: str | None, key: str, base: type) -> type:
     path = absolute(path)
     if not path or not Path(path).is_file():
         raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
-    known = sys.modules.get(module_name(path, "tools_script"))  # a class beside its tools shares their globals
+    known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
     found = getattr(known or import_file(path, key), name, None)
     if not isinstance(found, type) or not issubclass(found, base):
         raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a subclass of {base.__name__}.")
@@ -66,12 +69,15 @@ def load_class(reference: str | None, key: str, base: type) -> type:
 
 
 def module_name(path: str, key: str) -> str:
-    """Under which a recipe's file is imported: its own, so that two files of one name do not meet."""
+    """The module name of a recipe's file. It contains a hash of the path, so that two `tools.py` do not collide."""
     return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
 
 
 def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
-    """`STATE_KEY` of a tools file, if it has one: from the turns so far to what names the state (`gigpo`)."""
+    """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
+
+    The function takes the turns so far and returns the key of the current state, for `gigpo`.
+    """
     if module_name(path, "tools_script") not in sys.modules:
         load_tools(path)
     state_key = getattr(sys.modules[module_name(path, "tools_script")], "STATE_KEY", None)
@@ -81,11 +87,12 @@ def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
 
 
 def load_tools(path: str, isolate: bool = False) -> list[Callable]:
-    """The `TOOL_FUNCTIONS` of a file, each checked; with `isolate` they run in processes. Raises `ValueError`.
+    """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
 
-    A file may define `CHECK_TOOLS`, a function that raises where its tools cannot work: no data, no server.
+    A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
+    Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
     """
-    path = absolute(path)  # processes import it too, later
+    path = absolute(path)  # tool processes import the file later
     (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
     if not tools:
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")

@@ -1,4 +1,4 @@
-"""Conversations on their way, and a look at the batches to come."""
+"""A batch of running conversations, and an iterator that can return a later batch early."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mt_grpo.rollout import Rollout
 
 
 class RolloutBatch:
-    """This rank's conversations on their way, all from the same weights.
+    """The running conversations of this rank, all sampled from the same weights.
 
     Args:
         conversations: One coroutine per rollout.
-        llm: The backend. One with `start_conversations` starts them itself: `VLLMServerClient` watches the version of
-            the weights meanwhile, `InProcessBackend` generates in the thread that waits.
-        version: The weights' version that the server must hold throughout.
+        llm: The backend. If it has `start_conversations`, it starts the conversations itself: `VLLMServerClient`
+            checks the version of the weights meanwhile, `InProcessBackend` generates in the thread that waits.
+        version: The version of the weights that the server must hold from start to end.
 
     Attributes:
-        prompts: That it was started with, ahead of their time; None otherwise.
-        seconds: From the start to the end of the last conversation.
+        prompts: The prompts of a batch that was started before its step. None for any other batch.
+        seconds: Time from the start to the end of the last conversation.
     """
 
     def __init__(self, conversations: list[Coroutine], llm: Any, version: str | None):
@@ -43,20 +43,23 @@ class RolloutBatch:
         self._ended.set()
 
     def wait(self) -> list[Rollout | None]:
-        """The rollouts in order, None in place of each that cannot be proven to come from the version's weights.
+        """Wait for the rollouts and return them in order, None for each that is not proven to come from `version`.
 
-        In the thread that may start collectives. Raises what a conversation raised.
+        Call it in the thread that may run collectives. Raises the first error of a conversation.
         """
         try:
             rollouts = self._future.result()
-            self._ended.wait()  # callbacks run behind the result
+            self._ended.wait()  # `result` may return before `_note_end` has run
             return rollouts
         except BaseException:
             self.cancel()
             raise
 
     def wait_until_over(self) -> None:
-        """Until no conversation is open, whatever became of them: `wait` tells."""
+        """Wait until no conversation is open. Raises no error of a conversation: `wait` does.
+
+        Returns at once with `InProcessBackend`, which generates only in `wait`.
+        """
         if not isinstance(self._future, ServedByCaller):
             concurrent.futures.wait([self._future])
 
@@ -65,7 +68,9 @@ class RolloutBatch:
 
 
 class LookAhead:
-    """An epoch's batches for `Trainer`, of which the ones to come can be seen before they are handed out.
+    """An iterator over an epoch's batches for `Trainer`, which can also return the next batch of rollouts early.
+
+    `every` is the number of forward passes per batch of rollouts. Each pass takes one item of `batches`.
 
     >>> epoch = LookAhead(iter("aabbcc"), every=2)  # a batch of rollouts lasts two forward passes
     >>> next(epoch), epoch.next_rollouts(), next(epoch), next(epoch), epoch.next_rollouts(), next(epoch)
@@ -88,7 +93,7 @@ class LookAhead:
         return batch
 
     def next_rollouts(self) -> Any | None:
-        """To be called once per batch of rollouts: the inputs of the next one, None at the epoch's end."""
+        """The inputs of the next batch of rollouts; None at the epoch's end. Call it once per batch of rollouts."""
         self._rollouts += 1
         place = self._rollouts * self._every - self._taken
         while len(self._ahead) <= place:

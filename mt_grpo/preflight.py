@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_dataset(dataset: Any, name: str) -> None:
+    """Raise `ValueError` unless a dataset has rows, and a list of messages as the prompt of each row."""
     columns = getattr(dataset, "column_names", None)
     if columns is None or "prompt" not in columns:
         raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
@@ -36,7 +37,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
-    """Raise `ValueError` where the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
+    """Raise `ValueError` if the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
     needed = args.generation_batch_size // args.num_generations
     if num_prompts < needed:
         raise ValueError(
@@ -48,7 +49,10 @@ def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
 
 
 def longest_prompt(env: Any, dataset: Any) -> int:
-    """Tokens of the longest prompt, looked for among the 32 with the most characters."""
+    """The length of the longest prompt in tokens. Only the 32 prompts with the most characters are tokenised.
+
+    Raises `ValueError` if the chat template refuses one of them.
+    """
     prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
     prompts = [env.with_system_prompt(neutralise_prompt(messages, env.tokenizer)) for messages in prompts]
     try:
@@ -59,7 +63,7 @@ def longest_prompt(env: Any, dataset: Any) -> int:
 
 
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
-    """Say once which prompts of a dataset hold control tokens as text, and so do not reach the model as they are."""
+    """Warn once of prompts that hold control tokens as text. The model reads these tokens with a space inside."""
     found = {}  # row -> its first control token
     for row, prompt in enumerate(dataset["prompt"]):
         contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
@@ -75,14 +79,14 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
 
 
 def model_error(name: str, error: Exception) -> str:
-    """What to say of a model that is not there, or not whole."""
+    """The message for a model that does not exist or cannot be loaded."""
     if name.startswith((".", "/", "~")) and not os.path.exists(name):
         return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
     return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
 
 
 def check_env(args: GRPOConfig, env: Any) -> None:
-    """Raise `ValueError` where the settings say one thing and the environment, made apart from them, another."""
+    """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
     for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
         "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools"))):  # fmt: skip
         if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
@@ -98,7 +102,7 @@ def check_env(args: GRPOConfig, env: Any) -> None:
 
 
 def load_model_config(name: str, args: GRPOConfig) -> Any:
-    """The configuration of the model that the trainer is going to load."""
+    """The configuration of the model that the trainer is going to load. Raises `ValueError` if it cannot be loaded."""
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -107,7 +111,10 @@ def load_model_config(name: str, args: GRPOConfig) -> Any:
 
 
 def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -> int | None:
-    """The model's context in tokens. Raises `ValueError` where the longest prompt and its completion do not fit."""
+    """The model's context in tokens; None if it is not known.
+
+    Raises `ValueError` if the longest prompt and `max_completion_length` do not fit into it.
+    """
     max_completion_length = args.max_completion_length
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
@@ -123,7 +130,10 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
 
 
 def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
-    """Raise `ServerError` for a server that does not fit the recipe. Reads, changes nothing."""
+    """Raise `ServerError` if the server does not fit the recipe. Nothing changes on the server.
+
+    The server's context becomes an upper limit of `env.max_model_len`.
+    """
     client.wait_until_healthy()
     card, info = client.model_card, client.server_info()
     where = f"The vLLM server at {client.base_url}"
@@ -137,7 +147,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     ours = model_config.get_text_config()
     try:
         theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
-    except (OSError, ValueError):  # a path of the server's own machine; a wrong model then fails at the first push
+    except (OSError, ValueError):  # a path on the server's machine; a wrong model then fails at the first push
         logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read here to compare it.")
         theirs = ours
     for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -158,7 +168,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
             f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
         )
     env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
-    client.weight_version()  # 404 without the development endpoints
+    client.weight_version()  # raises if the server has no development endpoints
 
 
 def prepare_env(
@@ -173,7 +183,10 @@ def prepare_env(
     """Check settings, environment and data against each other and against the model, and set the environment's limits.
 
     Returns:
-        The tokenizer (that of the model, where none was given) and the model's configuration.
+        The tokenizer (the model's own if none was given) and the model's configuration.
+
+    Raises:
+        ValueError: Two of them do not fit each other.
     """
     if not hasattr(args, "credit_assignment"):
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
@@ -200,7 +213,7 @@ def prepare_env(
 
 
 def load_tokenizer(model_args: Any, trust_remote_code: bool) -> Any:
-    """The tokenizer of a recipe's model. Raises `ValueError` with the key where it cannot be loaded."""
+    """The tokenizer of a recipe's model. Raises `ValueError` with the recipe key if it cannot be loaded."""
     name = model_args.model_name_or_path
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -208,14 +221,14 @@ def load_tokenizer(model_args: Any, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(model_error(name, error)) from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes one without its files
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one without files
         raise ValueError(f"model_name_or_path: {name!r} has no tokenizer that reads text.")
     return tokenizer
 
 
 @contextmanager
 def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
-    """Make a `ValueError` of weights that are not there, not whole or of another shape, and of a Hub that refuses."""
+    """Turn the errors of missing, damaged or mismatched weights, and of the Hub, into `ValueError` with the key."""
     try:
         yield
     except Exception as error:
@@ -228,6 +241,7 @@ def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
 
 
 def warn_without_state_keys(credit_assignment: str) -> None:
+    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
     logger.warning(
         f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so far, "
         "so turn 0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "

@@ -1,4 +1,4 @@
-"""How ranks stop together: what fails on one is raised on all, and nobody waits for a rank that has left."""
+"""Errors of one rank are raised on all ranks, so that no rank waits for one that has stopped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mt_grpo.server_errors import ServerError, ServerLost
 
 
 class RunError(RuntimeError):
-    """What ends a run from outside the model: raised by all ranks together, between two optimizer steps."""
+    """An error that ends the run. All ranks raise it together, between two optimizer steps."""
 
 
 class RunStopped(RunError):
-    """A signal asked the run to stop; `signum` says which."""
+    """A signal asked the run to stop. `signum` is the number of the signal."""
 
     def __init__(self, signum: int, where: str = ""):
         super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
@@ -27,18 +27,20 @@ class RunStopped(RunError):
 def raise_on_all_ranks(
     error: Exception | None, what: str, step: int, stopped: int | None = None, counts: tuple[int, ...] = ()
 ) -> list[int]:
-    """Where ranks meet after what can fail on any of them. Collective. Returns their counts added up.
+    """Raise on all ranks if any rank failed or got a signal. Collective. Returns `counts`, summed over the ranks.
+
+    Every rank calls it after work that can fail on a single rank.
 
     Args:
-        error: What was raised on this rank, None if nothing.
-        what: What was tried, for the message, such as `Rollouts`.
-        step: The optimizer step, for the message.
-        stopped: The number of the signal that came to this rank, None if none.
-        counts: Numbers to add up over ranks.
+        error: The error of this rank; None if it has none.
+        what: The name of the work for the message, such as `Rollouts`.
+        step: The optimizer step for the message.
+        stopped: The number of the signal that this rank got; None if it got none.
+        counts: Numbers to sum over the ranks.
 
     Raises:
-        RunStopped: on all ranks, where a signal came to any.
-        RunError: on all ranks, where something failed on any.
+        RunStopped: Any rank got a signal.
+        RunError: Any rank has an error.
     """
     text = error and f"rank {PartialState().process_index}: {type(error).__name__}: {error}"
     reports = gather_object([(text, stopped, counts)])
@@ -50,7 +52,10 @@ def raise_on_all_ranks(
 
 
 def on_main_process(function: Callable[[], Any]) -> Any:
-    """Run on rank 0. Every rank returns its result or raises its error, as `ServerError` or `ServerLost`."""
+    """Run `function` on rank 0. Collective.
+
+    Every rank returns its result, or raises its error as `ServerError` (`ServerLost` stays `ServerLost`).
+    """
     outcome: list[Any] = [None, None, ServerError]  # result, message, kind of error
     if PartialState().is_main_process:
         try:

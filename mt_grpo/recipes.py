@@ -1,4 +1,4 @@
-"""A recipe (YAML) and the command line to checked dataclasses, which are handed in."""
+"""Reads a recipe (YAML) and the command line into the dataclasses of the settings, and checks them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Choices = dict[str, tuple[str, ...]]
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML's safe loader, which takes the last of two equal keys without a word; this one refuses them."""
+    """`yaml.SafeLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[Any, int] = {}
@@ -52,7 +52,7 @@ class RecipeParser(TrlParser):
 
 
 def read_recipe(path: str, classes: Classes, choices: Choices) -> dict[str, Any]:
-    """The YAML mapping of a recipe file, every key known and every value of its type. Raises `ValueError`."""
+    """The YAML mapping of a recipe file. Raises `ValueError` for an unknown key or a value of a wrong type."""
     try:
         recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
     except OSError as error:
@@ -100,6 +100,7 @@ def check_variables(variables: Any, path: str) -> None:
 
 
 def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
+    """The message for an unknown key, with the most similar known key."""
     near = difflib.get_close_matches(str(key), known, n=1)
     return f"Unknown key {key!r} {where}." + (
         f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
@@ -107,9 +108,10 @@ def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
 
 
 def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> tuple:
-    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
+    """(script_args, args, model_args) from a recipe (`--config x.yaml`) and the command line (`--max_steps 5`).
 
-    Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
+    A value on the command line replaces the recipe's. Nothing is loaded here. Raises `ValueError` for unknown keys
+    (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
@@ -127,7 +129,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
     for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
         if count > 1:
             logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
-    if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # a recipe's server is then of no use
+    if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # then no server is used
         address = {"vllm_server_host", "vllm_server_port"} - set(given)
         argv += [f"--{key}={default_of(key, classes)}" for key in address]
     parser = RecipeParser(classes)
@@ -159,13 +161,16 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:
-    """Those that a recipe gives from the folder where the run starts; the trainer's own are done already."""
+    """Make relative paths absolute, as seen from the folder where the run starts.
+
+    The paths of `GRPOConfig`'s settings are absolute already.
+    """
     for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
         setattr(config, key, absolute(getattr(config, key)))
     if script_args.environment:
         path, separator, name = script_args.environment.rpartition(":")
         script_args.environment = f"{absolute(path)}{separator}{name}"
-    for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # names on the Hub, too
+    for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or a Hub name
         if getattr(config, key) not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(getattr(config, key))):
             setattr(config, key, absolute(getattr(config, key)))
     if folder := os.environ.get("TENSORBOARD_LOGGING_DIR"):

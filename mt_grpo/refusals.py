@@ -1,4 +1,4 @@
-"""What is refused before a model is loaded, and why: settings that cannot work, or that nothing would read."""
+"""Settings that are refused before a model is loaded: they cannot work, or they would have no effect."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CHOICES = {
 }
 
 
-# TRL settings that have no effect, or another meaning, in a multi-turn rollout: refused, so that no recipe holds a
-# line that nothing reads. Key -> (why, what to do).
+# TRL settings that have no effect, or another meaning, in a multi-turn rollout. They are refused, so that every line
+# of a recipe has its effect. Key -> the reason, and what to do.
 REFUSED_KEYS = {
     "reward_weights": "turn and outcome rewards are weighted apart: use turn_ and outcome_reward_weights",
     "max_tool_calling_iterations": "this trainer runs its own conversations: use max_env_steps",
@@ -56,8 +56,8 @@ REFUSED_KEYS = {
     "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
     "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
 }  # fmt: skip
-SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # so that only a recipe's own line can be refused
-# Settings of one backend that another does not read; refused there for the same reason.
+SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
+# Settings that only one backend reads. They are refused with another backend, where they would have no effect.
 COLOCATE_KEYS = (
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
     "vllm_model_impl",
@@ -76,12 +76,12 @@ TRANSFORMERS_KEYS = (
 
 
 def backend_of(args: GRPOConfig) -> str:
-    """`server`, `colocate` or `transformers`: who samples the tokens."""
+    """The backend that samples the tokens: `server`, `colocate` or `transformers`."""
     return args.vllm_mode if args.use_vllm else "transformers"
 
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
-    """Raise `ValueError` with the nearest valid values where `num_generations` does not divide the batch."""
+    """Raise `ValueError` with the nearest valid values if `num_generations` does not divide the batch."""
     if args.num_generations is None:
         raise ValueError("num_generations is None. Expected the number of rollouts per prompt, such as 8.")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -164,7 +164,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             f"credit_assignment={args.credit_assignment!r}, which has no turn's own term. Set it to 1.0 or remove it."
         )
     if estimator.per_turn:
-        # Both decide per sequence from one advantage; with an advantage per token they would decide per token.
+        # Both settings decide per sequence, by one advantage. Advantages per token would make them decide per token.
         if args.off_policy_mask_threshold is not None:
             raise ValueError(
                 f"off_policy_mask_threshold masks whole sequences by the sign of their advantage, which "
@@ -178,7 +178,10 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
 
 
 def check_overlap(args: GRPOConfig) -> None:
-    """Raise `ValueError` where rollouts one step behind the weights would be trained as if they were not."""
+    """Raise `ValueError` if the settings do not allow `overlap_rollouts`.
+
+    Its rollouts come from the weights before the last step. So training needs their importance ratio.
+    """
     if not args.vllm_importance_sampling_correction:
         raise ValueError(
             "overlap_rollouts trains on rollouts of the weights before the last step, which needs their importance "
@@ -194,8 +197,11 @@ def check_overlap(args: GRPOConfig) -> None:
 
 
 def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
-    """Raise `ValueError` where the other ranks would give up one that waits no longer than it may."""
-    # For one answer: none in time, sent again until just before it is given up, none.
+    """Raise `ValueError` if a rank may wait for rewards or the server as long as `ddp_timeout` or longer.
+
+    The other ranks would then stop with an error, although that rank still waits within its own time limit.
+    """
+    # The longest wait: a first request gets no answer, the server is retried, and the last request gets no answer.
     answer = 2 * args.vllm_request_timeout + args.vllm_server_timeout
     waits = {"reward_timeout": args.reward_timeout}
     waits |= {"2 * vllm_request_timeout + vllm_server_timeout": answer} if backend_of(args) == "server" else {}
@@ -208,10 +214,10 @@ def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
 
 
 def check_save_points(args: GRPOConfig) -> None:
-    """Raise `ValueError` where a checkpoint would fall between two updates from the same rollouts.
+    """Raise `ValueError` if a checkpoint would be saved between two optimizer steps on the same rollouts.
 
-    A resumed run rolls out anew, so only from a checkpoint between two batches of rollouts does it go on exactly.
-    Evaluations are such places too: a run that is interrupted there saves itself, and `save_strategy: best` saves.
+    A resumed run samples new rollouts. So it continues exactly only from between two batches of rollouts. `eval_steps`
+    is checked too: a run that is interrupted in an evaluation saves a checkpoint, and so does `save_strategy: best`.
     """
     per_batch = args.steps_per_generation * args.num_iterations  # forward passes that one batch of rollouts serves
     every = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
@@ -238,7 +244,7 @@ def check_save_points(args: GRPOConfig) -> None:
 
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
-    """Raise `ValueError` for what the backend does not know, or what the conversation itself decides."""
+    """Raise `ValueError` for keys that the backend does not know, or that the conversation sets itself."""
     ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs",
             "stream", "seed", "stop_token_ids", "eos_token_id", "return_token_ids",
             "include_stop_str_in_output"}  # fmt: skip
@@ -263,7 +269,7 @@ def check_report_to(names: list[str]) -> None:
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to: {name!r} is not known. Expected none, or some of: {known}.")
-        if name not in (*available, "azure_ml", "flyte"):  # transformers lists these two nowhere or not always
+        if name not in (*available, "azure_ml", "flyte"):  # transformers may not list these two
             raise ValueError(
                 f"report_to: the package of {name!r} is not installed. Run `pip install {name}`, or remove it."
             )

@@ -1,4 +1,4 @@
-"""Runs that lose nothing: signals, ranks that stop together, and going on as if nothing had happened."""
+"""Runs that stop on a signal or an error, save a checkpoint, and continue from it exactly."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableTrainer(SavingTrainer):
-    """`GRPOTrainer` whose runs can be stopped anywhere and go on exactly as they would have.
+    """`GRPOTrainer` whose runs can be stopped at any time. A resumed run trains exactly as one without a stop.
 
-    A subclass sets `llm`, the backend, whose `collective` says that no rank may leave while others generate, and
-    `_batch` and `_prefetched`, the conversations that are under way for this step and for the next.
+    A subclass sets `llm`, the backend. If `llm.collective` is true, no rank may stop while other ranks generate. A
+    subclass also sets `_batch` and `_prefetched`: the running conversations for this step and for the next step.
     """
 
     def __init__(self, *args, **kwargs):
@@ -40,9 +40,10 @@ class ResumableTrainer(SavingTrainer):
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """While training: SIGTERM and Ctrl-C end the run by `RunStopped`, from which it can be saved and resumed.
+        """A context in which SIGTERM and Ctrl-C raise `RunStopped`, after which the run can be saved and resumed.
 
-        Rollouts are interrupted; an optimizer step is finished first. A Ctrl-C more than a second later ends at once.
+        A signal interrupts rollouts. An optimizer step is finished first. A second Ctrl-C, sent more than a second
+        after the first signal, raises `KeyboardInterrupt` at once.
         """
         asked = 0.0
 
@@ -53,7 +54,7 @@ class ResumableTrainer(SavingTrainer):
                 logger.warning(f"{signal.Signals(signum).name}: stopping before the next optimizer step.")
                 if self._interruptible:
                     raise RunStopped(signum)
-            elif signum == signal.SIGINT and time.monotonic() > asked + 1:  # launchers send the first one twice
+            elif signum == signal.SIGINT and time.monotonic() > asked + 1:  # launchers send the first twice
                 raise KeyboardInterrupt
 
         previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -65,7 +66,7 @@ class ResumableTrainer(SavingTrainer):
 
     @contextmanager
     def _interruptions(self) -> Iterator[None]:
-        """Where a signal may raise `RunStopped`; not in a generation that other ranks take part in."""
+        """A context in which a signal raises `RunStopped` at once, unless generation is a collective call."""
         self._interruptible = not getattr(self.llm, "collective", False)
         try:
             if self._interruptible and self._stop_signal is not None:
@@ -75,14 +76,14 @@ class ResumableTrainer(SavingTrainer):
             self._interruptible = False
 
     def _stop_if_asked(self) -> None:
-        """Collective: raises `RunStopped` on all ranks if a signal came to any."""
+        """Raise `RunStopped` on all ranks if any rank got a signal. Collective."""
         if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
             raise RunStopped(signals[0], f" at step {self.state.global_step}")
 
     def _on_all_ranks(self, function: Callable[[], tuple[int, ...] | None], what: str) -> list[int]:
-        """Run what can fail, or be interrupted by a signal, on any rank; then all ranks raise alike. Collective.
+        """Run `function`, which may fail or be interrupted on any rank. Then all ranks raise the error. Collective.
 
-        Returns the numbers that `function` returned, added up over ranks.
+        Returns the numbers that `function` returned, summed over the ranks.
         """
         error, stopped, counts = None, None, ()
         try:
@@ -90,12 +91,19 @@ class ResumableTrainer(SavingTrainer):
                 counts = function() or ()
         except RunStopped as raised:
             stopped = raised.signum
-        except Exception as raised:  # told to the other ranks, which would wait for this one for ever
+        except Exception as raised:  # raised on all ranks below: the others would wait for ever
             error = raised
         return raise_on_all_ranks(error, what, self.state.global_step, stopped, counts)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
-        """`Trainer.train`; whatever ends it, no conversation stays open behind it."""
+        """`Trainer.train` that leaves no conversation open, however it ends.
+
+        Raises:
+            ValueError: `resume_from_checkpoint` is no whole checkpoint.
+            SaveError: The disk has no room for a checkpoint, or for a push of the weights.
+            RunError: No optimizer step was taken, a rank failed, or a signal asked the run to stop (`RunStopped`).
+            ServerError: The server failed.
+        """
         resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         self._saved, step = {}, 0
         self._check_room()
@@ -127,28 +135,28 @@ class ResumableTrainer(SavingTrainer):
         return result
 
     def save_where_it_stopped(self) -> str:
-        """Save a checkpoint after a `RunError` or `ServerError`, which find the model between two optimizer steps.
+        """Save a checkpoint after a `RunError` or `ServerError`. Both are raised between two optimizer steps.
 
-        Collective. Returns what to tell the user.
+        Collective. Returns the message for the user.
         """
         step = self.state.global_step
         if step == 0:
             return "No step was finished, so there is nothing to save."
-        if step not in self._saved:  # a folder of this step may be there all the same: another run's, or torn
-            self._snapshot.restore(self.state)  # the batch that failed is sampled again, and the same way
+        if step not in self._saved:  # a folder of this step may exist: of another run, or incomplete
+            self._snapshot.restore(self.state)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
             try:
                 self._save_somewhere(lambda: self._write_checkpoint(self.model, trial=None))
             except SaveError as error:
                 return f"Step {step} could not be saved: {error}. {self._last_saved()}"
-        self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first of them
+        self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """`Trainer.evaluate`, which changes nothing in training: its samples draw no random numbers from it."""
+        """`Trainer.evaluate` that restores the random number generators, so that it does not change training."""
         before = get_rng_state()
         try:
             return super().evaluate(*args, **kwargs)
@@ -157,7 +165,10 @@ class ResumableTrainer(SavingTrainer):
 
 
 def train_or_save(trainer: ResumableTrainer) -> None:
-    """Train to the end, or save what there is and exit: 1 after a failure, 128 + its number after a signal."""
+    """Train to the end and save the model. After a failure or a signal, save a checkpoint and exit.
+
+    The exit code is 1 after a failure, and 128 plus the number of the signal after a signal.
+    """
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -168,6 +179,6 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             logger.error("training stopped", exc_info=error if error.__cause__ else None)
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         try:
-            trainer.save_trained_model()  # a signal that comes now changes nothing
+            trainer.save_trained_model()  # a signal does not interrupt this
         except SaveError as error:
             sys.exit(f"error: {error}")

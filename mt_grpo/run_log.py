@@ -1,4 +1,4 @@
-"""What a batch of rollouts leaves behind: metrics of conversations and credit, and the log of whole rollouts."""
+"""Metrics of conversations and of credit, and the log of rollouts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dict[str, float], int]:
-    """(metrics of the batch's conversations, tokens that the policy read as prompts or sampled), over all ranks.
+    """(metrics of the conversations, number of prompt tokens and sampled tokens), over all ranks. Collective.
 
-    One gather for all of them, so that no metric's name can differ by rank. Collective.
+    One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks.
     """
     reasons = list(StopReason)
     columns = torch.tensor(
@@ -67,14 +67,14 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
 def credit_metrics(
     output: dict[str, Any], advantages: torch.Tensor, group_size: int, accelerator: Any, ratio_limit: float
 ) -> dict[str, float]:
-    """Metrics of what is trained on. Collective.
+    """Metrics of the advantages and importance ratios that the loss uses. Collective.
 
     Args:
-        output: TRL's batch of this rank, with advantages (B, C) and, with vLLM, its importance ratios.
-        advantages: Of every turn of the whole batch, (N, K).
-        group_size: G.
-        accelerator: Of the trainer.
-        ratio_limit: Where importance ratios are cut.
+        output: TRL's batch of this rank, with advantages (B, C) and, with vLLM, the importance ratios.
+        advantages: The advantage of every turn of the whole batch, (N, K).
+        group_size: G, the number of rollouts per prompt.
+        accelerator: The trainer's accelerator.
+        ratio_limit: The limit at which importance ratios are clipped.
     """
     no_signal = (advantages.view(-1, group_size * advantages.shape[1]).abs() < 1e-8).all(1)
     loss_mask = output["completion_mask"] * output["tool_mask"]
@@ -93,6 +93,7 @@ def credit_metrics(
 
 
 def without_nan(values: list[float]) -> list[float | None]:
+    """The values with None for NaN, which JSON does not have."""
     return [None if value != value else value for value in values]
 
 
@@ -109,10 +110,10 @@ def rollout_rows(
     Args:
         rollouts: The n rollouts to log.
         inputs: Their dataset rows.
-        names: Of the F reward functions.
+        names: The names of the F reward functions.
         rewards: (n, F), one number per rollout.
-        turn_rewards: (n, K), weighted, of functions that give one per turn.
-        advantages: (n, K).
+        turn_rewards: (n, K), the weighted rewards of functions that give one per turn.
+        advantages: (n, K), one number per turn.
     """
     lists = rewards.tolist(), turn_rewards.tolist(), advantages.tolist()
     return [
@@ -127,7 +128,10 @@ def rollout_rows(
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
-    """Add lines of JSON to a file, or begin it anew. Raises `OSError`, and then leaves no half of a line."""
+    """Append the rows to a file as lines of JSON; `fresh` empties the file first.
+
+    Raises `OSError` if the file cannot be written. It then holds no incomplete line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size if path.is_file() and not fresh else 0
     try:
@@ -140,7 +144,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> N
 
 
 def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
-    """`write_rows`, for a run that goes on without its log where the disk is full."""
+    """`write_rows` that warns where the file cannot be written: a full disk must not end the run."""
     try:
         write_rows(path, rows, fresh)
     except OSError as error:

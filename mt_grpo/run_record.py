@@ -1,4 +1,4 @@
-"""What decides the numbers of a run, and what a resumed run has otherwise than its checkpoint."""
+"""What determines the results of a run, and which settings of a resumed run differ from its checkpoint's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Settings that change nothing in what is trained: keys that begin so are left out of a checkpoint's record.
+# Prefixes of settings that do not change what is trained. A checkpoint's record leaves such settings out.
 NOT_TRAINED = (
     "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
     "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
@@ -18,7 +18,7 @@ NOT_TRAINED = (
     "metric_for_best_model", "greater_is_better", "restore_callback", "max_concurrent_tools", "reward_timeout",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
 )  # fmt: skip
-# Settings that decide which prompts a step trains on, and those that a checkpoint's optimizer state holds itself.
+# ORDER_KEYS decide which prompts a step trains on. OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
 ORDER_KEYS = (
     "world_size", "dataset_rows", "dataset_sha256", "per_device_train_batch_size", "gradient_accumulation_steps",
     "steps_per_generation", "generation_batch_size", "num_iterations", "num_generations", "seed", "shuffle_dataset",
@@ -29,7 +29,7 @@ OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line per setting that a resumed run has otherwise than its checkpoint's record.
+    """One line of text per setting whose value in a resumed run differs from its checkpoint's record.
 
     >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
     ['seed: 1 -> 2 (the order of the prompts is another one: some are trained on twice, others not at all)']
@@ -45,11 +45,12 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def sha256(text: str | bytes) -> str:
+    """The first 12 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
 
 
 def source_sha256(function: Callable) -> str | None:
-    """Of the file that defines a function; None where there is no such file."""
+    """The `sha256` of the file that defines a function or class; None if there is no such file."""
     try:
         return sha256(Path(inspect.getsourcefile(inspect.unwrap(function))).read_bytes())
     except (TypeError, OSError):  # a built-in one, a callable object, a notebook
@@ -57,6 +58,6 @@ def source_sha256(function: Callable) -> str | None:
 
 
 def dataset_sha256(dataset: Any) -> str:
-    """Of all rows, whatever file they came from and in whatever order the columns are."""
+    """The `sha256` of all rows. It depends neither on the kind of file nor on the order of the columns."""
     columns = {name: sha256(json.dumps(list(dataset[name]), default=str)) for name in sorted(dataset.column_names)}
     return sha256(json.dumps(columns))

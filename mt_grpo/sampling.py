@@ -1,4 +1,4 @@
-"""What a request may say about sampling."""
+"""The sampling parameters that a request may contain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def sampling_defaults() -> dict[str, Any]:
-    """Every sampling field: an unset one would take the model's own generation_config.json on the server."""
+    """Defaults of the sampling fields. The server takes a field that is not sent from generation_config.json."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-SAMPLING_KEYS = {  # what a request may say beside the prompt; a server ignores what it does not know
+SAMPLING_KEYS = {  # keys that a request may contain besides the prompt; a server silently ignores unknown keys
     *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
     "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",
     "structured_outputs", "response_format", "thinking_token_budget", "spaces_between_special_tokens", "vllm_xargs",
@@ -22,7 +22,7 @@ CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_templa
 
 
 def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
-    """Raise `ValueError` for a key that would change nothing, or that the conversation sets itself."""
+    """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
     for key in sampling_params or {}:
         if key not in known and key in ("max_tokens", "max_completion_tokens"):
             raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")

@@ -1,4 +1,4 @@
-"""Checkpoints and the trained model on disks that may be full: a failed save costs nothing but itself."""
+"""Saves checkpoints and the trained model to disks that may be full. A failed checkpoint does not end the run."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 class SaveError(RunError):
-    """What some rank could not write: raised by all ranks together."""
+    """A rank could not write a file. All ranks raise this error together."""
 
 
 class SavingTrainer(GRPOTrainer):
-    """`GRPOTrainer` that loses no weights to a full disk, and says what a resumed run has otherwise.
+    """`GRPOTrainer` that loses no weights when a disk is full, and warns if a resumed run has other settings.
 
-    A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`, which belong to the record of a run.
+    A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`.
     """
 
-    SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # of the trained model, and seconds between two of them
+    SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model; seconds between them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
         self._snapshot = StepEndSnapshot()
-        self._saved: dict[int, Path] = {}  # by step: the checkpoints that this run wrote, and the one it began from
-        self._save_errors: list[str] = []  # of this rank, since ranks met last
+        self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
+        self._save_errors: list[str] = []  # of this rank, not yet raised on all ranks
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal: int | None = None
@@ -50,10 +50,10 @@ class SavingTrainer(GRPOTrainer):
             model, *args, peft_config=peft_config, callbacks=[self._snapshot, *(callbacks or [])], **kwargs
         )
 
-    # -- room, and what a resumed run has otherwise --
+    # -- disk space, and changed settings of a resumed run --
 
     def _check_room(self) -> None:
-        """Raises `SaveError` on all ranks where the first checkpoint, or a push of the weights, has no room."""
+        """Raise `SaveError` on all ranks if a disk has no room for the first save or a weight push. Collective."""
         args, error = self.args, None
         model, checkpoint = bytes_to_save(self.model, args.optim, self._is_sharded)
         saves = args.save_strategy != "no"
@@ -80,7 +80,7 @@ class SavingTrainer(GRPOTrainer):
         return self._dist.is_fsdp or self.is_deepspeed_enabled
 
     def _run_record(self) -> dict[str, Any]:
-        """What decides the numbers of a run: the settings, and the contents of what they name."""
+        """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
         settings = {k: v for k, v in self.args.to_dict().items() if not k.startswith(NOT_TRAINED)}
         lora = self._peft_config
         columns = {
@@ -104,7 +104,7 @@ class SavingTrainer(GRPOTrainer):
         return dataset_sha256(self.train_dataset)
 
     def _warn_of_changes(self, checkpoint: Path) -> None:
-        """One warning with all settings that are others than those of the checkpoint."""
+        """Warn once of all settings that differ from the checkpoint's."""
         if not self.accelerator.is_main_process:
             return
         record = read_json(checkpoint / RUN_RECORD)
@@ -120,8 +120,8 @@ class SavingTrainer(GRPOTrainer):
     def save_trained_model(self) -> None:
         """Save the model and `trainer_state.json` into `output_dir`. Collective.
 
-        Without room there the model goes into the temporary directory; without room in both this waits for some.
-        Raises `SaveError` where the model is not in `output_dir`, with the place where it is.
+        If `output_dir` has no room, the model is saved in the temporary directory. If neither has room, the save is
+        tried again later. Raises `SaveError` unless the model is in `output_dir`; the message says where it is.
         """
         for attempt in range(self.SAVE_ATTEMPTS):
             try:
@@ -144,7 +144,7 @@ class SavingTrainer(GRPOTrainer):
         raise SaveError(f"The trained model could not be saved: {error}. {self._last_saved()}")
 
     def _is_stopped_within(self, seconds: float) -> bool:
-        """Collective: wait, and tell whether a signal came to any rank."""
+        """Wait for `seconds`. Returns True at once when any rank got a signal. Collective."""
         for begun in range(math.ceil(seconds)):
             if any(gather_object([self._stop_signal is not None])):
                 return True
@@ -152,9 +152,9 @@ class SavingTrainer(GRPOTrainer):
         return False
 
     def _save_somewhere(self, save: Callable[[], None]) -> tuple[str, SaveError | None]:
-        """Call `save`, which writes into `args.output_dir`; if that fails, again for a new folder among the temporary.
+        """Call `save`, which writes into `args.output_dir`. If it fails, call it again for a new temporary folder.
 
-        Collective. Returns the folder that took it, and the first error. Raises `SaveError` if both failed.
+        Collective. Returns the folder with the files, and the first error. Raises `SaveError` if both calls fail.
         """
         asked, failed = self.args.output_dir, None
         name = f"mt-grpo-{Path(asked).name}-{secrets.token_hex(4)}"
@@ -180,18 +180,18 @@ class SavingTrainer(GRPOTrainer):
                 self.save_state()
             self._raise_save_errors()
         except SaveError:
-            if self.args.should_save:  # an older model's shards beside new ones: not to be taken for a model
+            if self.args.should_save:  # an index would make old and new shards look like one model
                 for index in Path(folder).glob("*.index.json"):
                     index.unlink(missing_ok=True)
             raise
 
     def _warn(self, text: str) -> None:
-        """Once, of what all ranks know."""
+        """Log a warning on rank 0 only."""
         if self.accelerator.is_main_process:
             logger.warning(text)
 
     def _last_saved(self) -> str:
-        """Where the run can go on from, to be told to the user."""
+        """The message that tells the user from which checkpoint the run can be resumed."""
         whole = [path for _, path in sorted(self._saved.items()) if (path / "trainer_state.json").is_file()]
         return f"Continue with --resume_from_checkpoint {whole[-1]}" if whole else "There is no earlier checkpoint."
 
@@ -199,26 +199,26 @@ class SavingTrainer(GRPOTrainer):
 
     @contextmanager
     def _writing(self, where: str | Path) -> Iterator[None]:
-        """Around what a rank writes by itself: it keeps an error for the place where the ranks meet next.
+        """A context for what one rank writes by itself. Its error is kept until `_raise_save_errors` is called.
 
-        INVARIANT: no rank leaves the others in a collective call because its disk is full.
+        INVARIANT: a rank whose disk is full does not let the other ranks wait in a collective call.
         """
         try:
             yield
         except RunError:
             raise
-        except Exception as error:  # tokenizers raises Exception, torch RuntimeError for a full disk
+        except Exception as error:  # for a full disk tokenizers raises Exception, torch RuntimeError
             logger.info(f"could not write to {where}", exc_info=error)
             self._save_errors.append(f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _raise_save_errors(self) -> None:
-        """Collective: raises `SaveError` on all ranks with what any of them could not write."""
+        """Raise `SaveError` on all ranks if any rank has kept an error; it holds all of them. Collective."""
         errors, self._save_errors = gather_object(self._save_errors), []
         if errors:
             raise SaveError("; ".join(errors))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that cannot be saved costs nothing but itself: training goes on, and the next is tried."""
+        """Save a checkpoint. If this fails, training goes on, and the next checkpoint is tried again."""
         try:
             self._write_checkpoint(model, trial)
         except SaveError as error:
@@ -229,21 +229,21 @@ class SavingTrainer(GRPOTrainer):
             )
 
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a whole checkpoint, or remove what there is of it and raise `SaveError` on all ranks."""
+        """Save a whole checkpoint, or remove the incomplete one and raise `SaveError` on all ranks."""
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         whole = False
         try:
             with self._writing(path):
-                if self.args.should_save:  # an older run's: it says that all of it is there
+                if self.args.should_save:  # of an older run: the file means that all of it is there
                     (path / "trainer_state.json").unlink(missing_ok=True)
-                    if self._is_sharded:  # in the middle of which no rank can leave
+                    if self._is_sharded:  # no rank can stop in the middle of the save
                         needed = bytes_to_save(self.model, self.args.optim, True)[1]
                         check_room(self.args.output_dir, needed, needed, "a checkpoint", "output_dir")
             if self._is_sharded:
                 self._raise_save_errors()
             with nullcontext() if self._is_sharded else self._writing(path):
                 super()._save_checkpoint(model, trial)
-            whole = True  # unless trainer_state.json is torn
+            whole = True  # unless trainer_state.json is incomplete
             self._raise_save_errors()
         except SaveError as error:
             only_model = self.args.save_only_model
@@ -255,18 +255,19 @@ class SavingTrainer(GRPOTrainer):
                         (path / "trainer_state.json").unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)
                 raise
-            self._warn(f"{path} is whole, but after it: {error}.")  # older ones removed, a push to the Hub
+            self._warn(f"{path} is whole, but after it: {error}.")  # removal of older ones, push to the Hub
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """TRL's, written before each checkpoint into `output_dir`, where it is nothing to lose a checkpoint for."""
+        """TRL's model card, written before each checkpoint. A failure must not prevent the checkpoint."""
         try:
             super().create_model_card(*args, **kwargs)
         except OSError as error:
             self._warn(f"No model card in {self.args.output_dir}: {error}.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's `save_model`. Raises `SaveError` on all ranks if any rank could not write. Collective."""
         super().save_model(output_dir, _internal_call)
         self._raise_save_errors()
 
@@ -283,12 +284,12 @@ class SavingTrainer(GRPOTrainer):
             super()._save_rng_state(output_dir)
             if self.args.should_save:
                 (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
-        self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json, written next, is the last file of all
+        self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json is written after this, as the last file
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's; a log that cannot be written does not end the run."""
+        """TRL's `log`. A log that cannot be written does not end the run."""
         try:
             super().log(logs, start_time)
         except OSError as error:
             logger.warning(f"Step {self.state.global_step}: a log could not be written: {error}. Training goes on.")
-            self._metrics["train" if self.model.training else "eval"].clear()  # as TRL does behind what failed
+            self._metrics["train" if self.model.training else "eval"].clear()  # TRL does this after the failed call

@@ -1,4 +1,4 @@
-"""Running reward functions, and checking what they return."""
+"""Runs reward functions, and checks what they return."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mt_grpo.tool_threads import ToolTimeout, run_tool
 
 
 def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
+    """Raise `ValueError` unless there is a reward function, and each has a name and takes `**kwargs`."""
     if not turn_funcs + outcome_funcs:
         raise ValueError(
             "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one."
@@ -35,13 +36,13 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
             )
 
 
-REWARD_COLUMNS = (  # what a reward function gets beside the data's columns
+REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
     "prompts", "completions", "completion_ids", "rollout_turns", "trainer_state", "log_extra", "log_metric",
 )  # fmt: skip
 
 
 def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
-    """Raise `ValueError` where a reward function must get a column that the data does not have, or a name is taken."""
+    """Raise `ValueError` if a reward function needs a column that the data lacks, or a column's name is reserved."""
     columns = [column for column in columns if column != "prompt"]
     if taken := [column for column in columns if column in REWARD_COLUMNS]:
         raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
@@ -56,7 +57,7 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
-    """One weight per reward function, 1 each for None. Raises `ValueError` for another number of them, or NaN."""
+    """One finite weight per function, 1.0 by default. Raises `ValueError` for other weights."""
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
@@ -66,10 +67,10 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of plain data (lists, dicts, tuples, turns and calls); any other object, as an environment, is itself."""
+    """A deep copy of lists, dicts, tuples, turns and calls. Other objects, such as environments, are not copied."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # of a list of ids, the list alone
+        return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # ids need no copy
     if kind is dict:
         return {k: own_copy(v) for k, v in value.items()}
     if kind in (Turn, ToolCall):
@@ -83,19 +84,21 @@ COPIED = {list, tuple, dict, Turn, ToolCall}
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
-    """What each function returns for the batch: async ones at the same time, the others one after another.
+    """What each function returns for the batch. Async functions run at the same time, the others one after another.
 
-    INVARIANT: each function gets a copy of its own, so that what it changes there changes nothing for anybody else.
+    INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
 
-    Raises `RuntimeError` (the first failure, with the function's name) for one that raises or takes too long; a thread
-    that hangs is abandoned. Functions without `async` run in a thread for that reason.
+    Functions without `async` run in a thread, which is abandoned if the function hangs.
+
+    Raises:
+        RuntimeError: A function raised, or took longer than `timeout` seconds. The message names the first such one.
     """
 
     async def run(func: Callable) -> Any:
-        def on_device(**kwargs):  # the current GPU is a thread's own
+        def on_device(**kwargs):  # every thread has its own current GPU
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            return func(**own_copy(kwargs))  # here: a large copy would hold up the loop
+            return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
 
         on_device.__name__ = func.__name__
         try:
@@ -134,7 +137,10 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
 
 
 def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
-    """Raise `ValueError` unless a reward function gave one value per rollout, or a list of one per turn."""
+    """Raise `ValueError` unless a function gave one value per rollout, which may be a list if `per_turn` is true.
+
+    Such a list has one value per turn. Every value is a finite number or None.
+    """
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
@@ -144,32 +150,33 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
         if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
             raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
         for number in value if isinstance(value, (list, tuple)) else [value]:
-            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # nor NaN
+            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # NaN is refused too
                 raise ValueError(
                     f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
                 )
 
 
 def is_plain(key: Any) -> bool:
-    """Whether `repr` of a key is the same in every process: no sets, no objects with an address."""
+    """Whether `repr` of a key is the same in every process. That of sets, and of objects with an address, is not."""
     if isinstance(key, (tuple, list)):
         return all(is_plain(part) for part in key)
     return key is None or isinstance(key, (str, int, float))
 
 
 def state_numbers(rollout: Rollout) -> list[int]:
-    """A number for the state in which each turn began: that of its key, or of the tokens so far if it has none.
+    """For each turn the hash of the state before it: of its `state_key`, or of the tokens so far if that is None.
 
-    The same on every rank and in every process, which Python's own `hash` of a text is not.
+    The hash is the same in every process; Python's own `hash` of a text is not. Raises `ValueError` for a key whose
+    `repr` may differ between processes.
     """
-    numbers, history = [], hashlib.blake2b(digest_size=8)  # of the tokens so far, in 8 bytes each
+    numbers, history = [], hashlib.blake2b(digest_size=8)  # of the tokens so far, 8 bytes per id
     for turn in rollout.turns:
         state = history
         if turn.state_key is not None:
             if not is_plain(turn.state_key):
                 raise ValueError(f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them.")
             state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
-        numbers.append(int.from_bytes(state.digest(), "big") >> 1)  # -1 stays free for "no turn"
+        numbers.append(int.from_bytes(state.digest(), "big") >> 1)  # never -1, which means "no turn"
         history.update(array.array("q", turn.token_ids + turn.observation_ids))
     return numbers
 
@@ -177,17 +184,17 @@ def state_numbers(rollout: Rollout) -> list[int]:
 def reward_tensors(
     values: list, names: list[str], rollouts: list[Rollout], num_turns: int, num_turn_funcs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the functions returned as tensors, NaN for None. Raises `ValueError` for what is no reward.
+    """What the functions returned, as tensors with NaN for None. Raises `ValueError` as `check_reward_values` does.
 
     Args:
-        values: Per function what it returned, turn functions first.
-        names: Of the functions.
-        rollouts: B of this rank.
+        values: The return value of each of the F functions, turn functions first.
+        names: The names of the functions.
+        rollouts: The B rollouts of this rank.
         num_turns: K, the same on all ranks.
-        num_turn_funcs: How many of the functions are turn functions.
+        num_turn_funcs: F_turn, the number of turn functions.
 
     Returns:
-        (B, F) values that are one number per rollout, and (B, K, F_turn) values per turn.
+        (B, F), the values that are one number per rollout, and (B, K, F_turn), the values that are one per turn.
     """
     whole = torch.full((len(rollouts), len(values)), NAN)
     per_turn = torch.full((len(rollouts), num_turns, num_turn_funcs), NAN)
@@ -203,7 +210,7 @@ def reward_tensors(
 
 
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, K) bool, twice: the turn got an observation; the rollout has this turn."""
+    """Two bool tensors (B, K): whether the turn got an observation, and whether the rollout has this turn."""
     has_observation = [[turn.observation is not None for turn in rollout.turns] for rollout in rollouts]
     observed = pad_rows(has_observation, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)

@@ -1,4 +1,4 @@
-"""What can be wrong with a server's address and its answers."""
+"""The errors of a server, and the checks of its address and its answers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from mt_grpo.rollout import Generation
 
 
 class ServerError(RuntimeError):
-    """The generation server failed: the message holds URL, status, and what to do."""
+    """The generation server failed. The message holds the URL, the status and what to do."""
 
 
 class ServerLost(ServerError):
-    """It does not answer, or only with 5xx, or no longer holds what was pushed: it may come back."""
+    """The server does not answer, answers with 5xx, or lost the pushed weights. It may come back."""
 
 
 class BadAnswer(ValueError):
-    """An answer that cannot be a sample: ids and logprobs that do not match, or NaN."""
+    """An answer that cannot be a sample: the ids and logprobs do not match, or a logprob is NaN."""
 
 
 def is_logprob(value: Any) -> bool:
-    """Whether a server's number can be the logprob of a sampled token: finite, and not above 0 but for rounding."""
+    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
     return isinstance(value, (int, float)) and -1e9 < value < 1e-3
 
 
 def hide_password(url: str) -> str:
-    """`url` as it may be printed.
+    """`url` with user and password replaced, for messages.
 
     >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
     ('http://...@gpu1:8000', 'http://gpu1:8000')
@@ -37,7 +37,7 @@ def hide_password(url: str) -> str:
 
 
 def split_server_url(url: str) -> tuple[str, str | None]:
-    """`url` without user and password, and the header `Authorization` that says them.
+    """(`url` without user and password, the header `Authorization` made from them or None).
 
     Raises `ServerError` for an address that can never work.
 
@@ -73,6 +73,6 @@ def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: 
         raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
     if seen != num_prompt_tokens:
         raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
-    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: by a pause or a shutdown
+    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
         raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
     return Generation(token_ids, logprobs, finish_reason)

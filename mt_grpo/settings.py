@@ -1,4 +1,4 @@
-"""The recipe keys of the dataclasses that are handed in: their types, defaults, and the ranges of their numbers."""
+"""The recipe keys: their types, their defaults, and the ranges of their numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def known_keys(classes: Classes) -> dict[str, Any]:
 
 
 def field_of(key: str, classes: Classes) -> dataclasses.Field:
-    """Where a recipe key is declared, by the first of the dataclasses that does it. Raises `KeyError`."""
+    """The field of a recipe key, from the first dataclass that has it. Raises `KeyError` if none has it."""
     for cls in classes:
         if key in cls.__dataclass_fields__:
             return cls.__dataclass_fields__[key]
@@ -32,22 +32,23 @@ def field_of(key: str, classes: Classes) -> dataclasses.Field:
 
 
 def default_of(key: str, classes: Classes) -> Any:
+    """The default of a recipe key. Raises `KeyError` for an unknown key."""
     f = field_of(key, classes)
     return f.default_factory() if f.default is dataclasses.MISSING else f.default
 
 
 def choices_of(key: str, classes: Classes) -> list:
-    """What TRL and transformers let the command line choose from; nothing holds a recipe to it."""
+    """The choices of TRL and transformers, which check only the command line by them, not the recipe."""
     return field_of(key, classes).metadata.get("choices") or []
 
 
 def absolute(path: str | None) -> str | None:
-    """The same file for the whole run, whatever a tool or a reward does to the working directory."""
+    """The absolute path: it names the same file after a tool or a reward has changed the working directory."""
     return path and os.path.abspath(os.path.expanduser(path))
 
 
 # The values that each number may have, as an interval: `[` includes the bound, `(` does not, and infinity is never
-# included. NaN is in no interval. A default is always allowed: `max_steps: -1` means whole epochs, -5 means nothing.
+# included. NaN is in no interval. A default is always allowed, also outside the interval, as `max_steps: -1`.
 RANGES = {
     key: interval
     for interval, keys in {
@@ -87,7 +88,7 @@ RANGES = {
 
 
 def in_range(value: Any, interval: str) -> bool:
-    """Whether a number, or text that means one, is in an interval of `RANGES`.
+    """Whether a number, or the text of a number, is in an interval of `RANGES`.
 
     >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
     (True, False, True, False)
@@ -128,7 +129,7 @@ def check_ranges(config: Any) -> None:
 
 
 def check_mappings(args: GRPOConfig) -> None:
-    """Raise `ValueError` with the key's name for a mapping that is neither one, nor JSON, nor a file of it."""
+    """Raise `ValueError` if a setting for a mapping holds text that is neither JSON nor the path of a JSON file."""
     for key in args._VALID_DICT_FIELDS:
         value = getattr(args, key)
         if not isinstance(value, str):

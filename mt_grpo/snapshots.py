@@ -1,4 +1,4 @@
-"""The moment from which a run can be resumed: random numbers and counts at the end of a step."""
+"""The state at the end of a step, from which a run can be resumed: random number generators and counts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def get_rng_state() -> tuple:
 
 
 def set_rng_state(state: tuple) -> None:
+    """Restore the generators to a state from `get_rng_state`."""
     random.setstate(state[0])
     numpy.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -28,10 +29,10 @@ def set_rng_state(state: tuple) -> None:
 
 
 class StepEndSnapshot(TrainerCallback):
-    """Keeps what a checkpoint must hold, of the last moment from which a run can be resumed: between two steps.
+    """Keeps the state at the end of the last step, which a checkpoint must hold so that a run can be resumed.
 
-    The state at the end of a step, not at the beginning of the next: a new epoch's first batch draws a random number
-    before it, and draws it again when the run is resumed there.
+    The state at the beginning of the next step would be wrong. A new epoch draws a random number before its first
+    batch, and a resumed run draws this number again.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -41,19 +42,20 @@ class StepEndSnapshot(TrainerCallback):
     on_step_end = on_train_begin
 
     def restore(self, state: Any) -> None:
+        """Restore the generators and the token count of the end of the last step."""
         set_rng_state(self.rng)
         state.num_input_tokens_seen = self.num_tokens
 
     def forget_best(self, state: Any) -> None:
-        """Of this step, whose checkpoint could not be saved: the best one is that of an earlier step again."""
+        """Make the best checkpoint the one from before this step, whose own checkpoint could not be saved."""
         state.best_metric, state.best_global_step, state.best_model_checkpoint = self.best
 
 
 class EpochOrder(Sampler):
-    """TRL's order of the prompts, a different one in each epoch, which depends on nothing but the epoch's number.
+    """TRL's sampler, with an order of the prompts that depends only on the seed and the number of the epoch.
 
-    TRL's own depends on how many epochs came before in this process, so that a run resumed in the second epoch would
-    go through the first one's order again.
+    The order of TRL's own sampler depends on how many epochs this process has run. A run that is resumed in the second
+    epoch would use the order of the first epoch again.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):

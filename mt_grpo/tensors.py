@@ -22,7 +22,7 @@ def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = tor
 
 
 def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
-    """The `turn_ids` of all rollouts, (B, width), -1 where there is padding.
+    """The `turn_ids` of all rollouts as one tensor, (B, width). Padding is -1.
 
     >>> from mt_grpo.rollout import Turn
     >>> rollout = Rollout([], [], turns=[Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "")])
@@ -41,14 +41,14 @@ def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
 
 
 def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
-    """Unbiased standard deviation over `dim` (kept), without NaN entries; NaN where fewer than two values are left."""
+    """Unbiased standard deviation over `dim` (kept) without NaN entries; NaN if fewer than two values are left."""
     count = (~x.isnan()).sum(dim, keepdim=True)
     deviation = x - x.nanmean(dim, keepdim=True)
     return (deviation.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=0)).sqrt()
 
 
 def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum over `dim` without NaN entries; NaN where there is nothing but NaN.
+    """Sum over `dim` without NaN entries; NaN if all entries are NaN.
 
     >>> nansum(torch.tensor([[1., NAN], [NAN, NAN]]), 1)
     tensor([1., nan])

@@ -1,4 +1,4 @@
-"""Tools in processes of their own, for what a thread does not survive."""
+"""Runs tools in processes, for faults that would end or block a thread's whole process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from mt_grpo.tool_results import RESULT_SOURCE, error_text
 from mt_grpo.tool_threads import ToolsUnavailable
 
-# What a tool's process runs. Not this module, whose imports take seconds: a killed process is replaced by a new one.
+# The program of a tool process. It must not import this module, which takes seconds: killed processes are replaced.
 TOOL_PROCESS = """
 import asyncio, ctypes, importlib.util, inspect, json, os, sys
 if sys.platform == "linux":
@@ -52,41 +52,47 @@ for call in calls:
 
 
 class ToolProcesses:
-    """A file's synchronous tools in processes: as many as there are calls at the same time, used again afterwards.
+    """Processes for a file's synchronous tools: one per simultaneous call, and reused for later calls.
 
-    For what a thread does not survive: `os._exit`, a crash, and C code that hangs and holds Python's interpreter lock
-    (a regular expression can), which stops every thread. A process whose call runs out of time is killed. Each one
-    imports the file anew, so what a tool keeps in global variables is not shared between calls.
+    The trainer survives what a thread would not: `os._exit`, a crash, and C code that hangs and holds Python's global
+    interpreter lock (a regular expression can). A process is killed when its call exceeds its time. Each process
+    imports the file itself. So calls in different processes share no global variables.
     """
 
-    START_SECONDS = 600.0  # to import the tools file, which is not the call's time
-    IDLE_SECONDS = 60.0  # until a process without work ends
-    START_ATTEMPTS = 10  # where the machine refuses a process, and no other one could take the call
+    START_SECONDS = 600.0  # to import the tools file; a call's time limit does not include it
+    IDLE_SECONDS = 60.0  # after which an idle process is ended
+    START_ATTEMPTS = 10  # if the system refuses a process, and no other process can take the call
 
     def __init__(self, path: str):
         folders = [str(folder) for folder in sys.path]
         self._command = [sys.executable, "-c", RESULT_SOURCE + TOOL_PROCESS, json.dumps([path, folders])]
-        # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
+        # Idle processes with their shutdown timers. Used last-in-first-out, so that surplus ones stay idle and end.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
-        # Those that start or work, which may become idle, and the calls that wait for one of them.
+        # The number of processes that start or work, and the calls that wait until one of them is idle.
         self._busy: dict[asyncio.AbstractEventLoop, int] = collections.Counter()
         self._waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future]] = collections.defaultdict(list)
         self._path = path
 
     async def try_one(self) -> None:
-        """Raise where a process cannot import the file: it may lock what this process, too, has imported."""
+        """Raise `RuntimeError` or `OSError` if a process cannot import the file.
+
+        The import may fail there and succeed here, if the file locks a resource at its import.
+        """
         process = await self._start()
         self._end(process)
         await process.wait()
 
     @staticmethod
     def _end(process: asyncio.subprocess.Process) -> None:
-        """With the process goes what it started, which is of its group even where the process is dead."""
+        """Kill the process and all processes that it started. They are in its group even after its own end."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
     def isolated(self, index: int, tool: Callable) -> Callable:
-        """`tool`, the file's `TOOL_FUNCTIONS[index]`, as an async function that runs it in one of the processes."""
+        """An async function that runs `tool`, the file's `TOOL_FUNCTIONS[index]`, in one of the processes.
+
+        An async tool is returned unchanged.
+        """
 
         async def prepare() -> Callable:
             process = await self._process()
@@ -104,10 +110,10 @@ class ToolProcesses:
         return tool if inspect.iscoroutinefunction(tool) else prepare_and_call
 
     async def _process(self) -> asyncio.subprocess.Process:
-        """One that waits for a call, else a new one, else the next one that is done with its call.
+        """An idle process, else a new one; if no process can be started, the next one that finishes its call.
 
         Raises:
-            ToolsUnavailable: none can be started, and there is none to wait for.
+            ToolsUnavailable: No process can be started, and none is busy.
         """
         loop = asyncio.get_running_loop()
         idle, waiting, attempts = self._idle[loop], self._waiting[loop], 0
@@ -126,14 +132,14 @@ class ToolProcesses:
                 if not isinstance(error, (OSError, RuntimeError)):
                     raise
                 problem, attempts = error, attempts + 1
-            if idle:  # meanwhile one is done
+            if idle:  # a process became idle meanwhile
                 continue
             if self._busy[loop]:
                 waiting.append(free := loop.create_future())
                 try:
                     await free
                 except asyncio.CancelledError:
-                    self._wake_one(loop)  # it may have been this one's turn
+                    self._wake_one(loop)  # this call may have been woken: wake another
                     raise
             elif isinstance(problem, OSError) and attempts < self.START_ATTEMPTS:
                 await asyncio.sleep(0.1)
@@ -145,7 +151,7 @@ class ToolProcesses:
                 ) from problem
 
     def _one_less(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A process is no longer busy: one of those that wait may look again."""
+        """Count one busy process less, and wake a waiting call."""
         self._busy[loop] -= 1
         self._wake_one(loop)
 
@@ -157,9 +163,9 @@ class ToolProcesses:
                 return
 
     async def _start(self) -> asyncio.subprocess.Process:
-        """A new process that has imported the file."""
+        """Start a process and wait until it has imported the file."""
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(  # in a session of its own: Ctrl-C is the trainer's to handle
+        process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
             *self._command, stdin=pipe, stdout=pipe, start_new_session=True
         )
         async with self._killed_on_error(process), asyncio.timeout(self.START_SECONDS):
@@ -189,18 +195,18 @@ class ToolProcesses:
 
     @asynccontextmanager
     async def _killed_on_error(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:
-        """Above all where the call is cancelled since it ran out of time: with the process goes what it started."""
+        """A context that kills the process after an error, above all when its call is cancelled at its time limit."""
         try:
             yield
         except BaseException as error:
             ended = isinstance(error, asyncio.IncompleteReadError)
             try:
                 with suppress(TimeoutError):
-                    if ended:  # first its own exit code
+                    if ended:  # read its own exit code before the kill
                         await asyncio.wait_for(process.wait(), 1.0)
             finally:
                 self._end(process)
-                with suppress(TimeoutError):  # until its pipes are free again
+                with suppress(TimeoutError):  # until its pipes are closed
                     await asyncio.wait_for(process.wait(), 5.0)
             if ended:
                 raise RuntimeError(f"the tool's process ended with exit code {await process.wait()}") from None

@@ -1,4 +1,4 @@
-"""What a tool returned or raised, as the text that the model reads."""
+"""A tool's result or error as the text that the model reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
 def json_form(value: Any) -> Any:
-    """What JSON knows, of a value that it does not know. Raises `TypeError` where its text would be an address."""
+    """The value in a form that is closer to JSON. Raises `TypeError` for an object that holds no data."""
     nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
@@ -33,7 +33,7 @@ def json_form(value: Any) -> Any:
         return value.isoformat()
     elif isinstance(value, collections.abc.Mapping):
         return dict(value)
-    elif isinstance(value, collections.abc.Set):  # in one order, whatever the hashes are
+    elif isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
         dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
         return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
     elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
@@ -44,13 +44,16 @@ def json_form(value: Any) -> Any:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as the model reads it: text as it is, bytes as UTF-8, anything else as JSON."""
+    """A tool's result as the model reads it: text unchanged, bytes as UTF-8, other values as JSON.
+
+    Raises `TypeError` for an object that holds no data, whose text would be its address in memory.
+    """
     while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
         result = json_form(result)
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
-# INVARIANT: these two run in a tool's process as well, and use only what is imported here.
+# INVARIANT: `json_form` and `as_text` also run in tool processes. They use only what this source imports.
 RESULT_SOURCE = f"""
 import collections.abc, dataclasses, enum, functools, json, re
 from typing import Any
@@ -61,7 +64,7 @@ ADDRESS = {ADDRESS!r}
 
 
 def error_text(error: BaseException) -> str:
-    """What the model reads about a failed tool."""
+    """The text of a tool's error that the model reads; the name of the class if the error has no text."""
     try:
         return str(error) or type(error).__name__
     except Exception:  # an exception whose own __str__ fails

@@ -1,4 +1,4 @@
-"""Where tools run: async ones on the event loop, others in reusable threads, each within its time."""
+"""Runs tools within their time limit: async tools on the event loop, others in reusable threads."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-HUNG = "hung-tool-"  # how the threads of abandoned calls are called
+HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 IDLE = "tool-idle"
 
 
 class ToolTimeout(Exception):
-    """A tool call took longer than it may. Not `TimeoutError`, which a tool may raise for reasons of its own."""
+    """A tool call exceeded its time limit. It is no `TimeoutError`, because the tool itself may raise that."""
 
 
 class ToolsUnavailable(RuntimeError):
-    """No tool can be run here, whatever the policy calls: the trainer's fault, which the policy must not read."""
+    """No tool can be run, for lack of threads or processes. The policy must not read this: it made no mistake."""
 
 
 class ToolThreads:
-    """Daemon threads for synchronous tools: as many as there are calls at the same time, used again afterwards.
+    """Daemon threads for synchronous tools: one per simultaneous call, and reused for later calls.
 
-    Another thread starts them. `Thread.start` returns when the new thread runs, which takes milliseconds where cores
-    are busy: 128 starts in the event loop hold up every conversation for tenths of a second.
+    A thread of its own starts them. `Thread.start` returns when the new thread runs, which takes milliseconds if the
+    cores are busy: 128 starts on the event loop would block all conversations for tenths of a second.
 
-    Not asyncio's or `concurrent.futures`' pool: those are of a fixed size and joined at exit, so that hung tools would
-    starve the others and hang the end of the process. Not anyio's: it starts its threads in the event loop, and its
-    threads are no daemons where the loop runs in the main thread.
+    The pools of asyncio and `concurrent.futures` do not fit. Their size is fixed, and they are joined at exit: hung
+    tools would block other tools and the end of the process. anyio's pool does not fit either. It starts its threads
+    on the event loop, and they are no daemons if the loop runs in the main thread.
     """
 
-    IDLE_SECONDS = 60.0  # until a thread without work ends
-    WAIT_SECONDS = 60.0  # for a free thread, where the machine refuses a new one
+    IDLE_SECONDS = 60.0  # after which an idle thread ends
+    WAIT_SECONDS = 60.0  # for a free thread, if the system refuses a new one
 
     def __init__(self):
         # Inboxes of idle threads. Used last-in-first-out, so that surplus ones stay idle and end.
@@ -47,9 +47,9 @@ class ToolThreads:
         self._starter = ThreadPoolExecutor(1, "tool-starter")
 
     async def submit(self, work: Callable[[], Any], deliver: Callable[[Any], None]) -> None:
-        """Have a thread run `work`, which must not raise, and then `deliver` with its result.
+        """Let a thread run `work`, which must not raise, and then call `deliver` with its result.
 
-        Returns when there is a thread for it. Raises `ToolsUnavailable` where none is free or can be started in time.
+        Returns as soon as a thread is found. Raises `ToolsUnavailable` if none is free or started in time.
         """
         inbox = self._take() or await self._free_thread()
 
@@ -69,7 +69,7 @@ class ToolThreads:
             while (inbox := self._take()) is None:
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._starter, self._start)
-                except RuntimeError as error:  # can't start new thread
+                except RuntimeError as error:  # the system refuses a new thread
                     if time.monotonic() > give_up:
                         raise ToolsUnavailable(
                             f"no thread for a tool within {self.WAIT_SECONDS:g} s: {error}. Check the limit of "
@@ -86,7 +86,7 @@ class ToolThreads:
             return self._idle.pop() if self._idle else None
 
     def _start(self) -> None:
-        if len(self._idle) >= self._wanted:  # asked for by a call that no longer waits
+        if len(self._idle) >= self._wanted:  # the call no longer waits for a thread
             return
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(inbox,), name=IDLE, daemon=True).start()
@@ -99,7 +99,7 @@ class ToolThreads:
                 inbox.get(timeout=self.IDLE_SECONDS)()
             except queue.Empty:
                 with self._lock:
-                    if inbox in self._idle:  # else work is on its way
+                    if inbox in self._idle:  # otherwise a call has just taken it
                         self._idle.remove(inbox)
                         return
 
@@ -112,14 +112,20 @@ async def run_tool(
 ) -> Any:
     """Run one tool: an async one as a task, a synchronous one in a daemon thread, or in a process (`ToolProcesses`).
 
-    `finish` is what to make of the result, in that thread: a large one takes its time, and the loop is everybody's.
+    Args:
+        tool: The tool.
+        arguments: Its arguments by name.
+        timeout: Time limit of the call in seconds. The wait for a thread or a process does not count.
+        finish: Converts the result. It runs in the tool's thread, because a large result would block the event loop;
+            for an async tool it runs on the loop.
 
-    Whatever it raises, `SystemExit` included, comes out as an ordinary exception. A call that takes longer than
-    `timeout` seconds raises `ToolTimeout` and is abandoned, with its thread or as a cancelled task. Where there is
-    neither a thread nor a process for it, it waits for one, outside its time; `ToolsUnavailable` if none comes.
+    Raises:
+        ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
+        ToolsUnavailable: There is neither a thread nor a process for the call.
+        Exception: The error of the tool. `SystemExit` and the like become `RuntimeError`.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future = loop.create_future()  # of (result, error): a future refuses StopIteration as exception
+    done: asyncio.Future = loop.create_future()  # (result, error): a future cannot hold StopIteration as its exception
 
     def deliver(result, error):
         if not done.done():
@@ -141,16 +147,16 @@ async def run_tool(
             threading.current_thread().name = IDLE
 
     def deliver_in_loop(outcome):
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no call waits any more
             loop.call_soon_threadsafe(deliver, *outcome)
 
     async def wait_for(awaitable):
         try:
             deliver(finish(await awaitable), None)
-        except BaseException as error:  # a SystemExit here would end the loop that all conversations share
+        except BaseException as error:  # SystemExit would end the loop of all conversations
             deliver(None, error)
 
-    call = await tool.prepare() if hasattr(tool, "prepare") else tool  # a process starts before its call's time does
+    call = await tool.prepare() if hasattr(tool, "prepare") else tool  # starts a process before the time limit begins
     task, deadline = None, loop.time() + timeout
     try:
         if inspect.iscoroutinefunction(call):

@@ -1,4 +1,4 @@
-"""A function as a tool: what the model reads of it, and whether a call fits its signature."""
+"""Functions as tools: the description that the model reads, and the check of a call against the signature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_grpo.tool_results import ADDRESS, error_text
 
 
 def check_tool(tool: Callable) -> None:
-    """Raise `ValueError` unless the tool is a named, typed function with a docstring: the model reads all three."""
+    """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
     if not callable(tool) or not name or name == "<lambda>":
         raise ValueError(f"A tool must be a named function, got {tool!r}.")
@@ -33,7 +33,7 @@ def check_tool(tool: Callable) -> None:
 
 
 def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
-    """Raise `ValueError` for a parameter that no call could ever give: calls are JSON objects of named arguments."""
+    """Raise `ValueError` for a parameter that no call can pass: a call is a JSON object of named arguments."""
     name = parameter.name
     if name not in hints:
         raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
@@ -53,12 +53,12 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
 
 
 def describe_tools(tools: dict[str, Callable]) -> str:
-    """Signatures and docstrings, as the model reads them in the system prompt."""
+    """The signatures and docstrings of the tools, as text for the system prompt."""
     return "\n\n".join(f"{name}{inspect.signature(tool)}\n{inspect.getdoc(tool)}" for name, tool in tools.items())
 
 
 def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
-    """The system prompt with the tools in place of `{tool_descriptions}`. Raises `ValueError` for other braces."""
+    """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace."""
     try:
         return system_prompt.format(tool_descriptions=describe_tools(tools))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -75,7 +75,7 @@ def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
 
 
 def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
-    """Why this call cannot be run (the policy's mistake), or None."""
+    """The policy's mistake for which this call cannot be run, as text that the policy reads; None if it can."""
     if call.error:
         return f"{call.error}. Expected: {CALL_FORMAT}"
     if call.name not in tools:
@@ -85,7 +85,7 @@ def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
         signature.bind(**call.arguments)
     except TypeError as error:
         return f"{error}. Usage: {call.name}{signature}"
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)  # of **rest
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)  # name of **kwargs
     for name, value in call.arguments.items():
         expected = hints.get(name if name in signature.parameters else rest, Any)
         if wrong := misfit(value, expected):

@@ -1,4 +1,4 @@
-"""The HTTP beneath `VLLMServerClient`: requests sent again, time limits, and proof of the weights' version."""
+"""The HTTP connection of `VLLMServerClient`: retries, time limits, and proof of the weights' version."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class ServerConnection:
-    """Connections to one `vllm serve` in development mode: control calls, requests sent again, health, scores.
+    """Connections to one `vllm serve` in development mode: control calls, retries, health checks, logprobs.
 
     Args:
-        base_url: Such as `http://127.0.0.1:8000`. A user and password in it are sent, never shown.
-        api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
-        timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
-        request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
+        base_url: The address, such as `http://127.0.0.1:8000`. A user and password in it are sent, but never shown.
+        api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
+        timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
+        request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
     """
 
-    BAD_ANSWERS = 3  # in a row, until a server is taken to be broken
-    NOTICE_SECONDS = 10.0  # between two lines that say that a server is waited for
+    BAD_ANSWERS = 3  # in a row, after which a request fails
+    NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
     NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
-    WATCH_SECONDS = 1.0  # between two looks at the server's version; no server restarts in so short a time
+    WATCH_SECONDS = 1.0  # between two reads of the server's version; no server restarts within this time
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
         self.base_url, credentials = split_server_url(base_url)
         self.timeout, self.request_timeout = timeout, request_timeout
-        self.retries = 0  # requests that were sent again, since the last who asked set it to 0
+        self.retries = 0  # requests that were sent again, since a reader last set it to 0
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
@@ -65,9 +65,9 @@ class ServerConnection:
         self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] = lambda answer: answer,
         **kwargs,
     ) -> Any:  # fmt: skip
-        """One control call; returns what `read` makes of the JSON answer. Raises `ServerError` with URL, status, body.
+        """One control call. Returns `read` of the JSON answer. Raises `ServerError` with URL, status and body.
 
-        `ServerLost` where it may come back: no connection, no whole answer within `timeout` seconds, 429, 5xx.
+        It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
         call = self._call(method, url, timeout, kwargs)
@@ -77,7 +77,7 @@ class ServerConnection:
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = f"{type(error).__name__}: {error}" if str(error) else f"no whole answer within {timeout:g} s"
             never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
-            if isinstance(error, never) and not self._reached:  # a name server may also fail in the middle of a run
+            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
                 raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the vLLM server running?") from error
         except BaseException:
@@ -94,7 +94,7 @@ class ServerConnection:
             raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
 
     def _advice(self, status: int, path: str) -> str:
-        """What to do about the status of an answer."""
+        """The advice for an answer's status, for the end of an error message."""
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
@@ -102,7 +102,7 @@ class ServerConnection:
         return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1." if status == 404 else ""
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body. `timeout` bounds the whole call: a server may send a byte every second for ever."""
+        """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
         async with aiohttp.ClientSession(headers=self._headers, timeout=limits) as session:
             async with session.request(method, url, **kwargs) as response:
@@ -117,9 +117,9 @@ class ServerConnection:
         return True
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
-        """Wait up to `timeout` seconds, or until `unless` is true, and say what for. Raises `ServerError`.
+        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
 
-        At once where waiting cannot help: another service answers, or the address cannot work.
+        Raises `ServerError` after this time, or at once if another service answers or the address cannot work.
         """
         began, said = time.monotonic(), float("-inf")
         while not unless():
@@ -151,11 +151,11 @@ class ServerConnection:
 
     @property
     def max_model_len(self) -> int | None:
-        """The served model's context in tokens, if the server says it."""
+        """The served model's context in tokens; None if the server does not report it."""
         return self.model_card.get("max_model_len")
 
     def server_info(self) -> dict[str, Any]:
-        """vLLM's own configuration as a tree; needs the development endpoints."""
+        """vLLM's configuration as nested dicts. The server must have its development endpoints."""
 
         def read(answer: dict[str, Any]) -> dict[str, Any]:
             _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
@@ -164,16 +164,16 @@ class ServerConnection:
         return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
 
     def settings(self) -> dict[str, Any]:
-        """What decides what the server samples, and how much fits, beside the weights."""
+        """The settings, besides the weights, that determine the server's samples and their length."""
         config = self.server_info()["model_config"]
         return {key: config.get(key) for key in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
 
     def weight_version(self) -> str:
-        """The version that the last push set. A restarted server no longer knows it."""
+        """The version that the last push set. A restarted server has lost it."""
         return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """The server's logprobs of `token_ids[1:]` given what precedes each, at temperature 1, full vocabulary."""
+        """The server's logprobs of `token_ids[1:]`, given all ids before each, at temperature 1, full vocabulary."""
         payload = {
             **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
             "prompt_logprobs": 0,
@@ -188,12 +188,12 @@ class ServerConnection:
     # -- requests of conversations (async) --
 
     async def _session(self) -> aiohttp.ClientSession:
-        """This event loop's connections."""
+        """The session of the running event loop. Sessions of closed loops are closed."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
             ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
-                # vLLM closes connections that were idle for 5 s: a request on one that is about to be closed is lost.
+                # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )  # fmt: skip
@@ -204,11 +204,11 @@ class ServerConnection:
     async def _post(
         self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: answer
     ) -> Any:
-        """POST, and what `read` makes of the JSON answer.
+        """POST a request. Returns `read` of the JSON answer.
 
-        Sent again with backoff, for `timeout` seconds from the first failure: connection errors (one that closes in
-        mid-answer too), 429 and 5xx, and requests without an answer. An answer that is no JSON, or that `read`
-        refuses with `BadAnswer`, is asked for `BAD_ANSWERS` times. Raises `ServerError`.
+        The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
+        `self.timeout` seconds after its first failure. It is also sent again after an answer that is no JSON, or that
+        `read` refuses with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
@@ -233,11 +233,11 @@ class ServerConnection:
                 raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
             self.retries += 1
             logger.debug("POST %s: %s; sending it again", url, problem)
-            await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last one when the time is up
+            await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
     async def _held_version(self) -> str | None:
-        """The version of the weights that the server holds; None while it does not say."""
+        """The version of the weights that the server holds; None if it does not answer."""
         try:
             timeout = aiohttp.ClientTimeout(total=10.0)
             async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:
@@ -246,12 +246,12 @@ class ServerConnection:
             return None
 
     async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
-        """Results of `coroutines` that are proven to come from the weights `version`; None for each other one.
+        """The results of `coroutines` that are proven to come from the weights `version`; None for all others.
 
-        A server that restarts holds its first weights, and no version. So whatever was finished before a question
-        was asked to which the server answered `version` was sampled from it; and once it answers anything else the
-        rest is cancelled, not sampled from weights that nobody trains. Raises the first error of a coroutine, and
-        `ServerLost` where the server says nothing for `timeout` seconds after the last of them.
+        A restarted server has its first weights and no version. So a result is proven if the server reports `version`
+        when it is asked after the result was finished. If the server reports anything else, the open coroutines are
+        cancelled: they would sample from other weights. Raises the first error of a coroutine, and `ServerLost` if
+        the server does not report a version within `self.timeout` seconds after the last result.
         """
         finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
 
@@ -292,9 +292,9 @@ class ServerConnection:
             await session.close()
 
     def close(self) -> None:
-        """Close the connections; a later call makes new ones."""
+        """Close the connections. A later request opens new ones."""
         with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
             run_async(self._close_sessions(), timeout=5.0)
-        for loop in list(self._sessions):  # of a caller's own loops, which may have ended
+        for loop in list(self._sessions):  # of the caller's own loops, which may be closed
             session = self._sessions.pop(loop)
             close_on(loop, session.close())

@@ -1,4 +1,4 @@
-"""Pushing changed weights to the server, proving that they arrived, and doing it again after a restart."""
+"""Pushes changed weights to the server, checks that they arrived, and pushes again after a restart."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Keeps the server's weights equal to the policy's. Every method is collective: all ranks enter it together.
+    """Keeps the server's weights equal to the policy's. Every method is collective: all ranks call it together.
 
     Args:
-        client: The server.
-        model: The policy, in whatever form the trainer trains it.
-        weights: The walk over its parameters.
-        accelerator: Of the trainer.
+        client: The client of the server.
+        model: The policy as the trainer trains it (wrapped, sharded or with adapters).
+        weights: The iterator over the policy's parameters.
+        accelerator: The trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
-        check_every: Compare logprobs at every n-th push; 0: only at the first and after a restart.
+        check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
     """
 
-    MAX_ATTEMPTS = 3  # pushes to a server that goes away meanwhile
+    MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
 
     def __init__(
         self, client: Any, model: Any, weights: PolicyWeights, accelerator: Any, probe_ids: list[int], check_every: int
@@ -45,24 +45,27 @@ class WeightSync:
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
-        """Push the weights under the name `version`, and check now and again that they arrived.
+        """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
 
-        Rank 0 talks to the server. Its outcome is broadcast, which is also the barrier: no rank sends a request before
-        it, and every rank raises the same error.
+        Only rank 0 calls the server. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
+        no rank samples before the push is over.
 
         Args:
-            version: Of the weights as they are now.
-            stop_requested: Whether a signal came to this rank.
-            stop_if_requested: Raises on all ranks where a signal came to any.
+            version: The name of the current weights.
+            stop_requested: Returns whether this rank got a signal.
+            stop_if_requested: Raises on all ranks if any rank got a signal.
 
         Returns:
-            Metrics: seconds by phase, and the difference of logprobs where it was compared.
+            Metrics: seconds by phase, and the difference of logprobs if it was compared.
+
+        Raises:
+            ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
         """
         started, held, self.pushed = time.perf_counter(), self.pushed, None
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 new_server = held is None or on_main_process(self.client.weight_version) != held
-                if new_server:  # a server that restarted is no member of the NCCL group
+                if new_server:  # a restarted server is not in the NCCL group
                     on_main_process(self.client.transfer.leave_nccl)
                 seconds, gap = self._push_and_check(version, new_server)
                 break
@@ -80,7 +83,7 @@ class WeightSync:
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
-        """Seconds by phase, and the difference in logprobs where it was time to compare, as on a new server."""
+        """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""
         if new_server:
             self._check_settings()
         if self.num_syncs == 0:
@@ -100,7 +103,7 @@ class WeightSync:
         return {**seconds, "check": time.perf_counter() - pushed}, gap
 
     def _check_settings(self) -> None:
-        """A server that comes back must sample as before: logprobs of another kind would show in nothing else."""
+        """Raise `ServerError` if the server came back with other settings, as no other check would notice them."""
         settings = on_main_process(self.client.settings)
         before, self._settings = self._settings or settings, settings
         if changed := [f"{k}={v!r}, before {before[k]!r}" for k, v in settings.items() if v != before[k]]:
@@ -121,9 +124,9 @@ class WeightSync:
         return on_main_process(push)
 
     def _check_that_pushes_arrive(self, version: str) -> None:
-        """Push once with the final norm scaled, and see the server's logprobs move as the trainer's do.
+        """Push once with a scaled final norm. Raise unless the server's logprobs change as the trainer's do.
 
-        In bf16 one comparison of unchanged weights proves nothing: a server that ignores every push would pass it.
+        A comparison with unchanged weights proves nothing: a server that ignores every push would pass it.
         """
         scale = 1.5
         norm_name = self.weights.final_norm
@@ -144,7 +147,7 @@ class WeightSync:
             )
 
     def _check_logprobs(self) -> float:
-        """Mean absolute difference between the trainer's and the server's logprobs of the same ids. Raises."""
+        """Mean absolute difference of the trainer's and the server's logprobs. `ServerError` if it is too large."""
         gap = self._distance_to_server(self._probe_logprobs())
         if not gap <= self._logprob_tolerance():
             raise ServerError(
@@ -155,7 +158,7 @@ class WeightSync:
         return gap
 
     def _distance_to_server(self, ours: torch.Tensor) -> float:
-        """Mean absolute difference of logprobs; the same number on all ranks, which decide by it: the largest."""
+        """Mean absolute difference of logprobs. It is the maximum over ranks, so that all ranks decide alike."""
         theirs = torch.tensor(on_main_process(lambda: self.client.score(self._probe_ids)))
         distances = gather_object([(ours - theirs).abs().mean().item()])
         return max(distances) if all(map(math.isfinite, distances)) else math.inf

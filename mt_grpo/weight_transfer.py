@@ -1,4 +1,4 @@
-"""The way of weights to the server: by files in a shared directory, or by an NCCL group."""
+"""Transfers weights to the server: by files in a shared directory, or over an NCCL group."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from mt_grpo.vllm_server import ServerConnection
 
 
 class WeightTransfer:
-    """Pushes weights to one server, which samples nothing meanwhile.
+    """Pushes weights to one server. The server is paused during a push, so that it samples nothing.
 
     Args:
-        server: The client; its `instance` tells this client's pushes from another run's.
-        transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
+        server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
+        transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
-        group_port: Port of the NCCL weight group.
+        group_port: Port of the NCCL group.
     """
 
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self._nccl = None  # TRL's client, which holds the NCCL group
-        self._folder: Path | None = None  # of the disk transport, this client's own
+        self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
     def resolve(self, device: torch.device) -> str:
-        """`auto` made concrete. Raises `ServerError` for NCCL with a server that was not started for it."""
+        """The transport: `disk` or `nccl`. Raises `ServerError` for `nccl` if the server was not started for it."""
         config = (self.server.server_info().get("weight_transfer_config") or {}).get("backend")
         if self.transport == "nccl" and config != "nccl":
             raise ServerError(
@@ -57,12 +57,13 @@ class WeightTransfer:
     def push_disk(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None
     ) -> dict[str, float]:
-        """Write all weights into one file, and have the server load it. Arguments as of `update_weights`.
+        """Write all weights into one file, and let the server load it. The arguments are those of `update_weights`.
 
-        Returns seconds: `gather` (to the CPU), `write` (the file), `load` (pause to resume).
+        Returns seconds by phase: `gather` (to the CPU), `write` (the file), `load` (pause to resume). Raises
+        `ServerError` if a weight is missing, or if the file cannot be written or loaded.
         """
         start = time.perf_counter()
-        # Each tensor is copied before the next is asked for: the iterator may change it in place.
+        # Each tensor is copied before the next one is requested, because the iterator may change it in place.
         tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
         self._check_names(tensors.keys(), expected)
         gathered = time.perf_counter()
@@ -75,7 +76,7 @@ class WeightTransfer:
                 save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
                 del tensors
                 (partial / "model.safetensors").chmod(0o644)
-                partial.rename(folder)  # INVARIANT: what has a version's name is complete
+                partial.rename(folder)  # INVARIANT: a folder with a version's name is complete
                 written = time.perf_counter()
                 load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
                 self._while_paused(
@@ -94,9 +95,9 @@ class WeightTransfer:
         return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
 
     def _versions_folder(self, size: int) -> Path:
-        """This client's own folder, where the next version of `size` bytes has room. Raises `OSError`.
+        """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
 
-        What runs that were killed left behind is removed: a folder belongs to nobody once its lock is free.
+        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
         """
         if self._folder is not None and not self._holds_its_folder():
             self._leave_folder()
@@ -115,8 +116,8 @@ class WeightTransfer:
                 )
             folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
             self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before others know the folder by its name
-            if not root.stat().st_mode & stat.S_ISVTX:  # where everybody may write, not everybody is to read
+            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
+            if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
                 folder.chmod(0o755)
             self._folder = folder.rename(root / f"mt-grpo-weights-{self.server.instance}")
         return self._folder
@@ -128,8 +129,11 @@ class WeightTransfer:
         expected: set[str] | None,
         device: torch.device,
     ) -> dict[str, float]:
-        """Send all weights over an NCCL group, which the first push makes. Returns seconds: `gather`, `load`."""
-        from trl.generation.vllm_client import VLLMClient  # needs vLLM in this environment; not so for disk
+        """Send all weights over an NCCL group, which the first push creates. Returns seconds: `gather`, `load`.
+
+        Raises `ServerLost` if the group cannot be created, or if the server does not take the weights.
+        """
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
 
         start = time.perf_counter()
         if self._nccl is None:
@@ -141,7 +145,7 @@ class WeightTransfer:
             except Exception as error:  # TRL's client raises whatever its requests do
                 raise ServerLost(f"{self.server.base_url} forms no NCCL group: {error}") from error
             self._nccl = client
-        # Announced before the first is sent, and kept on the CPU, where they fit.
+        # All weights are collected on the CPU first: NCCL needs their names and shapes before the first is sent.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
         self._check_names(tensors.keys(), expected)
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
@@ -158,9 +162,9 @@ class WeightTransfer:
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}
 
     def leave_nccl(self) -> None:
-        """Close the NCCL group, of which a server that restarts is no member; the next push makes another."""
+        """Close the NCCL group, which a restarted server cannot rejoin. The next push creates a new group."""
         if self._nccl is not None:
-            atexit.unregister(self._nccl.close_communicator)  # which would hold the group, and its port
+            atexit.unregister(self._nccl.close_communicator)  # else it keeps the group and its port
             self._nccl.close_communicator()
             self._nccl = None
 
@@ -176,7 +180,7 @@ class WeightTransfer:
             self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
             load()
             answer = self.server.request("POST", "/reset_prefix_cache")
-            if answer.get("success") is False:  # answered with status 200 all the same
+            if answer.get("success") is False:  # its status is 200 even then
                 raise ServerError(
                     f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
                 )
@@ -186,7 +190,7 @@ class WeightTransfer:
 
     @staticmethod
     def _remove_if_dead(folder: Path) -> None:
-        """Remove a folder of weights, unless it is another user's or a run that lives has its lock."""
+        """Remove a folder of weights, unless another user owns it or a running client holds its lock."""
         with suppress(OSError):
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
@@ -195,7 +199,7 @@ class WeightTransfer:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _holds_its_folder(self) -> bool:
-        """Whether the folder is still the one that this client made: temporary directories are cleaned away."""
+        """Whether the folder is still the one that this client created: the system may clean temporary directories."""
         with suppress(OSError):
             return os.path.samestat(os.fstat(self._folder_lock.fileno()), (self._folder / "lock").lstat())
         return False

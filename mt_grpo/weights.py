@@ -1,4 +1,4 @@
-"""The policy's parameters under the names of a checkpoint, and a count of how often they changed."""
+"""The policy's parameters under their checkpoint names, and a count of the weight changes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 
 class PolicyWeights(VLLMGeneration):
-    """TRL's walk over the parameters (FSDP 1 and 2, ZeRO-3, PEFT) without its vLLM client, made exact and complete.
+    """TRL's iteration over the parameters (FSDP 1 and 2, ZeRO-3, PEFT) without its vLLM client. Two things differ.
 
-    Exact: with an unsharded PEFT model each layer is merged, read and put back bit for bit. TRL merges and unmerges
-    the whole model, which in bf16 moves the frozen weights a little at every sync.
-    Complete: tied parameters are yielded under every name. `named_parameters()` has them once, and vLLM on CPU packs
-    `lm_head` when it loads and does not refresh it from the embedding, so that it would sample from stale weights.
+    1. With an unsharded PEFT model each adapted layer is merged in a copy. TRL merges and unmerges the whole model
+       itself, which in bf16 changes the frozen weights a little at every sync.
+    2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
+       `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
     """
 
     def _init_vllm(self) -> None:
-        """No client: `VLLMServerClient` sends what `named_weights` yields."""
+        """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
         model = self.model
         self.sharded = self._dist.is_fsdp or getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
         by_parameter: dict[int, list[str]] = {}
@@ -45,10 +45,10 @@ class PolicyWeights(VLLMGeneration):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
 
     def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor), adapters merged. Each is valid only until the next is asked for.
+        """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
-        Gathering shards is collective: every rank iterates to the end. Closing the generator early finishes the walk,
-        so that no rank waits for ever and no adapter stays merged. `norm_scale` multiplies the final norm.
+        Gathering shards is collective: every rank must iterate to the end. A generator that is closed early runs to
+        its end, so that no rank waits for ever and no adapter stays merged. `norm_scale` multiplies the final norm.
         """
         exact = is_peft_model(self.model) and not self.sharded
         source = self._merged_layer_by_layer() if exact else self._iter_named_params()
@@ -76,7 +76,7 @@ class PolicyWeights(VLLMGeneration):
         return {name: module for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
 
     def _merged_layer_by_layer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each adapted layer is merged in a copy, so that the policy's own weights stay as they are, bit for bit."""
+        """Yield (name, tensor). Adapted layers are merged in a copy, so that the policy's weights never change."""
         layers = self._adapted_layers()
         for name, parameter in self.model.named_parameters():
             if self._is_adapter(name):
@@ -90,7 +90,7 @@ class PolicyWeights(VLLMGeneration):
 
 
 class WeightCounter(TrainerCallback):
-    """Counts weight changes. Not `global_step`: a checkpoint that is loaded changes the weights at the same step."""
+    """Counts weight changes. `global_step` does not: loading a checkpoint changes the weights at the same step."""
 
     def __init__(self):
         self.version = 0
