@@ -57,25 +57,38 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits
+from mt_grpo.environments import Environments, failures_end, is_own_method, read_reply, tools_of
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, end_of_turn, parse_turn
+from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
-from mt_grpo.plugins import load_class, load_rewards, load_state_key, load_tools
+from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import LookAhead, RolloutBatch
 from mt_grpo.preflight import check_server, load_tokenizer, model_errors, prepare_env, warn_without_state_keys
+from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
-from mt_grpo.rollout import Generation, Rollout, Room, StopReason, ToolCall, ToolResult, Turn, result_message
+from mt_grpo.rollout import (
+    Context,
+    Generation,
+    Message,
+    Reply,
+    Rollout,
+    Room,
+    StopReason,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rollouts
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, reward_tensors, run_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
-from mt_grpo.tool_results import as_text, error_text
+from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_call, check_tool, fill_in_tools
 from mt_grpo.vllm_server import ServerConnection
@@ -108,7 +121,7 @@ Tools:
 
 
 class MultiTurnToolEnv:
-    """The conversation between a model and its tools.
+    """The conversation between a model, its tools and, if there is one, an environment of its own.
 
     Args:
         tools: Typed functions with docstrings, synchronous or async.
@@ -120,21 +133,26 @@ class MultiTurnToolEnv:
         max_tool_response_tokens: Tokens of one tool result; a longer one is cut with a visible marker.
         max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
         tool_timeout: Seconds that one call may take.
-        max_concurrent_tools: Calls at the same time.
+        max_concurrent_tools: Calls at the same time, of all conversations.
+        max_parallel_calls: Calls of one turn that run. Those beyond it are answered with an error.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
             must be quick. None: each conversation so far is a state of its own.
+        tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native` (`mt_grpo.formats`).
+        environment: A class with an instance per conversation (`mt_grpo.protocols.Environment`), or a dict of classes
+            by the dataset's column `environment`.
+        environment_timeout: Seconds that one call of a method of the environment may take; its tools have theirs.
 
     Raises:
-        ValueError: a tool without name, type hints or docstring.
+        ValueError: a tool without name, type hints or docstring; a class that is no environment.
     """
 
     MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
 
     def __init__(
         self,
-        tools: list[Callable],
+        tools: list[Callable] = (),
         system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
         max_steps: int = 2,
         *,
@@ -145,8 +163,12 @@ class MultiTurnToolEnv:
         max_model_len: int | None = None,
         tool_timeout: float = 30.0,
         max_concurrent_tools: int = 256,
+        max_parallel_calls: int = 8,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
+        tool_format: str = "xml",
+        environment: type | dict[str, type] | None = None,
+        environment_timeout: float = 120.0,
     ):
         self.tools: dict[str, Callable] = {}
         for tool in tools:
@@ -158,6 +180,9 @@ class MultiTurnToolEnv:
             raise ValueError(
                 f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
             )
+        if tool_format != "xml" and system_prompt == DEFAULT_SYSTEM_PROMPT:
+            system_prompt = None  # it teaches the xml format; in others the chat template shows the tools
+        self._prompt_template = system_prompt
         self.system_prompt = system_prompt and fill_in_tools(system_prompt, self.tools)
         self.max_steps = max_steps
         self.tokenizer = tokenizer
@@ -167,38 +192,53 @@ class MultiTurnToolEnv:
         self.max_model_len = max_model_len
         self.tool_timeout = tool_timeout
         self.max_concurrent_tools = max_concurrent_tools
+        self.max_parallel_calls = max_parallel_calls
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
-        self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
+        self.tool_format = tool_format
+        self.environments = environment and Environments(environment, environment_timeout)
+        self._formats: dict[int, ToolFormat] = {}
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     # -- the conversation, from its prompt to its end --
 
-    def start(self, prompts: list, llm: Any = None) -> list[Rollout]:
-        """Open conversations, for `step`."""
+    def start(self, prompts: list, llm: Any = None, rows: list[dict[str, Any]] | None = None) -> list[Rollout]:
+        """Open conversations, for `step` and `converse`.
+
+        Args:
+            prompts: Messages, or strings (one user message).
+            llm: The backend, for its tokenizer.
+            rows: Dataset rows, for environments. They render their prompts later, behind `reset`.
+        """
         prompts = check_conversations(prompts, "prompts")
         tokenizer = self._tokenizer(llm)
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            if messages != previous:  # the rollouts of a group have the same prompt
+            if self.environments is not None:
+                pass
+            elif messages != previous:  # the rollouts of a group have the same prompt
                 previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
-            states.append(Rollout(messages, list(ids), index))
+            states.append(Rollout(messages, list(ids), index, row=dict(rows[index]) if rows else {}))
         return states
 
-    def with_system_prompt(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def with_system_prompt(self, messages: list[Message], tools: dict[str, Callable] | None = None) -> list[Message]:
         """The messages with the system prompt in front, unless they bring their own."""
         if self.system_prompt and (not messages or messages[0]["role"] != "system"):
-            return [{"role": "system", "content": self.system_prompt}, *messages]
+            text = self.system_prompt if tools is None else fill_in_tools(self._prompt_template, tools)
+            return [{"role": "system", "content": text}, *messages]
         return messages
 
-    def prompt_ids(self, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids of a prompt, generation prompt included. The only time that messages are rendered as a whole."""
+    def prompt_ids(
+        self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Callable] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole."""
+        arguments = self.format_of(tokenizer).prompt(messages, self.tools if tools is None else tools)
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+            **arguments, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
         )
 
     async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
@@ -208,118 +248,182 @@ class MultiTurnToolEnv:
         return rollout
 
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
-        """Generate, parse, run the tool, append. Every id that was sampled is kept as it was sampled."""
+        """Sample a turn, run its calls, ask the environment, append. An id that was sampled stays as it is."""
+        with failures_end(rollout):
+            if self.environments is not None and rollout.environment is None:
+                await self.open(rollout, llm)
+            turn = await self.sample_turn(rollout, llm, sampling_params)
+            if turn is None:
+                return
+            if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
+                turn.results = await self.run_calls(rollout, turn.calls)
+            reply = await self.ask(rollout, turn)
+            rollout.stop_reason = self.end(rollout, turn, reply, llm)
+            if rollout.stop_reason is None:
+                self.go_on(rollout, turn, reply, llm)
+
+    async def open(self, rollout: Rollout, llm: Any) -> None:
+        """Give a conversation its environment; render what the model reads first."""
         tokenizer = self._tokenizer(llm)
-        history = rollout.prompt_ids + rollout.completion_ids
-        room = self._room(rollout, llm)
+        messages = await self.environments.open(rollout)
+        rollout.tools = {**self.tools, **tools_of(rollout.environment)}
+        rollout.prompt_messages = self.with_system_prompt(neutralise_prompt(messages, tokenizer), rollout.tools)
+        rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
+
+    async def sample_turn(
+        self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
+    ) -> Turn | None:
+        """The model's next turn, added to the rollout. None, and a stop reason, where there is no room for one."""
+        room, started = self._room(rollout, llm), time.perf_counter()
         if room.tokens <= 0:
             rollout.stop_reason = StopReason.MAX_TOKENS if room.completion <= 0 else StopReason.CONTEXT_LENGTH
-            return
-        budget = min(room.tokens, self.max_turn_tokens or room.tokens)
-        started = time.perf_counter()
-        generation = await llm.generate(history, budget, sampling_params, rollout.index)
-        turn = self._to_turn(generation, tokenizer)
-        turn.seconds = time.perf_counter() - started
-        turn.state_key = self._state_key(rollout.turns)
-        rollout.turns.append(turn)
-        turn.tool_call, answered = parse_turn(turn.text)
-        if answered:
-            rollout.stop_reason = StopReason.ANSWERED
-        elif turn.tool_call is None and turn.finish_reason == "length":
-            full = self._room(rollout, llm).context <= 0
-            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
-        elif turn.tool_call is None:
-            rollout.stop_reason = StopReason.NO_TOOL_CALL
-        elif sum(t.observation is not None for t in rollout.turns) >= self.max_steps:
-            rollout.stop_reason = StopReason.MAX_TURNS
-        else:
-            result = await self.call_tool(turn.tool_call)
-            turn.error, turn.tool_seconds = result.error, result.seconds
-            self._observe(rollout, turn, result.text, llm)
-
-    def _state_key(self, turns: list[Turn]) -> Any:
-        if self.state_key is None:
             return None
-        try:
-            return self.state_key(turns)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
+        budget = min(room.tokens, self.max_turn_tokens or room.tokens)
+        written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
+        key = await self._state_key(rollout)
+        while True:
+            stops = {**(sampling_params or {}), "stop": list(written.next_stops(ids, history))}
+            generation = await llm.generate(history + ids, budget - len(ids), stops, rollout.index)
+            ids += generation.token_ids
+            logprobs = None if generation.logprobs is None else logprobs + generation.logprobs
+            # A stop text inside the model's thinking ends the request and not the turn.
+            if generation.finish_reason == "length" or not written.stopped_early(ids, history) or len(ids) >= budget:
+                break
+        length, ended = written.cut(ids, history)
+        turn = Turn(ids[:length], logprobs and logprobs[:length], "", "stop" if ended else generation.finish_reason)
+        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history)
+        turn.context, rollout.edited = rollout.edited, None
+        turn.state_key, turn.seconds = key, time.perf_counter() - started
+        rollout.turns.append(turn)
+        return turn
 
-    def _room(self, rollout: Rollout, llm: Any) -> Room:
-        completion = len(rollout.completion_ids)
-        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
-        return Room(self.max_completion_length - completion, context - len(rollout.prompt_ids) - completion)
+    async def run_calls(self, rollout: Rollout, calls: list[ToolCall]) -> list[ToolResult]:
+        """The results of a turn's calls, in their order. The calls run at the same time."""
+        own = asyncio.Lock()  # the methods of one environment share its state, so they run one after another
 
-    def _to_turn(self, generation: Generation, tokenizer: PreTrainedTokenizerBase) -> Turn:
-        length = end_of_turn(tokenizer, generation.token_ids)
-        ids = generation.token_ids[:length]
-        reason = "stop" if length < len(generation.token_ids) else generation.finish_reason
-        ended = bool(ids) and ids[-1] in tokenizer.all_special_ids and tokenizer.decode(ids[-1:]) not in CLOSING_TAGS
-        text = tokenizer.decode(ids[:-1] if ended else ids)
-        return Turn(ids, generation.logprobs and generation.logprobs[:length], text, reason)
+        async def run(call: ToolCall) -> ToolResult:
+            if not is_own_method(call, rollout):
+                return await self.call_tool(call, rollout.tools)
+            async with own:
+                return await self.call_tool(call, rollout.tools)
 
-    async def call_tool(self, call: ToolCall) -> ToolResult:
+        results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])
+        rollout.abandoned |= any(result.error == "timeout" for result in results)
+        text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
+        return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
+
+    async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
         """Run a call. The policy's mistake and a tool's failure become text for the model.
 
         Raises:
             ToolsUnavailable: the machine cannot run tools.
         """
-        if mistake := check_call(call, self.tools):
+        tools = self.tools if tools is None else tools
+        if mistake := check_call(call, tools):
             return ToolResult(f"Error: {mistake}", "call")
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
         async with slots:
-            started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
+            started = time.perf_counter()  # a call's time limit starts when it runs, not when it queues
             try:
-                text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
+                result = await run_tool(tools[call.name], call.arguments, self.tool_timeout, as_result)
             except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
                 raise
             except ToolTimeout as raised:
-                text, error = f"Error: {raised}", "timeout"
+                result = ToolResult(f"Error: {raised}", "timeout")
             except Exception as raised:  # any failure of a tool is an observation, never the end of a run
-                text, error = f"Error: {error_text(raised)}", "tool"
-            return ToolResult(text, error, time.perf_counter() - started)
+                result = ToolResult(f"Error: {error_text(raised)}", "tool")
+            return dataclasses.replace(result, seconds=time.perf_counter() - started)
 
-    def _observe(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
-        """Append the observation, cut so that an answer still fits; if none fits, the conversation ends."""
+    async def ask(self, rollout: Rollout, turn: Turn) -> Reply:
+        """The environment's reply to a turn; an empty one where it has nothing to say."""
+        if self.environments is None:
+            return Reply()
+        answer = await self.environments.call(rollout, "respond", rollout, turn)
+        reply = read_reply(answer, type(rollout.environment).__name__) or Reply()
+        turn.reward, turn.info = reply.reward, dict(reply.info)
+        return reply
+
+    def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:
+        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends."""
+        replied = bool(reply.messages or reply.continuation or reply.history)
+        if turn.answer is not None and not replied:
+            return StopReason.ANSWERED
+        if reply.stop:
+            return StopReason.ENVIRONMENT_STOP
+        if not turn.calls and not replied and turn.finish_reason == "length":
+            full = self._room(rollout, llm).context <= 0
+            return StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+        if not turn.calls and not replied:
+            return StopReason.NO_TOOL_CALL
+        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_steps else None
+
+    def go_on(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> None:
+        """Put together what the model reads next."""
         tokenizer = self._tokenizer(llm)
-        room = self._room(rollout, llm)
-        most = room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
+        if reply.history:
+            self.edit(rollout, turn, neutralise_prompt(reply.history, tokenizer), tokenizer)
+        elif reply.continuation:
+            self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), tokenizer)
+        else:
+            self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
+
+    def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
+        """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.
+
+        INVARIANT: what was sampled is never rendered or tokenised again. Ids are only put behind it.
+        """
+        tokenizer, room = self._tokenizer(llm), self._room(rollout, llm)
+        written, most = self.format_of(tokenizer), room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
         limit = self.max_tool_response_tokens
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
-        text = neutralise(text[: 64 * limit + 1], tokenizer)
-        while (cut := cut_to_tokens(text, limit, tokenizer)) is not None:
-            ids = self.message_ids(cut, tokenizer, turn.token_ids)
+        texts = [neutralise(result.text[: 64 * limit + 1], tokenizer) for result in turn.results]
+        while None not in (cuts := [cut_to_tokens(text, limit, tokenizer) for text in texts]):
+            results = [dataclasses.replace(result, text=cut) for result, cut in zip(turn.results, cuts)]
+            messages = written.results(turn.calls, results) + further
+            ids = written.suffix_ids(turn.calls, messages, turn.token_ids)
             if len(ids) <= most:
-                turn.observation, turn.observation_ids = cut, ids
+                turn.results, turn.messages, turn.observation_ids = results, messages, ids
                 return
+            if not texts:
+                break
             # What is too much goes; the chat template's ids are in it too. Smaller each time, so that the loop ends.
-            limit = min(limit - 1, limit - (len(ids) - most), len(ids))
-        full = room.context < room.completion
-        rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+            limit = min(limit - 1, limit - (len(ids) - most) // len(texts), len(ids))
+        rollout.stop_reason = StopReason.CONTEXT_LENGTH if room.context < room.completion else StopReason.MAX_TOKENS
 
-    def message_ids(self, observation: str, tokenizer: PreTrainedTokenizerBase, sampled: list[int]) -> list[int]:
-        """Ids from the end of the model's turn to the next generation prompt.
+    def continue_turn(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it."""
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        turn.continuation = text
+        if turn.token_ids[-1] in self.format_of(tokenizer).ends:
+            rollout.edited = Context(rollout.history, rollout.history_ids[:-1] + ids, len(ids))
+        else:
+            turn.observation_ids = ids
 
-        A short conversation is rendered with a sentinel as the assistant's content, and what follows it is tokenised.
-        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
-        """
-        conversation = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": self._sentinel},
-            {"role": "user", "content": result_message(observation)},
-        ]
-        rendered = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-        )
-        suffix = rendered[rendered.rindex(self._sentinel) + len(self._sentinel) :]
-        ids = tokenizer(suffix, add_special_tokens=False)["input_ids"]
-        # The end of turn is there already if the model sampled it.
-        return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in tokenizer.all_special_ids else ids
+    def edit(self, rollout: Rollout, turn: Turn, history: list[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Have the model read another history: a further record begins with its next turn."""
+        turn.messages = self.format_of(tokenizer).results(turn.calls, turn.results)  # for rewards and the log
+        rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))
 
-    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The token that ends a turn in the chat template, if it is a special one; sampling must stop there."""
-        return [i for i in self.message_ids("", tokenizer, [])[:1] if i in tokenizer.all_special_ids]
+    # -- what the conversation reads: its limits, its format, its state --
+
+    def _room(self, rollout: Rollout, llm: Any) -> Room:
+        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
+        return Room(self.max_completion_length - rollout.new_tokens, context - len(rollout.history_ids))
+
+    def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
+        """How a model with this tokenizer writes calls and reads results."""
+        if id(tokenizer) not in self._formats:
+            self._formats[id(tokenizer)] = make_format(self.tool_format, tokenizer, self.chat_template_kwargs)
+        return self._formats[id(tokenizer)]
+
+    async def _state_key(self, rollout: Rollout) -> Any:
+        if hasattr(rollout.environment, "state_key"):
+            return await self.environments.call(rollout, "state_key")
+        try:
+            return self.state_key and self.state_key(rollout.turns)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
 
     def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
         tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
@@ -327,25 +431,34 @@ class MultiTurnToolEnv:
             raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
         return tokenizer
 
+    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that end a turn; sampling must stop there."""
+        return sorted(self.format_of(tokenizer).ends)
+
     # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
 
     def generate(
-        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None
-    ) -> dict[str, list]:
+        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+    ) -> dict[str, list]:  # fmt: skip
         """Run all conversations to their ends.
 
         Args:
             prompts: Messages, or strings (one user message).
             llm: A backend with `async generate(prompt_ids, max_tokens, sampling_params, index)`.
             sampling_params: temperature, top_p, ...; unset ones are neutral.
+            rows: Dataset rows, for environments.
 
         Returns:
             Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
             the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
         """
         sampling_params = self._with_stops(sampling_params, llm)
-        states = self.start(prompts, llm)
-        run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
+        states = self.start(prompts, llm, rows)
+        try:
+            run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
+        finally:
+            self.close(states)
         return {
             "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
             "mask": [s.loss_mask for s in states], "prompt_ids": [s.prompt_ids for s in states],
@@ -360,8 +473,14 @@ class MultiTurnToolEnv:
         run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
         return states
 
+    def close(self, states: list[Rollout] | None = None) -> None:
+        """Close the environments of these conversations, None: of all that are open."""
+        if self.environments is not None:
+            for error in run_async(self.environments.close(states)):
+                logger.warning(f"An environment could not be closed: {error}")
+
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
-        """Adds the token that ends a turn in the chat template. A base model's own end token may be another one."""
+        """Adds the tokens that end a turn in the chat template. A base model's own end token may be another one."""
         check_sampling_params(sampling_params)
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
 
@@ -1191,12 +1310,15 @@ class VLLMServerClient(ServerConnection):
 class MTGRPOScriptArguments(ScriptArguments):
     """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
 
-    tools_script: str | None = field(default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...]"})
+    tools_script: str | None = field(
+        default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both"}
+    )
     reward_fn: str | None = field(
         default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
     )
     environment: str | None = field(
-        default=None, metadata={"help": "path.py:Class, a subclass of MultiTurnToolEnv. None: that class itself"}
+        default=None,
+        metadata={"help": "path.py:Class, an environment per conversation or a subclass of MultiTurnToolEnv"},
     )
     system_prompt: str | None = field(
         default=None,
@@ -1229,6 +1351,12 @@ class MTGRPOConfig(GRPOConfig):
     max_env_steps: int = field(
         default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}
     )
+    tool_format: str = field(
+        default="xml", metadata={"help": "How the model writes calls: xml (the paper's), hermes or native"}
+    )
+    max_parallel_calls: int = field(
+        default=8, metadata={"help": "Calls of one turn that run; those beyond it are answered with an error"}
+    )
     max_turn_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of one model turn. None: what remains of max_completion_length"}
     )
@@ -1236,6 +1364,9 @@ class MTGRPOConfig(GRPOConfig):
         default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
     )
     tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
+    environment_timeout: float = field(
+        default=120.0, metadata={"help": "Seconds that one call of an environment's reset, respond, ... may take"}
+    )
     max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
     isolate_tools: bool = field(
         default=False,
@@ -1312,9 +1443,9 @@ def build_env(
     script_args: MTGRPOScriptArguments, args: MTGRPOConfig, tools: list[Callable], tokenizer: PreTrainedTokenizerBase
 ) -> MultiTurnToolEnv:
     """The environment that a recipe describes."""
-    env_class = load_class(script_args.environment, "environment", MultiTurnToolEnv)
+    conversation, environment = load_environment(script_args.environment, script_args.tools_script, MultiTurnToolEnv)
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-    return env_class(
+    return conversation(
         tools,
         DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
         args.max_env_steps,
@@ -1326,6 +1457,10 @@ def build_env(
         max_concurrent_tools=args.max_concurrent_tools,
         chat_template_kwargs=args.chat_template_kwargs,
         state_key=load_state_key(script_args.tools_script) if reads_state else None,
+        tool_format=args.tool_format,
+        max_parallel_calls=args.max_parallel_calls,
+        environment=environment,
+        environment_timeout=args.environment_timeout,
     )
 
 

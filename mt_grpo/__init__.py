@@ -3,6 +3,7 @@
 A module imports only from modules that stand above it in this list.
 
     rollout          dataclasses of a conversation: StopReason, ToolCall, Generation, Turn, Rollout
+    protocols        the interfaces: Environment, ToolFormat, Backend
     tensors          rows of unequal length as tensors; statistics without NaN
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
@@ -15,6 +16,7 @@ A module imports only from modules that stand above it in this list.
     formats          how a model writes calls and answers
     control_tokens   control tokens broken in text from tools and data
     tools            a function as a tool: description, argument check
+    environments     one environment per conversation
     sampling         the sampling parameters of a request
     server_errors    errors of a server; checks of its address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version

@@ -20,8 +20,10 @@ from mt_grpo.tool_results import error_text
 from mt_grpo.tools import check_tool
 
 
-def load_lists(path: str, key: str, names: list[str]) -> list[list]:
-    """Import a file and return its lists of these names; a missing list is empty.
+def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
+    """Import a file and return what it defines under these names; a missing list is empty.
+
+    The first `of_lists` of them must be lists.
 
     Raises `ValueError` with the recipe key if all of them are missing, or if the file cannot be imported.
     """
@@ -31,7 +33,7 @@ def load_lists(path: str, key: str, names: list[str]) -> list[list]:
     if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
     lists = [getattr(module, name, []) for name in names]
-    for name, value in zip(names, lists, strict=True):
+    for name, value in zip(names, lists[:of_lists]):
         if not isinstance(value, list):
             raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
     return lists
@@ -53,18 +55,36 @@ def import_file(path: str, key: str) -> types.ModuleType:
     return module
 
 
-def load_class(reference: str | None, key: str, base: type) -> type:
-    """The class that `path.py:Class` names, `base` for None. Raises `ValueError` unless it is a subclass of `base`."""
-    if reference is None:
-        return base
+def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
+    """What a recipe says of the conversation: its class, and the classes of environments, if there are any.
+
+    Args:
+        reference: `path.py:Class`, a subclass of `base` or the class of an environment.
+        tools_script: A file that may define `ENVIRONMENT`, a class or a dict of classes.
+        base: The class of conversations.
+    """
+    declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
+    found = load_class(reference, "environment") if reference else base
+    if issubclass(found, base):
+        return found, declared
+    if declared is not None:
+        raise ValueError(
+            f"environment: {reference!r} is the class of an environment, and {tools_script!r} defines ENVIRONMENT as "
+            "well. Expected one of them."
+        )
+    return base, found
+
+
+def load_class(reference: str, key: str) -> type:
+    """The class that `path.py:Class` names. Raises `ValueError` where there is none."""
     path, _, name = reference.rpartition(":")
     path = absolute(path)
     if not path or not Path(path).is_file():
         raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
     known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
     found = getattr(known or import_file(path, key), name, None)
-    if not isinstance(found, type) or not issubclass(found, base):
-        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a subclass of {base.__name__}.")
+    if not isinstance(found, type):
+        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
     return found
 
 
@@ -73,14 +93,20 @@ def module_name(path: str, key: str) -> str:
     return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
 
 
+def tools_module(path: str) -> types.ModuleType:
+    """The module of a tools file, which `load_tools` has imported or imports now."""
+    name = module_name(absolute(path), "tools_script")
+    if name not in sys.modules:
+        load_tools(path)
+    return sys.modules[name]
+
+
 def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
     """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
 
     The function takes the turns so far and returns the key of the current state, for `gigpo`.
     """
-    if module_name(path, "tools_script") not in sys.modules:
-        load_tools(path)
-    state_key = getattr(sys.modules[module_name(path, "tools_script")], "STATE_KEY", None)
+    state_key = getattr(tools_module(path), "STATE_KEY", None)
     if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
         raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
     return state_key
@@ -93,12 +119,12 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
     Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
     """
     path = absolute(path)  # tool processes import the file later
-    (tools,) = load_lists(path, "tools_script", ["TOOL_FUNCTIONS"])
-    if not tools:
+    tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
+    if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     for tool in tools:
         check_tool(tool)
-    check = getattr(sys.modules[module_name(path, "tools_script")], "CHECK_TOOLS", lambda: None)
+    check = getattr(tools_module(path), "CHECK_TOOLS", lambda: None)
     if inspect.iscoroutinefunction(check):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
     try:

@@ -21,6 +21,7 @@ CHOICES = {
     "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_mode": ("server", "colocate"),
+    "tool_format": ("xml", "hermes", "native"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 

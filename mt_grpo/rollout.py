@@ -233,8 +233,10 @@ class Rollout:
     policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
     row: dict[str, Any] = field(default_factory=dict)  # of the dataset
     environment: Any = None  # this conversation's own, if it has one
+    tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
-    error: BaseException | None = None  # the environment's, with stop reason `environment_error`
+    error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`
+    abandoned: bool = False  # a call into its environment was given up, and may still run
 
     @property
     def completion_ids(self) -> list[int]:

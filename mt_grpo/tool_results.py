@@ -11,6 +11,8 @@ import json
 import re
 from typing import Any
 
+from mt_grpo.rollout import ToolResult
+
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
@@ -61,6 +63,13 @@ ADDRESS = {ADDRESS!r}
 {inspect.getsource(json_form)}
 {inspect.getsource(as_text)}
 """
+
+
+def as_result(result: Any) -> ToolResult:
+    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward."""
+    if isinstance(result, ToolResult):
+        return ToolResult(as_text(result.text), reward=result.reward)
+    return ToolResult(as_text(result))
 
 
 def error_text(error: BaseException) -> str:
