@@ -63,9 +63,9 @@ RANGES = {
         ),
         "(0, inf)": (
             "temperature", "repetition_penalty", "tool_timeout", "environment_timeout", "reward_timeout",
-            "vllm_server_timeout", "vllm_request_timeout", "num_train_epochs", "logging_steps", "save_steps", "eval_steps", "adam_epsilon",
-            "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_cap",
+            "vllm_server_timeout", "vllm_request_timeout", "num_train_epochs", "logging_steps", "save_steps",
+            "eval_steps", "adam_epsilon", "delta", "sapo_temperature_neg", "sapo_temperature_pos",
+            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap",
         ),
         "[1, inf)": (
             "max_steps", "num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size",
