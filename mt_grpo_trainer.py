@@ -237,9 +237,7 @@ class MultiTurnToolEnv:
     ) -> list[int]:
         """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole."""
         arguments = self.format_of(tokenizer).prompt(messages, self.tools if tools is None else tools)
-        return tokenizer.apply_chat_template(
-            **arguments, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
-        )
+        return tokenizer.apply_chat_template(**arguments)
 
     async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
         """Turn after turn until the conversation has a stop reason."""

@@ -13,6 +13,7 @@ A module imports only from modules that stand above it in this list.
     tool_results     a tool's result or error as text
     tool_threads     running a tool within its time limit: event loop, threads
     tool_processes   tools in processes
+    chat_format      what tool formats share: ends of turns, thinking, suffixes
     formats          how a model writes calls and answers
     control_tokens   control tokens broken in text from tools and data
     tools            a function as a tool: description, argument check

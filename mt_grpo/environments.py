@@ -1,0 +1,235 @@
+"""From a class to one environment per conversation: its tools, and its methods within their time."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall
+from mt_grpo.tool_results import error_text
+from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.tools import check_tool
+
+# Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0}
+REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised, hung, or returned what it may not: the end of its rollout, which is not trained on."""
+
+
+def tool_methods(cls: type) -> list[str]:
+    """The names of a class's tools: its public methods, looked up on the class as in TRL."""
+    names = (name for name, _ in inspect.getmembers(cls, inspect.isfunction))
+    return [name for name in names if not name.startswith("_") and name not in METHODS]
+
+
+def check_environment(cls: Any, where: str) -> None:
+    """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
+    if not isinstance(cls, type):
+        raise ValueError(f"{where} is {cls!r}, expected a class.")
+    if not callable(getattr(cls, "reset", None)):
+        raise ValueError(f"{where}: {cls.__name__} has no method reset(self, **row), which begins a conversation.")
+    for name, count in METHODS.items():
+        method = getattr(cls, name, None)
+        if method is None or count is None:
+            continue
+        try:
+            inspect.signature(types.MethodType(method, cls)).bind(*[None] * count)
+        except TypeError as error:
+            takes = ", ".join(("self", "rollout", "turn")[: count + 1])
+            raise ValueError(
+                f"{where}: {cls.__name__}.{name}{inspect.signature(method)} clashes with the trainer's method "
+                f"{name}({takes}): {error}. Give the tool another name, such as {name}_it."
+            ) from None
+    for name in tool_methods(cls):
+        check_tool(types.MethodType(getattr(cls, name), cls))
+
+
+def tools_of(environment: Any) -> dict[str, Callable]:
+    """The tools of an instance: its public methods, and the functions in its list `tools`.
+
+    Raises `ValueError` for two of one name.
+    """
+    tools = [getattr(environment, name) for name in tool_methods(type(environment))]
+    for tool in getattr(environment, "tools", []):
+        check_tool(tool)
+        tools.append(tool)
+    named = {tool.__name__: tool for tool in tools}
+    if len(named) < len(tools):
+        raise ValueError(f"{type(environment).__name__} has two tools of one name: {[t.__name__ for t in tools]}.")
+    return named
+
+
+def is_own_method(call: ToolCall, rollout: Rollout) -> bool:
+    """Whether a call goes to a synchronous method of the rollout's own environment."""
+    tool = (rollout.tools or {}).get(call.name)
+    own = rollout.environment is not None and getattr(tool, "__self__", None) is rollout.environment
+    return own and not inspect.iscoroutinefunction(tool)
+
+
+def read_reply(reply: Any, name: str) -> Reply | None:
+    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
+    if isinstance(reply, dict) and reply.keys() <= Reply.__dataclass_fields__.keys():
+        reply = Reply(**reply)
+    if reply is None:
+        return None
+    if not all(hasattr(reply, key) for key in Reply.__dataclass_fields__):
+        raise EnvironmentFailure(f"{name}.respond returned {type(reply).__name__}, expected a Reply or None.")
+    given = [key for key in REPLIES if getattr(reply, key)]
+    if len(given) > 1:
+        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}, expected one of them.")
+    for key in ("messages", "history"):
+        for message in getattr(reply, key) or []:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise EnvironmentFailure(f"{name}.respond: {key} has {message!r}, expected role and content.")
+    if reply.history and reply.history[-1]["role"] == "assistant":
+        raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
+    return reply
+
+
+def joined(prompt: list[Message], observation: str | list | None) -> list[Message]:
+    """The prompt with what `reset` returned: text goes to its last message, messages replace it.
+
+    >>> joined([{"role": "user", "content": "Play. "}], "A board.")
+    [{'role': 'user', 'content': 'Play. A board.'}]
+    >>> joined([{"role": "user", "content": "Play."}], [{"role": "user", "content": "Guess."}])
+    [{'role': 'user', 'content': 'Guess.'}]
+    """
+    if not observation:
+        return prompt
+    if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
+        return observation
+    prompt = prompt or [{"role": "user", "content": ""}]
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):  # content parts
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    if type(observation) is not type(content):
+        raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+@contextmanager
+def failures_end(rollout: Rollout) -> Iterator[None]:
+    """An environment's failure ends its rollout, and no other one."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        rollout.stop_reason, rollout.error = StopReason.ENVIRONMENT_ERROR, error
+
+
+class Environments:
+    """One environment per conversation.
+
+    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with a
+    call that was given up, are not.
+
+    Args:
+        factories: A class, or classes by the row's column `environment`.
+        timeout: Seconds that one call of a method of the protocol may take.
+    """
+
+    def __init__(self, factories: type | dict[str, type], timeout: float):
+        self.by_name = factories if isinstance(factories, dict) else {None: factories}
+        for name, cls in self.by_name.items():
+            check_environment(cls, f"environment {name!r}" if name else "environment")
+        self.timeout = timeout
+        self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
+        self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
+        atexit.register(self._close_at_exit)
+
+    def class_of(self, row: dict[str, Any]) -> type:
+        """The class of a row's environment. Raises `ValueError` for an unknown name."""
+        if None in self.by_name:
+            return self.by_name[None]
+        if row.get("environment") not in self.by_name:
+            raise ValueError(
+                f"A row has environment={row.get('environment')!r}, expected one of {', '.join(self.by_name)}."
+            )
+        return self.by_name[row["environment"]]
+
+    async def open(self, rollout: Rollout) -> list[Message]:
+        """Give a rollout its environment, and begin. Returns the prompt. Raises `EnvironmentFailure`."""
+        cls = self.class_of(rollout.row)
+        if self._free[cls]:
+            rollout.environment = self._free[cls].pop()
+        else:
+            rollout.environment = await self._run(rollout, cls.__name__, cls)
+        self._open[id(rollout)] = rollout
+        row = {k: v for k, v in rollout.row.items() if k != "environment" or None in self.by_name}
+        observation = await self.call(rollout, "reset", **row)
+        return joined(rollout.prompt_messages, observation)
+
+    async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
+        function = getattr(rollout.environment, method, None)
+        if function is None:
+            return None
+        name = f"{type(rollout.environment).__name__}.{method}"
+        return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
+
+    async def _run(self, rollout: Rollout, name: str, function: Callable) -> Any:
+        if inspect.iscoroutinefunction(getattr(function, "func", function)):
+
+            async def run():
+                return await function()
+        else:
+
+            def run():
+                return function()
+
+        run.__name__ = name
+        try:
+            return await run_tool(run, {}, self.timeout)
+        except ToolsUnavailable:
+            raise
+        except ToolTimeout as error:
+            rollout.abandoned = True
+            raise EnvironmentFailure(f"{name} took longer than environment_timeout={self.timeout:g} s.") from error
+        except Exception as error:
+            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+
+    async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
+        """Close the environments of these rollouts, None: of all; keep those that can be used again.
+
+        Returns what failed: a conversation that is over loses nothing by it.
+        """
+        rollouts = list(self._open.values()) if rollouts is None else rollouts
+        rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
+        results = await asyncio.gather(*map(self._close_one, rollouts), return_exceptions=True)
+        return [error for error in results if isinstance(error, BaseException)]
+
+    async def _close_one(self, rollout: Rollout) -> None:
+        if hasattr(rollout.environment, "close"):
+            await self.call(rollout, "close")
+        elif not rollout.abandoned and rollout.error is None:
+            self._free[type(rollout.environment)].append(rollout.environment)
+
+    def _close_at_exit(self) -> None:
+        """What an error or a signal left open. No loop and no new threads of a pool are left here."""
+
+        def close_all() -> None:
+            for rollout in list(self._open.values()):
+                with suppress(Exception):
+                    closing = getattr(rollout.environment, "close", lambda: None)()
+                    if inspect.isawaitable(closing):
+                        asyncio.run(_awaited(closing))
+
+        if self._open:
+            thread = threading.Thread(target=close_all, daemon=True)
+            thread.start()
+            thread.join(self.timeout)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
