@@ -7,9 +7,10 @@ The rooms, from the ground up. A room imports only from rooms above its own line
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
     output           the output directory of one run; streams that outlive their readers
-    json_types       which values from JSON or YAML fit a type hint
+    json_types       type hints: those of JSON itself, their names, values from YAML
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
+    tool_arguments   a call's arguments as the types of a tool's parameters
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
     formats          how a model writes calls and answers

@@ -1,4 +1,4 @@
-"""Which values from JSON or YAML fit a type hint, and how to say what does not."""
+"""Type hints: which are those of JSON itself, what they are called, and whether a value from YAML fits one."""
 
 from __future__ import annotations
 
@@ -9,44 +9,49 @@ import typing
 from enum import Enum
 from typing import Any
 
-LISTS = (list, *(getattr(collections.abc, name) for name in ("Sequence", "MutableSequence", "Collection", "Iterable")))
-DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-TYPES_THAT_WORK = "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, and Any"
 
+def is_plain(expected: Any) -> bool:
+    """Whether JSON itself has this type: an argument of it stays as it was read, and its name tells what to write.
 
-def without_name(expected: Any) -> Any:
-    """The type that a `NewType` is of."""
-    while hasattr(expected, "__supertype__"):
-        expected = expected.__supertype__
-    return expected
+    >>> [is_plain(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
+    [True, True, True, True]
+    >>> [is_plain(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
+    [False, False, False, False]
+    """
+    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin is typing.Annotated:
+        return is_plain(options[0]) and all(isinstance(note, str) for note in options[1:])
+    if origin is typing.Literal:
+        return all(type(option) in (str, int, bool, type(None)) for option in options)
+    if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return not options or (options[0] in (str, Any) and is_plain(options[1]))
+    lists = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
+    if origin in (*lists, typing.Union, types.UnionType):
+        return all(is_plain(option) for option in options)
+    return expected in (str, int, float, bool, type(None), Any, object)
 
 
 def type_name(expected: Any) -> str:
-    """A type as one writes it: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`."""
-    if isinstance(expected, type) and typing.get_origin(expected) is None:
+    """A type as one writes it, without modules and notes: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`.
+
+    >>> type_name(typing.Optional[re.RegexFlag]), type_name(tuple[int, ...]), type_name(typing.Annotated[int, 3])
+    ('RegexFlag | None', 'tuple[int, ...]', 'int')
+    """
+    origin, options = typing.get_origin(expected), typing.get_args(expected)
+    if origin is typing.Annotated:
+        return type_name(options[0])
+    if origin and not is_plain(expected):
+        if origin is typing.Literal:  # a member of an Enum by its value, which is what one writes
+            names = [repr(getattr(option, "value", option)) for option in options]
+        else:
+            names = [type_name(option) for option in options]
+        union = origin in (typing.Union, types.UnionType)
+        return " | ".join(names) if union else f"{type_name(origin)}[{', '.join(names)}]"
+    if expected in (type(None), ...):
+        return "..." if expected is ... else "None"
+    if origin is None and hasattr(expected, "__name__"):
         return expected.__name__
     return str(expected).replace("typing.", "")
-
-
-def takes_json(expected: Any) -> bool:
-    """Whether a value that was read from JSON can ever be of this annotated type.
-
-    >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, bytes | str)]
-    [True, True, True, True]
-    >>> [takes_json(t) for t in (bytes | None, tuple, dict[int, str])]
-    [False, False, False]
-    """
-    expected = without_name(expected)
-    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(takes_json(option) for option in options if option is not type(None))
-    if origin is typing.Literal:
-        return all(type(option) in (str, int, bool, type(None)) for option in options)
-    if origin in DICTS:
-        return not options or (options[0] in (str, Any) and takes_json(options[1]))
-    if origin in LISTS:
-        return all(takes_json(option) for option in options)
-    return expected in (str, int, float, bool, type(None), Any, object)
 
 
 def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
@@ -78,30 +83,3 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
     return True  # classes of settings: the dataclass itself converts and refuses them
-
-
-def misfit(value: Any, expected: Any, where: str = "") -> tuple[Any, str] | None:
-    """The part of an argument that is not of its type, and where it stands; None if all of it is.
-
-    >>> misfit([1, "2"], list[int]), misfit({"a": {"b": 1}}, dict[str, dict[str, str]]), misfit([1], list[int] | None)
-    (('2', '[1]'), (1, "['a']['b']"), None)
-    """
-    expected = without_name(expected)
-    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        misfits = [misfit(value, option, where) for option in options]
-        # The option that fits best is the one that is wrong only further inside.
-        return None if None in misfits else max(misfits, key=lambda wrong: len(wrong[1]))
-    if origin in LISTS and isinstance(value, list):
-        parts = enumerate(value) if options else ()
-        return next(filter(None, (misfit(part, options[0], f"{where}[{i}]") for i, part in parts)), None)
-    if origin in DICTS and isinstance(value, dict):
-        parts = value.items() if options else ()
-        return next(filter(None, (misfit(part, options[1], f"{where}[{key!r}]") for key, part in parts)), None)
-    if origin is typing.Literal:
-        fits = any(type(value) is type(option) and value == option for option in options)
-    elif origin in (*LISTS, *DICTS):
-        fits = False
-    else:
-        fits = takes_json(expected) and (expected is object or fits_type(value, expected))
-    return None if fits else (value, where)
