@@ -10,24 +10,24 @@ from enum import Enum
 from typing import Any
 
 
-def is_plain(expected: Any) -> bool:
+def is_json_type(expected: Any) -> bool:
     """Whether JSON itself has this type: an argument of it stays as it was read, and its name tells what to write.
 
-    >>> [is_plain(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
+    >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
     [True, True, True, True]
-    >>> [is_plain(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
+    >>> [is_json_type(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
     [False, False, False, False]
     """
     origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin is typing.Annotated:
-        return is_plain(options[0]) and all(isinstance(note, str) for note in options[1:])
+        return is_json_type(options[0]) and all(isinstance(note, str) for note in options[1:])
     if origin is typing.Literal:
         return all(type(option) in (str, int, bool, type(None)) for option in options)
     if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
-        return not options or (options[0] in (str, Any) and is_plain(options[1]))
+        return not options or (options[0] in (str, Any) and is_json_type(options[1]))
     lists = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
     if origin in (*lists, typing.Union, types.UnionType):
-        return all(is_plain(option) for option in options)
+        return all(is_json_type(option) for option in options)
     return expected in (str, int, float, bool, type(None), Any, object)
 
 
@@ -40,7 +40,7 @@ def type_name(expected: Any) -> str:
     origin, options = typing.get_origin(expected), typing.get_args(expected)
     if origin is typing.Annotated:
         return type_name(options[0])
-    if origin and not is_plain(expected):
+    if origin and not is_json_type(expected):
         if origin is typing.Literal:  # a member of an Enum by its value, which is what one writes
             names = [repr(getattr(option, "value", option)) for option in options]
         else:

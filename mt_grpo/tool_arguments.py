@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticKnownError, SchemaValidator, ValidationError, core_schema, to_jsonable_python
 
-from mt_grpo.json_types import is_plain, type_name
+from mt_grpo.json_types import is_json_type, type_name
 from mt_grpo.tool_results import ADDRESS, error_text, json_form
 
 
@@ -60,7 +60,7 @@ class ArgumentReader:
     """Reads the arguments of one parameter. Raises pydantic's `ValidationError`, or what a validator raises."""
 
     def __init__(self, hint: Any):
-        self.hint, self.plain = hint, is_plain(hint)
+        self.hint, self.plain = hint, is_json_type(hint)
         self.validator = SchemaValidator(strict_schema(TypeAdapter(hint).core_schema))
 
     def read(self, value: Any) -> Any:
@@ -97,7 +97,7 @@ ARGUMENTS_SOURCE = "\n".join(
         "from collections.abc import Callable",
         "from pydantic import TypeAdapter",
         "from pydantic_core import PydanticKnownError, SchemaValidator, core_schema",
-        *map(inspect.getsource, (is_plain, strict_schema, ArgumentReader, readers_of, read_argument)),
+        *map(inspect.getsource, (is_json_type, strict_schema, ArgumentReader, readers_of, read_argument)),
     ]
 )
 
@@ -108,12 +108,17 @@ def arguments_source(tools: list[Callable]) -> str:
     return ARGUMENTS_SOURCE if typed else PLAIN_SOURCE
 
 
+def without_links(text: str) -> str:
+    """What a validator said, without addresses and pydantic's links."""
+    return re.sub(rf"{ADDRESS}|\s+For further information visit \S+", "", text).rstrip(".")
+
+
 def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseException) -> str:
     """What is wrong with an argument that `reader` does not read, for the policy: type, place, pydantic's words."""
     expected = type_name(reader.hint)
     if not isinstance(error, ValidationError):
-        text = f"argument {name!r} must be {expected}, whose check raised {type(error).__name__}: {error_text(error)}"
-        return re.sub(ADDRESS, "", text)
+        words = without_links(f"{type(error).__name__}: {error_text(error)}")
+        return f"argument {name!r} must be {expected}, whose check raised {words}"
     # Of a union's options, the one that fits best is the one that is wrong only further inside.
     wrong = max(error.errors(include_url=False, include_context=False), key=lambda wrong: len(wrong["loc"]))
     part, where = value, ""
@@ -125,7 +130,7 @@ def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseE
         where += f"[{wrong['loc'][-1]!r}]"
     by_value = "Literal[" in expected if reader.plain else not wrong["type"].endswith("_type")
     got = "nothing" if missing else repr(part)[:80] if by_value else type(part).__name__
-    words = "" if reader.plain else f": {re.sub(ADDRESS, '', wrong['msg']).rstrip('.')}"
+    words = "" if reader.plain else f": {without_links(wrong['msg'])}"
     return f"argument {name!r} must be {expected}, got {got}{where and f' at {name}{where}'}{words}"
 
 
@@ -175,4 +180,4 @@ def json_schema(hint: Any) -> str:
 
     schema = TypeAdapter(hint).json_schema(schema_generator=ParameterSchema)
     # Two classes of one name are told apart by their modules. That of a recipe's file depends on its folder.
-    return re.sub(r"mt_grpo_\w+?_[0-9a-f]{8}__", "", json.dumps(without_titles(schema), ensure_ascii=False))
+    return re.sub(r"mt_grpo_[\w-]+?_[0-9a-f]{8}__", "", json.dumps(without_titles(schema), ensure_ascii=False))

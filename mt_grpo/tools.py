@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.formats import CALL_FORMAT
-from mt_grpo.json_types import is_plain, type_name
+from mt_grpo.json_types import is_json_type, type_name
 from mt_grpo.rollout import ToolCall
 from mt_grpo.tool_arguments import (
     ArgumentReader,
@@ -103,7 +103,7 @@ def signature_of(tool: Callable) -> inspect.Signature:
     """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
 
     def shown(parameter: inspect.Parameter) -> inspect.Parameter:
-        if is_plain(hints.get(parameter.name, Any)):
+        if is_json_type(hints.get(parameter.name, Any)):
             return parameter
         parameter = parameter.replace(annotation=Shown(type_name(hints[parameter.name])))
         if parameter.default is parameter.empty or parameter.default is None:
@@ -114,7 +114,7 @@ def signature_of(tool: Callable) -> inspect.Signature:
     returned = hints.get("return", Any)
     return signature.replace(
         parameters=[shown(parameter) for parameter in signature.parameters.values()],
-        return_annotation=signature.return_annotation if is_plain(returned) else Shown(type_name(returned)),
+        return_annotation=signature.return_annotation if is_json_type(returned) else Shown(type_name(returned)),
     )
 
 

@@ -697,6 +697,11 @@ class Picky(pydantic.BaseModel):
             raise SystemExit(3)
         if word == "key":
             raise KeyError("no such word")
+        if word == "other":
+            try:
+                pydantic.TypeAdapter(int).validate_python("x")
+            except ValueError as error:
+                raise ValueError(str(error)) from None
         raise ValueError(f"{object()} does not like it.")
 
 
@@ -811,6 +816,10 @@ def test_a_model_is_given_with_what_it_adds():
         (float, 10**400, "float, got int. "),
         (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, <object object> does not like it. "),
         (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
+        (Picky, {"word": "other"},
+         "Picky, got 'other' at where['word']: Value error, 1 validation error for int\n"
+         "  Input should be a valid integer, unable to parse string as an integer "
+         "[type=int_parsing, input_value='x', input_type=str]. "),
         (Picky, {"word": "exit"}, "Picky, whose check raised SystemExit: 3. "),
     ],
 )  # fmt: skip
