@@ -77,7 +77,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_text, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_call, check_tool, fill_in_tools
+from mt_grpo.tools import check_tool, fill_in_tools, read_call
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
@@ -264,14 +264,14 @@ class MultiTurnToolEnv:
         Raises:
             ToolsUnavailable: the machine cannot run tools.
         """
-        if mistake := check_call(call, self.tools):
+        arguments, mistake = read_call(call, self.tools)
+        if mistake:
             return ToolResult(f"Error: {mistake}", "call")
-        loop = asyncio.get_running_loop()
-        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent_tools))
         async with slots:
             started, error = time.perf_counter(), None  # a call's time limit starts when it runs, not when it queues
             try:
-                text = await run_tool(self.tools[call.name], call.arguments, self.tool_timeout, as_text)
+                text = await run_tool(self.tools[call.name], arguments, self.tool_timeout, as_text)
             except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
                 raise
             except ToolTimeout as raised:
