@@ -90,7 +90,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_call, check_tool, fill_in_tools
+from mt_grpo.tools import check_tool, fill_in_tools, read_call
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
@@ -319,8 +319,7 @@ class MultiTurnToolEnv:
         tools = self.tools if tools is None else tools
         if mistake := check_call(call, tools):
             return ToolResult(f"Error: {mistake}", "call")
-        loop = asyncio.get_running_loop()
-        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent_tools))
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent_tools))
         async with slots:
             started = time.perf_counter()  # a call's time limit starts when it runs, not when it queues
             try:

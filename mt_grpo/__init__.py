@@ -7,8 +7,8 @@ A module imports only from modules that stand above it in this list.
     tensors          rows of unequal length as tensors; statistics without NaN
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
-    output           the lock of a run's output directory; streams that work on after their reader has ended
-    json_types       which values from JSON or YAML fit a type hint
+    output           the output directory of one run; streams that outlive their readers
+    json_types       type hints: those of JSON itself, their names, values from YAML
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
     tool_threads     running a tool within its time limit: event loop, threads

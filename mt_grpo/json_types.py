@@ -1,4 +1,4 @@
-"""Whether a value from JSON or YAML fits a type hint, and which part of it does not."""
+"""Type hints: which are those of JSON itself, what they are called, and whether a value from YAML fits one."""
 
 from __future__ import annotations
 
@@ -9,44 +9,49 @@ import typing
 from enum import Enum
 from typing import Any
 
-LISTS = (list, *(getattr(collections.abc, name) for name in ("Sequence", "MutableSequence", "Collection", "Iterable")))
-DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-TYPES_THAT_WORK = "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, and Any"
 
+def is_json_type(expected: Any) -> bool:
+    """Whether JSON itself has this type: an argument of it stays as it was read, and its name tells what to write.
 
-def without_name(expected: Any) -> Any:
-    """The type beneath a `NewType`. Any other type is returned as it is."""
-    while hasattr(expected, "__supertype__"):
-        expected = expected.__supertype__
-    return expected
+    >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
+    [True, True, True, True]
+    >>> [is_json_type(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
+    [False, False, False, False]
+    """
+    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin is typing.Annotated:
+        return is_json_type(options[0]) and all(isinstance(note, str) for note in options[1:])
+    if origin is typing.Literal:
+        return all(type(option) in (str, int, bool, type(None)) for option in options)
+    if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return not options or (options[0] in (str, Any) and is_json_type(options[1]))
+    lists = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
+    if origin in (*lists, typing.Union, types.UnionType):
+        return all(is_json_type(option) for option in options)
+    return expected in (str, int, float, bool, type(None), Any, object)
 
 
 def type_name(expected: Any) -> str:
-    """A type as source code writes it: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`."""
-    if isinstance(expected, type) and typing.get_origin(expected) is None:
+    """A type as one writes it, without modules and notes: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`.
+
+    >>> type_name(typing.Optional[re.RegexFlag]), type_name(tuple[int, ...]), type_name(typing.Annotated[int, 3])
+    ('RegexFlag | None', 'tuple[int, ...]', 'int')
+    """
+    origin, options = typing.get_origin(expected), typing.get_args(expected)
+    if origin is typing.Annotated:
+        return type_name(options[0])
+    if origin and not is_json_type(expected):
+        if origin is typing.Literal:  # a member of an Enum by its value, which is what one writes
+            names = [repr(getattr(option, "value", option)) for option in options]
+        else:
+            names = [type_name(option) for option in options]
+        union = origin in (typing.Union, types.UnionType)
+        return " | ".join(names) if union else f"{type_name(origin)}[{', '.join(names)}]"
+    if expected in (type(None), ...):
+        return "..." if expected is ... else "None"
+    if origin is None and hasattr(expected, "__name__"):
         return expected.__name__
     return str(expected).replace("typing.", "")
-
-
-def takes_json(expected: Any) -> bool:
-    """Whether a value from JSON can be of this annotated type. In a union the option None does not count.
-
-    >>> [takes_json(t) for t in (int, list[dict[str, float]], str | None, bytes | str)]
-    [True, True, True, True]
-    >>> [takes_json(t) for t in (bytes | None, tuple, dict[int, str])]
-    [False, False, False]
-    """
-    expected = without_name(expected)
-    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(takes_json(option) for option in options if option is not type(None))
-    if origin is typing.Literal:
-        return all(type(option) in (str, int, bool, type(None)) for option in options)
-    if origin in DICTS:
-        return not options or (options[0] in (str, Any) and takes_json(options[1]))
-    if origin in LISTS:
-        return all(takes_json(option) for option in options)
-    return expected in (str, int, float, bool, type(None), Any, object)
 
 
 def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
@@ -77,31 +82,4 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
         return isinstance(value, (str, expected))
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
-    return True  # any other class: the dataclass of the settings checks the value itself
-
-
-def misfit(value: Any, expected: Any, where: str = "") -> tuple[Any, str] | None:
-    """(the part of an argument that does not fit its type, the path to this part); None if the argument fits.
-
-    >>> misfit([1, "2"], list[int]), misfit({"a": {"b": 1}}, dict[str, dict[str, str]]), misfit([1], list[int] | None)
-    (('2', '[1]'), (1, "['a']['b']"), None)
-    """
-    expected = without_name(expected)
-    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        misfits = [misfit(value, option, where) for option in options]
-        # The option with the longest path fits best: its misfit is the deepest.
-        return None if None in misfits else max(misfits, key=lambda wrong: len(wrong[1]))
-    if origin in LISTS and isinstance(value, list):
-        parts = enumerate(value) if options else ()
-        return next(filter(None, (misfit(part, options[0], f"{where}[{i}]") for i, part in parts)), None)
-    if origin in DICTS and isinstance(value, dict):
-        parts = value.items() if options else ()
-        return next(filter(None, (misfit(part, options[1], f"{where}[{key!r}]") for key, part in parts)), None)
-    if origin is typing.Literal:
-        fits = any(type(value) is type(option) and value == option for option in options)
-    elif origin in (*LISTS, *DICTS):
-        fits = False
-    else:
-        fits = takes_json(expected) and (expected is object or fits_type(value, expected))
-    return None if fits else (value, where)
+    return True  # classes of settings: the dataclass itself converts and refuses them

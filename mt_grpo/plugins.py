@@ -135,7 +135,7 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
         text = error_text(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error_text(error)}"
         raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
     if isolate:
-        processes = ToolProcesses(path)
+        processes = ToolProcesses(path, tools)
         try:
             run_async(processes.try_one())
         except (RuntimeError, OSError) as error:

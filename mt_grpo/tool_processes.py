@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from mt_grpo.tool_arguments import arguments_source
 from mt_grpo.tool_results import RESULT_SOURCE, error_text
 from mt_grpo.tool_threads import ToolsUnavailable
 
@@ -31,12 +32,15 @@ sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 async def awaited(result):
     return await result
+for tool in module.TOOL_FUNCTIONS:
+    readers_of(tool)  # pydantic's work is not the first call's time
 answers.write(b"ready\\n")
 answers.flush()
 for call in calls:
     try:
         index, arguments = json.loads(call)
-        result = module.TOOL_FUNCTIONS[index](**arguments)
+        tool = module.TOOL_FUNCTIONS[index]
+        result = tool(**{name: read_argument(tool, name, value) for name, value in arguments.items()})
         if inspect.isawaitable(result):  # an async function behind a plain decorator
             result = asyncio.run(awaited(result))
         answer = json.dumps({"result": as_text(result)})
@@ -63,10 +67,12 @@ class ToolProcesses:
     IDLE_SECONDS = 60.0  # after which an idle process is ended
     START_ATTEMPTS = 10  # if the system refuses a process, and no other process can take the call
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, tools: list[Callable]):
         folders = [str(folder) for folder in sys.path]
-        self._command = [sys.executable, "-c", RESULT_SOURCE + TOOL_PROCESS, json.dumps([path, folders])]
-        # Idle processes with their shutdown timers. Used last-in-first-out, so that surplus ones stay idle and end.
+        isolated = [tool for tool in tools if not inspect.iscoroutinefunction(tool)]
+        program = RESULT_SOURCE + arguments_source(isolated) + TOOL_PROCESS
+        self._command = [sys.executable, "-c", program, json.dumps([path, folders])]
+        # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
         # The number of processes that start or work, and the calls that wait until one of them is idle.
         self._busy: dict[asyncio.AbstractEventLoop, int] = collections.Counter()

@@ -10,9 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.formats import CALL_FORMAT
-from mt_grpo.json_types import TYPES_THAT_WORK, misfit, takes_json, type_name
+from mt_grpo.json_types import is_json_type, type_name
 from mt_grpo.rollout import ToolCall
+from mt_grpo.tool_arguments import (
+    ArgumentReader,
+    argument_mistake,
+    default_text,
+    json_schema,
+    read_argument,
+    readers_of,
+)
 from mt_grpo.tool_results import ADDRESS, error_text
+
+TYPES_THAT_WORK = (
+    "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, Any, and what pydantic "
+    "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
+)
 
 
 def check_tool(tool: Callable) -> None:
@@ -25,7 +38,7 @@ def check_tool(tool: Callable) -> None:
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
         raise ValueError(f"Tool {name} is a generator function. Expected `return` with all of it, not `yield`.")
     try:
-        hints = typing.get_type_hints(tool)
+        hints = typing.get_type_hints(tool, include_extras=True)
     except Exception as error:
         raise ValueError(f"Tool {name} has type hints that cannot be read: {error_text(error)}.") from error
     for parameter in inspect.signature(tool).parameters.values():
@@ -40,11 +53,15 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
         raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
-    if not takes_json(hints[name]):
+    try:
+        ArgumentReader(hints[name]), json_schema(hints[name])
+    except Exception as error:  # a class's own hooks may raise anything
+        known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
+        reason = "" if known else f" ({getattr(error, 'message', error_text(error)).rstrip('.')})"
         raise ValueError(
-            f"Tool {tool}: parameter {name!r} is {type_name(hints[name])}, which no argument from JSON can be. "
-            f"Types that work: {TYPES_THAT_WORK}."
-        )
+            f"Tool {tool}: parameter {name!r} is {type_name(hints[name])}, which no argument from JSON can "
+            f"be{reason}. Types that work: {TYPES_THAT_WORK}."
+        ) from None
     if re.search(ADDRESS, repr(parameter.default)):
         raise ValueError(
             f"Tool {tool}: the default of {name!r} is {parameter.default!r}, whose address the model would read, "
@@ -53,8 +70,15 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
 
 
 def describe_tools(tools: dict[str, Callable]) -> str:
-    """The signatures and docstrings of the tools, as text for the system prompt."""
-    return "\n\n".join(f"{name}{inspect.signature(tool)}\n{inspect.getdoc(tool)}" for name, tool in tools.items())
+    """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt."""
+    return "\n\n".join(
+        "\n".join([f"{name}{signature_of(tool)}", *schema_lines(tool), inspect.getdoc(tool)])
+        for name, tool in tools.items()
+    )
+
+
+def schema_lines(tool: Callable) -> list[str]:
+    return [f"{name}: {json_schema(reader.hint)}" for name, reader in readers_of(tool)[0].items() if not reader.plain]
 
 
 def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
@@ -68,31 +92,58 @@ def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
         ) from None
 
 
+class Shown(str):
+    """A text that stands in a signature without quotes."""
+
+    __repr__ = str.__str__
+
+
 @functools.cache
-def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
-    """A tool's signature and type hints."""
-    return inspect.signature(tool), typing.get_type_hints(tool)
+def signature_of(tool: Callable) -> inspect.Signature:
+    """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
+
+    def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+        if is_json_type(hints.get(parameter.name, Any)):
+            return parameter
+        parameter = parameter.replace(annotation=Shown(type_name(hints[parameter.name])))
+        if parameter.default is parameter.empty or parameter.default is None:
+            return parameter
+        return parameter.replace(default=Shown(default_text(parameter.default)))
+
+    signature, hints = inspect.signature(tool), typing.get_type_hints(tool, include_extras=True)
+    returned = hints.get("return", Any)
+    return signature.replace(
+        parameters=[shown(parameter) for parameter in signature.parameters.values()],
+        return_annotation=signature.return_annotation if is_json_type(returned) else Shown(type_name(returned)),
+    )
 
 
 def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
-    """The policy's mistake for which this call cannot be run, as text that the policy reads; None if it can."""
+    """Why this call cannot be run (the policy's mistake), or None."""
+    return read_call(call, tools)[1]
+
+
+def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
+    """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
+
+    It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
+    """
     if call.error:
-        return f"{call.error}. Expected: {CALL_FORMAT}"
+        return {}, f"{call.error}. Expected: {CALL_FORMAT}"
     if call.name not in tools:
-        return f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
-    signature, hints = signature_of(tools[call.name])
+        return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
+    tool, arguments = tools[call.name], {}
+    signature = signature_of(tool)
     try:
         signature.bind(**call.arguments)
     except TypeError as error:
-        return f"{error}. Usage: {call.name}{signature}"
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)  # name of **kwargs
+        return {}, f"{error}. Usage: {call.name}{signature}"
     for name, value in call.arguments.items():
-        expected = hints.get(name if name in signature.parameters else rest, Any)
-        if wrong := misfit(value, expected):
-            part, where = wrong
-            got = repr(part)[:80] if "Literal[" in str(expected) else type(part).__name__
-            return (
-                f"argument {name!r} must be {type_name(expected)}, got {got}{where and f' at {name}{where}'}. "
-                f"Usage: {call.name}{signature}"
-            )
-    return None
+        try:
+            arguments[name] = read_argument(tool, name, value)
+        except (Exception, SystemExit) as error:  # a validator may raise anything
+            readers, rest = readers_of(tool)
+            mistake = argument_mistake(readers.get(name) or rest, name, value, error)
+            return {}, f"{mistake}. Usage: {call.name}{signature}"
+    # A tool's process reads JSON, and makes its own objects of it.
+    return (call.arguments if hasattr(tool, "prepare") else arguments), None

@@ -23,7 +23,7 @@ from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt
 from mt_grpo.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
-from mt_grpo.scoring import check_reward_columns, reward_weights
+from mt_grpo.scoring import check_reward_columns, weights_of
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
 BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
@@ -86,8 +86,8 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     """
     tools = load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
-    reward_weights(args.turn_reward_weights, turn_funcs, "turn")
-    reward_weights(args.outcome_reward_weights, outcome_funcs, "outcome")
+    weights_of(turn_funcs, args.turn_reward_weights, "turn")
+    weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
     name, revision = model_args.model_name_or_path, model_args.model_revision
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -655,7 +656,7 @@ def nested(
         ({"u": ["x", 1]}, "argument 'u' must be list[str] | int | None, got int at u[1]. "),
         ({"u": 1.5}, "argument 'u' must be list[str] | int | None, got float. "),
         ({"seq": "abc"}, "argument 'seq' must be collections.abc.Sequence[int], got str. "),
-        ({"user": "x"}, "got str. "),
+        ({"user": "x"}, "argument 'user' must be User, got str: Input should be a valid integer. "),
         ({"more": "yes"}, "argument 'more' must be bool, got str. "),
     ],
 )
@@ -666,6 +667,12 @@ def test_what_is_wrong_inside_an_argument(arguments, mistake):
 
 class Colour(enum.Enum):
     RED = "red"
+    GREEN = "green"
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+    LARGE = 2
 
 
 class Place(TypedDict):
@@ -673,7 +680,33 @@ class Place(TypedDict):
 
 
 class City(pydantic.BaseModel):
+    """A city."""
+
     name: str
+    since: datetime.date | None = None
+    tags: set[str] = {"b", "d", "a", "c"}
+
+
+class Picky(pydantic.BaseModel):
+    word: str
+
+    @pydantic.field_validator("word")
+    @classmethod
+    def check_word(cls, word: str) -> str:
+        if word == "exit":
+            raise SystemExit(3)
+        if word == "key":
+            raise KeyError("no such word")
+        if word == "other":
+            try:
+                pydantic.TypeAdapter(int).validate_python("x")
+            except ValueError as error:
+                raise ValueError(str(error)) from None
+        raise ValueError(f"{object()} does not like it.")
+
+
+class Lazy(pydantic.BaseModel):
+    items: Iterable[int]
 
 
 @dataclass
@@ -681,17 +714,237 @@ class Town:
     name: str
 
 
+class Street(typing.TypedDict):
+    name: str
+
+
+class NoData:
+    pass
+
+
+def visitor(kind: Any) -> Callable:
+    """A tool with a parameter of this type, which tells what it was given."""
+
+    def visit(where: kind) -> str:
+        """Visits."""
+        return repr(where)
+
+    return visit
+
+
+TEN = Annotated[int, pydantic.Field(ge=0, le=10)]
+User = NewType("User", int)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [Colour, Place, City, Town, Path, bytes, tuple, tuple[int, int], set[str], dict[int, str], list[Town],
-     datetime.date, Colour | None, Literal[Colour.RED], Callable[[], int], dict[str, list[Path]]],
+    "kind, value, given",
+    [
+        (Colour, "red", "<Colour.RED: 'red'>"),
+        (Colour | None, None, "None"),
+        (Literal[Colour.RED, "x"], "red", "<Colour.RED: 'red'>"),
+        (Size, 2, "<Size.LARGE: 2>"),
+        (Place, {"name": "Rouen"}, "{'name': 'Rouen'}"),
+        (Town, {"name": "Rouen"}, "Town(name='Rouen')"),
+        (list[Town] | Town, [{"name": "Rouen"}], "[Town(name='Rouen')]"),
+        (dict[str, list[Town]], {"a": [{"name": "Rouen"}]}, "{'a': [Town(name='Rouen')]}"),
+        (tuple[int, str], [1, "a"], "(1, 'a')"),
+        (set[str], ["a", "a"], "{'a'}"),
+        (dict[int, str], {"7": "a"}, "{7: 'a'}"),
+        (bytes, "abc", "b'abc'"),
+        (Path, "a/b", repr(Path("a/b"))),
+        (datetime.date, "0911-07-20", "datetime.date(911, 7, 20)"),
+        (datetime.datetime, "2026-11-20T09:30", "datetime.datetime(2026, 11, 20, 9, 30)"),
+        (TEN, 10, "10"),
+        (User, 3, "3"),
+        (Iterable[Colour], ["red"], "[<Colour.RED: 'red'>]"),
+        (bool | int, True, "True"),
+        (bool | int, 1, "1"),
+        (float, 7, "7"),  # what JSON itself has stays as it was read
+        (float, 7.0, "7.0"),
+        (float | tuple[int], 7, "7.0"),
+        (Iterable[int], [1, 2], "[1, 2]"),
+        (Any, {"a": [1, None, 2.5]}, "{'a': [1, None, 2.5]}"),
+        (object, "\ud800", "'\\ud800'"),
+        (int, 10**40, "1" + "0" * 40),
+        (dict[str, float], {"a": float("inf")}, "{'a': inf}"),
+    ],
+)
+def test_an_argument_becomes_what_its_parameter_is(kind, value, given):
+    turn = observe(visitor(kind), call("visit", where=value))
+    assert (turn.observation, turn.error) == (given, None)
+    assert turn.tool_call.arguments == {"where": value}  # rewards and the log see what was written
+
+
+def test_a_model_is_given_with_what_it_adds():
+    def visit(where: City, **others: Colour) -> str:
+        """Visits."""
+        return f"{where.since!r} {sorted(where.tags)} {hasattr(where, 'mayor')} {others}"
+
+    turn = observe(visit, call("visit", where={"name": "Rouen", "since": "0911-07-20", "mayor": "x"}, sky="green"))
+    assert turn.observation == (
+        "datetime.date(911, 7, 20) ['a', 'b', 'c', 'd'] False {'sky': <Colour.GREEN: 'green'>}"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, value, mistake",
+    [
+        (Colour, "blue", "Colour, got 'blue': Input should be 'red' or 'green'. "),
+        (Colour | None, "blue", "Colour | None, got 'blue': Input should be 'red' or 'green'. "),
+        (Literal[Colour.RED, "x"], "green", "Literal['red', 'x'], got 'green': Input should be 'red' or 'x'. "),
+        (Literal[1, "x"], True, "Literal[1, 'x'], got True. "),
+        (Literal[1, "x"], 1.0, "Literal[1, 'x'], got 1.0. "),
+        (Literal[True], 1, "Literal[True], got 1. "),
+        (Size, True, "Size, got True: Input should be 1 or 2. "),
+        (Size, "1", "Size, got '1': Input should be 1 or 2. "),
+        (tuple[int, str], ["1", "a"], "tuple[int, str], got str at where[0]: Input should be a valid integer. "),
+        (tuple[int, str], [1], "tuple[int, str], got nothing at where[1]: Field required. "),
+        (set[int], [True], "set[int], got bool at where[0]: Input should be a valid integer. "),
+        (Place, {"nam": "x"}, "Place, got nothing at where['name']: Field required. "),
+        (Town, {"name": 7}, "Town, got int at where['name']: Input should be a valid string. "),
+        (Town | list[Town], [{"name": "x"}, {"name": 7}],
+         "Town | list[Town], got int at where[1]['name']: Input should be a valid string. "),
+        (datetime.date, "0911-07-32",
+         "date, got '0911-07-32': Input should be a valid date in the format YYYY-MM-DD, "
+         "day value is outside expected range. "),
+        (datetime.datetime, 5, "datetime, got int: Input should be a valid datetime. "),
+        (TEN, -1, "int, got -1: Input should be greater than or equal to 0. "),
+        (list[TEN], [3, 11], "list[int], got 11 at where[1]: Input should be less than or equal to 10. "),
+        (Iterable[Colour], ["red", "x"],
+         "Iterable[Colour], got 'x' at where[1]: Input should be 'red' or 'green'. "),
+        (Iterable[int], ["x"], "collections.abc.Iterable[int], got str at where[0]. "),
+        (float, 10**400, "float, got int. "),
+        (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, <object object> does not like it. "),
+        (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
+        (Picky, {"word": "other"},
+         "Picky, got 'other' at where['word']: Value error, 1 validation error for int\n"
+         "  Input should be a valid integer, unable to parse string as an integer "
+         "[type=int_parsing, input_value='x', input_type=str]. "),
+        (Picky, {"word": "exit"}, "Picky, whose check raised SystemExit: 3. "),
+    ],
 )  # fmt: skip
-def test_a_parameter_that_no_json_fits_is_refused(kind):
-    def visit(name: str, where: kind) -> str:
+def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
+    turn = observe(visitor(kind), call("visit", where=value))
+    assert turn.error == "call"
+    assert turn.observation.startswith(f"Error: argument 'where' must be {mistake}Usage: visit(where: ")
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (NoData, "NoData"), (list[NoData], "list[NoData]"), (Colour | NoData, "Colour | NoData"), (type, "type"),
+        (Callable[[], int], "Callable[[], int]"), (Iterator[int], "Iterator[int]"), (type[int], "type[int]"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_no_json_fits_is_refused(kind, name):
+    message = (
+        f"Tool visit: parameter 'where' is {name}, which no argument from JSON can be. Types that work: str, int, "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make_env([visitor(kind)])
+
+
+def test_items_that_are_checked_too_late_are_refused():
+    with pytest.raises(ValueError, match=r"'where' is Lazy \| None, which .* be \(a field is Iterable, .*Write list"):
+        make_env([visitor(Lazy | None)])
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads typing.TypedDict from Python 3.12 on")
+def test_typings_own_typed_dict_is_refused():
+    with pytest.raises(ValueError, match="'where' is Street, which .*use `typing_extensions.TypedDict` instead"):
+        make_env([visitor(Street)])
+
+
+def test_the_model_reads_what_to_write_for_a_type_that_json_does_not_have():
+    def visit(
+        name: str, where: Colour = Colour.RED, city: City | None = None, size: Size | None = Size.SMALL,
+        tags: frozenset[str] = frozenset("hgfedcba"), count: Annotated[TEN, "how many"] = 3,
+        note: Annotated[str, "short"] = "", by: Literal["car", "train"] = "car", who: User = 0, **rest: Place,
+    ) -> Town:  # fmt: skip
         """Visits."""
 
-    with pytest.raises(ValueError, match="^Tool visit: parameter 'where' is .*, which no argument from JSON can be. "):
-        make_env([visit])
+    def plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, by: Literal["a"] = "a") -> None:
+        """Stays."""
+
+    assert make_env([visit, plain], "{tool_descriptions}").system_prompt == (
+        'visit(name: str, where: Colour = "red", city: City | None = None, size: Size | None = 1, '
+        'tags: frozenset[str] = ["a", "b", "c", "d", "e", "f", "g", "h"], count: int = 3, '
+        "note: typing.Annotated[str, 'short'] = '', by: Literal['car', 'train'] = 'car', who: User = 0, "
+        "**rest: Place) -> Town\n"
+        'where: {"enum": ["red", "green"], "type": "string"}\n'
+        'city: {"$defs": {"City": {"description": "A city.", "properties": {"name": {"type": "string"}, '
+        '"since": {"anyOf": [{"format": "date", "type": "string"}, {"type": "null"}], "default": null}, '
+        '"tags": {"default": ["a", "b", "c", "d"], "items": {"type": "string"}, "type": "array", '
+        '"uniqueItems": true}}, "required": ["name"], "type": "object"}}, '
+        '"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}\n'
+        'size: {"$defs": {"Size": {"enum": [1, 2], "type": "integer"}}, '
+        '"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}\n'
+        'tags: {"items": {"type": "string"}, "type": "array", "uniqueItems": true}\n'
+        'count: {"maximum": 10, "minimum": 0, "type": "integer"}\n'
+        'who: {"type": "integer"}\n'
+        'rest: {"properties": {"name": {"type": "string"}}, "required": ["name"], "type": "object"}\n'
+        "Visits.\n\n"
+        "plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, "
+        "by: Literal['a'] = 'a') -> None\nStays."
+    )
+
+
+TYPED = '''
+from __future__ import annotations
+import dataclasses, enum, pathlib, sys
+from typing import Annotated
+import pydantic
+from typing_extensions import TypedDict
+from other_places import Point as OtherPoint
+
+class Colour(enum.Enum):
+    RED = "red"
+
+class Point(TypedDict):
+    x: int
+    colour: Colour
+
+@dataclasses.dataclass
+class Line:
+    start: Point
+    end: Point | None = None
+
+def draw(
+    line: Line, kind: Colour = Colour.RED, other: OtherPoint | Point | None = None, **sizes: tuple[int, int]
+) -> Line:
+    """Draws."""
+    ours = isinstance(line, Line) and isinstance(kind, Colour)
+    return f"{ours} {line.start['colour']} {line.end} {sizes}"
+
+async def later(kind: Colour) -> str:
+    """Draws later."""
+    return str(isinstance(kind, Colour))
+
+TOOL_FUNCTIONS = [draw, later]
+'''
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_tools_file_with_types_of_its_own(tmp_path, isolate, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "other_places.py").write_text("import pydantic\nclass Point(pydantic.BaseModel):\n    y: int\n")
+    path = tmp_path / "shapes.py"
+    path.write_text(TYPED, encoding="utf-8")
+    tools = load_tools(str(path), isolate=isolate)
+    start = {"x": 1, "colour": "red"}
+    line = call("draw", line={"start": start}, wide=[1, 2])
+    late = call("later", kind="red")
+    wrong = call("draw", line={"start": {"x": 1, "colour": "blue"}})
+    (rollout,), _ = run_many(tools, [[line, late, wrong, ANSWER]], max_steps=3, max_completion_length=3000)
+    seen = [turn.observation for turn in rollout.turns[:3]]
+    assert seen[:2] == ["True Colour.RED None {'wide': (1, 2)}", "True"]
+    assert seen[2].startswith(
+        "Error: argument 'line' must be Line, got 'blue' at line['start']['colour']: Input should be 'red'. "
+        'Usage: draw(line: Line, kind: Colour = "red", other: Point | Point | None = None, '
+    )
+    prompt = make_env(tools, "{tool_descriptions}").system_prompt
+    assert '"other_places__Point": {"properties": {"y"' in prompt and '{"$ref": "#/$defs/Point"}' in prompt
+    assert "mt_grpo_" not in prompt and "shapes" not in prompt
 
 
 def test_parameters_that_json_fits_are_taken():

@@ -32,10 +32,9 @@ FAULTS_AND_STOPPING = {
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
-    "check_call", "signature_of", "call_tool", "run_tool", "as_text", "submit", "_free_thread", "_take", "_start",
-    "_run", "parse_turn", "parse_call", "result_message", "messages", "fits_type", "misfit", "without_name",
-    "takes_json", "_state_key", "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt",
-    "cut_to_tokens",
+    "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
+    "_free_thread", "_take", "_start", "_run", "parse_turn", "parse_call", "result_message", "messages", "_state_key",
+    "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt", "cut_to_tokens",
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
