@@ -12,7 +12,8 @@ The rooms, from the ground up. A room imports only from rooms above its own line
     tool_results     a tool's result or error as text
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
-    formats          how a model writes calls and answers
+    chat_format      what tool formats share: the end of a turn, thinking, the ids behind a turn
+    formats          how a model writes calls and answers: xml
     control_tokens   text that can neither open nor close a turn
     tools            a function as a tool: description, argument check
     sampling         what a request may say about sampling

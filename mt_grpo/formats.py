@@ -1,13 +1,16 @@
-"""How a model writes tool calls and answers (the paper's XML tags), and how a long result is cut."""
+"""How a model writes tool calls and answers: the paper's XML tags, the choice of a format; cutting long results."""
 
 from __future__ import annotations
 
 import bisect
 import json
+from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.rollout import ToolCall
+from mt_grpo.chat_format import ChatFormat, thinking_length
+from mt_grpo.rollout import Message, ToolCall, ToolResult, result_message
 
 CLOSING_TAGS = ("</tool>", "</answer>")
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
@@ -38,21 +41,30 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
     (None, True)
     >>> parse_turn('<tool>{"name": "calculator", <answer>42</answer>')[0].error  # an answer inside a call is no answer
     'the call is not closed by </tool>'
+    >>> parse_turn("<think>The format is <answer>x</answer>")  # tags inside thinking mean nothing
+    (None, False)
     """
+    start = thinking_length(text, "")
+    call, answer = (None, None) if start is None else parse_tags(text[start:])
+    return call, answer is not None
+
+
+def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
+    """(call, answer) of a turn's text behind its thinking. At most one of them is there."""
     end = min((text.find(tag) for tag in CLOSING_TAGS if tag in text), default=len(text))
-    # Tags that the model only mentions while it thinks open nothing.
+    # Tags that the model only mentions while it reasons open nothing.
     start = max(
         (text.rfind(tag, 0, end) + len(tag) for tag in ("</think>", "</reasoning>") if tag in text[:end]), default=0
     )
     body, closing = text[start:end], text[end:]
     opened, answer = body.find("<tool>"), body.find("<answer>")
     if closing.startswith("</answer>") and answer >= 0 and not 0 <= opened < answer:
-        return None, True
+        return None, body[answer + len("<answer>") :].strip()
     if closing.startswith("</tool>"):
         if opened < 0:
-            return ToolCall(None, {}, "</tool> without <tool> before it"), False
-        return parse_call(body[opened + len("<tool>") :]), False
-    return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), False
+            return ToolCall(None, {}, "</tool> without <tool> before it"), None
+        return parse_call(body[opened + len("<tool>") :]), None
+    return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
 
 
 def parse_call(body: str) -> ToolCall:
@@ -93,3 +105,67 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
             return cut
         room -= 1
     return None
+
+
+class XmlFormat(ChatFormat):
+    """The paper's tags: one call in `<tool>`, or the answer in `<answer>`; a turn ends where the first one closes."""
+
+    call_format = CALL_FORMAT
+    stops = CLOSING_TAGS
+
+    def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
+        return [{"role": "user", "content": result_message(result.text)} for result in results]
+
+    def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
+        """Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids.
+
+        A prefix of a sample is still on-policy.
+        """
+        length, ended = super().cut(ids, prompt_ids)
+        before = self._before(prompt_ids)
+
+        def closed(size: int) -> bool:
+            text = self._decode(ids[:size])
+            start = thinking_length(text, before, *self.thinking)
+            return start is not None and any(tag in text[start:] for tag in CLOSING_TAGS)
+
+        if not closed(length):
+            return length, ended
+        if not closed(length - 1):  # where a server's `stop` ended it
+            return length, True
+        return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
+
+    def text(self, ids: list[int]) -> str:
+        """Special tokens that end a turn are not in it, unless one is a closing tag."""
+        last = ids[-1] if ids else None
+        ended = last in self.ends or last in self.tokenizer.all_special_ids
+        return self._decode(ids[:-1] if ended and self._decode([last]) not in CLOSING_TAGS else ids)
+
+    def parse_text(self, text: str) -> tuple[list[ToolCall], str | None]:
+        call, answer = parse_tags(text)
+        return [call] if call is not None else [], answer
+
+
+TOOL_FORMATS: dict[str, type[ChatFormat]] = {"xml": XmlFormat}  # the choices of `tool_format`
+
+
+def make_format(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    extra_ends: Iterable[int] = (),
+) -> ChatFormat:
+    """The tool format of this name, for one tokenizer.
+
+    Args:
+        name: A key of `TOOL_FORMATS`.
+        tokenizer: Whose chat template renders conversations.
+        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+        extra_ends: Further ids that end a turn, such as those of the model's generation config.
+
+    Raises:
+        ValueError: an unknown name, or a chat template that this format cannot use.
+    """
+    if name not in TOOL_FORMATS:
+        raise ValueError(f"tool_format={name!r}, expected one of {', '.join(TOOL_FORMATS)}.")
+    return TOOL_FORMATS[name](tokenizer, chat_template_kwargs, extra_ends)

@@ -74,10 +74,10 @@ def signature_of(tool: Callable) -> tuple[inspect.Signature, dict[str, Any]]:
     return inspect.signature(tool), typing.get_type_hints(tool)
 
 
-def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
-    """Why this call cannot be run (the policy's mistake), or None."""
+def check_call(call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT) -> str | None:
+    """Why this call cannot be run (the policy's mistake), or None. `call_format` is the tool format's example."""
     if call.error:
-        return f"{call.error}. Expected: {CALL_FORMAT}"
+        return f"{call.error}. Expected: {call_format}"
     if call.name not in tools:
         return f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
     signature, hints = signature_of(tools[call.name])
