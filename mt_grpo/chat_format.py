@@ -22,7 +22,7 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
 
     >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
     (16, 9)
-    >>> thinking_length("so <think>a", ""), thinking_length("<think>a", "<think>\\n\\n</think>\\n\\n")  # text; thinking
+    >>> thinking_length("so <think>a", ""), thinking_length("<think>a", "<think>\\n\\n</think>\\n")  # text; thinking
     (0, None)
     """
     if before.lstrip().startswith(opening) and closing not in before:
@@ -46,6 +46,7 @@ class ChatFormat:
         ValueError: the chat template loses a result, or does not append it.
     """
 
+    call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...] = ()
     thinking: tuple[str, str] = ("<think>", "</think>")
 

@@ -110,6 +110,7 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
 class XmlFormat(ChatFormat):
     """The paper's tags: one call in `<tool>`, or the answer in `<answer>`; a turn ends where the first one closes."""
 
+    call_format = CALL_FORMAT
     stops = CLOSING_TAGS
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:

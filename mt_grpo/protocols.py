@@ -31,6 +31,7 @@ class Environment(Protocol):
 class ToolFormat(Protocol):
     """How a model writes calls and answers, and how it reads results: one object per tokenizer."""
 
+    call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...]  # texts that may end a turn
     ends: frozenset[int]  # every id that may end a turn
 
@@ -39,6 +40,9 @@ class ToolFormat(Protocol):
 
     def next_stops(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, ...]:
         """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
+
+    def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
+        """Whether a request that stopped did so inside thinking, or at its close, so that the turn goes on."""
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it."""

@@ -118,18 +118,10 @@ def signature_of(tool: Callable) -> inspect.Signature:
     )
 
 
-def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
-    """Why this call cannot be run (the policy's mistake), or None."""
-    return read_call(call, tools)[1]
-
-
-def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
-    """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
-
-    It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
-    """
+def check_call(call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT) -> str | None:
+    """Why this call cannot be run (the policy's mistake), or None. `call_format` is the tool format's example."""
     if call.error:
-        return {}, f"{call.error}. Expected: {CALL_FORMAT}"
+        return f"{call.error}. Expected: {call_format}"
     if call.name not in tools:
         return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
     tool, arguments = tools[call.name], {}
