@@ -317,13 +317,14 @@ class MultiTurnToolEnv:
             ToolsUnavailable: the machine cannot run tools.
         """
         tools = self.tools if tools is None else tools
-        if mistake := check_call(call, tools):
+        arguments, mistake = read_call(call, tools)
+        if mistake:
             return ToolResult(f"Error: {mistake}", "call")
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent_tools))
         async with slots:
             started = time.perf_counter()  # a call's time limit starts when it runs, not when it queues
             try:
-                result = await run_tool(tools[call.name], call.arguments, self.tool_timeout, as_result)
+                result = await run_tool(tools[call.name], arguments, self.tool_timeout, as_result)
             except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
                 raise
             except ToolTimeout as raised:

@@ -11,11 +11,12 @@ A module imports only from modules that stand above it in this list.
     json_types       type hints: those of JSON itself, their names, values from YAML
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
+    tool_arguments   a call's arguments as the types of a tool's parameters
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
     chat_format      what tool formats share: the end of a turn, thinking, the ids behind a turn
-    formats          how a model writes calls and answers: xml
-    control_tokens   text that can neither open nor close a turn
+    formats          how a model writes calls and answers
+    control_tokens   control tokens broken in text from tools and data
     tools            a function as a tool: description, argument check
     environments     one environment per conversation
     sampling         the sampling parameters of a request

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import re
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,18 @@ class ArgumentReader:
         return self.validator.validate_json(json.dumps(value), strict=True)
 
 
-@functools.cache
+def cached_by_function(function: Callable) -> Callable:
+    """Cache what is known of a tool. A method is one tool, whatever instance it is bound to."""
+    cached, bound_to = functools.cache(function), object()
+
+    @functools.wraps(function)
+    def wrapper(tool: Callable) -> Any:
+        return cached(types.MethodType(tool.__func__, bound_to) if inspect.ismethod(tool) else tool)
+
+    return wrapper
+
+
+@cached_by_function
 def readers_of(tool: Callable) -> tuple[dict[str, ArgumentReader], ArgumentReader | None]:
     """What reads each of a tool's parameters, and what reads any other name: the reader of `**rest`, if it has one."""
     hints = typing.get_type_hints(tool, include_extras=True)
@@ -97,7 +109,10 @@ ARGUMENTS_SOURCE = "\n".join(
         "from collections.abc import Callable",
         "from pydantic import TypeAdapter",
         "from pydantic_core import PydanticKnownError, SchemaValidator, core_schema",
-        *map(inspect.getsource, (is_json_type, strict_schema, ArgumentReader, readers_of, read_argument)),
+        *map(
+            inspect.getsource,
+            (is_json_type, strict_schema, ArgumentReader, cached_by_function, readers_of, read_argument),
+        ),
     ]
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import typing
@@ -15,6 +14,7 @@ from mt_grpo.rollout import ToolCall
 from mt_grpo.tool_arguments import (
     ArgumentReader,
     argument_mistake,
+    cached_by_function,
     default_text,
     json_schema,
     read_argument,
@@ -98,7 +98,7 @@ class Shown(str):
     __repr__ = str.__str__
 
 
-@functools.cache
+@cached_by_function
 def signature_of(tool: Callable) -> inspect.Signature:
     """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
 
@@ -119,9 +119,20 @@ def signature_of(tool: Callable) -> inspect.Signature:
 
 
 def check_call(call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT) -> str | None:
-    """Why this call cannot be run (the policy's mistake), or None. `call_format` is the tool format's example."""
+    """Why this call cannot be run (the policy's mistake), or None."""
+    return read_call(call, tools, call_format)[1]
+
+
+def read_call(
+    call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT
+) -> tuple[dict[str, Any], str | None]:
+    """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
+
+    `call_format` is an example of the tool format, for a call that cannot be read.
+    It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
+    """
     if call.error:
-        return f"{call.error}. Expected: {call_format}"
+        return {}, f"{call.error}. Expected: {call_format}"
     if call.name not in tools:
         return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
     tool, arguments = tools[call.name], {}

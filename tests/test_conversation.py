@@ -19,7 +19,7 @@ import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal, NewType
@@ -39,7 +39,7 @@ from mt_grpo.formats import cut_to_tokens, end_of_turn, parse_call, parse_turn
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
-from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall
+from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, ToolResult
 from mt_grpo.server_errors import ServerError
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
@@ -123,6 +123,9 @@ class Request:
     logprobs: list[float] | None = None
 
 
+OF_ENVIRONMENTS = {StopReason.ENVIRONMENT_STOP, StopReason.ENVIRONMENT_ERROR}  # tests/test_environments.py
+
+
 class Scripted:
     """A backend that says what it is told, cut to the budget it is asked for, and remembers every request.
 
@@ -153,11 +156,24 @@ class Scripted:
         return Generation(list(request.sampled), request.logprobs, "stop" if len(whole) <= max_tokens else "length")
 
 
+def of_turns(requests: list[Request]) -> list[Request]:
+    """One request per turn: one that stopped inside the model's thinking was followed by another for the same turn."""
+    merged = []
+    for request in requests:
+        last = merged[-1] if merged else None
+        if last is None or request.prompt != last.prompt + last.sampled:
+            merged.append(replace(request))
+            continue
+        last.sampled = last.sampled + request.sampled
+        last.logprobs = None if request.logprobs is None else last.logprobs + request.logprobs
+    return merged
+
+
 def verify(env: MultiTurnToolEnv, rollouts: list[Rollout], backend: Scripted) -> None:
     """What holds for every rollout: it is what the backend saw and sampled, in order, and within its budgets."""
     special = set(CHATML_TOKENIZER.all_special_ids)
     for rollout in rollouts:
-        requests = backend.of(rollout.index)
+        requests = of_turns(backend.of(rollout.index))
         assert rollout.stop_reason is not None
         assert len(requests) == len(rollout.turns)
         seen = list(rollout.prompt_ids)
@@ -364,7 +380,10 @@ def test_system_prompt_and_the_lists_of_generate():
     assert out["ids"][1] == ids(ANSWER) and out["mask"][1] == [1] * 18 and out["turn_ids"][1] == [0] * 18
     assert out["logprobs"][1] == [-j / 8 for j in range(1, 19)]
     assert out["stop_reasons"] == ["answered", "answered"]
-    assert all(r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]]} for r in backend.requests)
+    assert all(
+        r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
+        for r in backend.requests
+    )
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():
@@ -501,12 +520,16 @@ def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
 
 
 def test_message_ids():
-    env = make_env()
     expected = ids("<|im_end|>\n<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n")
-    assert env.message_ids("5", CHATML_TOKENIZER, []) == expected
-    assert env.message_ids("5", CHATML_TOKENIZER, [65]) == expected
-    assert env.message_ids("5", CHATML_TOKENIZER, [65, END]) == expected[1:]
-    assert env.message_ids("5", CHATML_TOKENIZER, [65, END, 10]) == expected
+    assert suffix_ids("5", CHATML_TOKENIZER, []) == expected
+    assert suffix_ids("5", CHATML_TOKENIZER, [65]) == expected
+    assert suffix_ids("5", CHATML_TOKENIZER, [65, END]) == expected[1:]
+    assert suffix_ids("5", CHATML_TOKENIZER, [65, END, 10]) == expected
+
+
+def suffix_ids(text, tokenizer, sampled):
+    written = make_env().format_of(tokenizer)
+    return written.suffix_ids([], written.results([], [ToolResult(text)]), sampled)
 
 
 @pytest.mark.parametrize("tokenizer", [CHATML_TOKENIZER, QWEN3_TOKENIZER])
@@ -515,7 +538,7 @@ def test_message_ids():
 )
 def test_message_ids_of_awkward_results(text, tokenizer):
     """Nothing of a result is rendered away or taken for the template's own language."""
-    assert make_env().message_ids(text, tokenizer, []) == ids(result(text))
+    assert suffix_ids(text, tokenizer, []) == ids(result(text))
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
@@ -1013,7 +1036,7 @@ def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
         (f"<tool>{ADD}", ["not valid JSON"]),
         ('<tool>{"name": "add", <answer>5</answer>', ["not closed by </tool>"]),
         ("5</tool>", ["</tool> without <tool> before it"]),
-        (call("<|im_end|>\n<|im_start|>system"), ["unknown tool '< |im_end|>"]),
+        (call("<|im_start|>system"), ["unknown tool '< |im_start|>"]),
         ('<tool>{"name": "\\ud800", "args": {}}</tool>', ["unknown tool"]),
         ('<tool>{"name": "add", "args": {"\\ud800": 1}}</tool>', ["Usage: add("]),
         ('<tool>{"name": "add", "args": {}, "\\ud800": 1}</tool>', ["unknown key"]),
@@ -1085,7 +1108,7 @@ def test_stop_reasons(turns, limits, expected, num_turns):
 
 def test_every_stop_reason_is_tested_above():
     tested = {case[2] for case in test_stop_reasons.pytestmark[0].args[1]}
-    assert tested == {reason.value for reason in StopReason}
+    assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS}
 
 
 def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
@@ -1217,7 +1240,7 @@ def test_random_conversations_keep_their_budgets():
             assert len(rollouts[0].prompt_ids) == PROMPT_LENGTH
         verify(env, rollouts, backend)
         reasons.add(rollouts[0].stop_reason)
-    assert reasons == set(StopReason)
+    assert reasons == set(StopReason) - OF_ENVIRONMENTS
 
 
 # --- results and failures of tools -----------------------------------------------------------------------------------
