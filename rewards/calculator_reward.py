@@ -2,10 +2,9 @@
 
 Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, the result as a string like "1889".
 
-Every function takes the rollouts as `completions` (the messages after the prompt) and returns one float per rollout,
-or None where it does not apply. Tool calls and their results are read from `rollout_turns`, and from the messages
-where it is None. Numbers are decimals: 1,889 = 1889 = 1889.0, and a number of any length is compared exactly. This
-file imports nothing from the trainer: copy it and edit the copy.
+Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
+apply. Numbers are decimals: 1,889 = 1889 = 1889.0, and a number of any length is compared exactly. This file imports
+nothing from the trainer: copy it and edit the copy.
 """
 
 import re
@@ -13,56 +12,21 @@ from decimal import Decimal
 from itertools import zip_longest
 from typing import Any
 
-_TAG = re.compile(r"</?(?:reasoning|tool|answer|result)>")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)  # no exponent, nan or inf
 
 
-def _block(text: str) -> tuple[str, str | None]:
-    """Return the kind of a message ("tool" or "answer") and the text of its block, None if no block is complete.
-
-    The block that closes first counts: there the environment ends the turn. An answer inside a tool call or inside a
-    result (closed or not) is none; a `<result>` mentioned in the reasoning ends with it.
-    """
-    opened: dict[str, int] = {}  # tag name -> where its text begins
-    for tag in _TAG.finditer(text):
-        name = tag[0].strip("</>")
-        if tag[0][1] != "/":
-            if name != "answer" or not {"tool", "result"} & opened.keys():
-                opened.setdefault(name, tag.end())
-        elif name in ("tool", "answer") and name in opened:
-            return name, text[opened[name] : tag.start()]
-        elif name in ("result", "reasoning"):
-            opened.pop("result", None)
-    return "tool" if "tool" in opened else "answer", None
+def _answer(turns: list[Any]) -> str | None:
+    """Return what the last turn answers, None without an answer."""
+    return turns[-1].answer if turns else None
 
 
-def _texts(messages: list[dict[str, Any]]) -> list[str]:
-    """Return what the policy wrote: the text of each assistant message."""
-    return [message.get("content") or "" for message in messages if message["role"] == "assistant"]
-
-
-def _answer(messages: list[dict[str, Any]]) -> str | None:
-    """Return the text of the answer block of the last assistant message, None without one."""
-    kind, block = _block((_texts(messages) or [""])[-1])
-    return block if kind == "answer" else None
-
-
-def _results(messages: list[dict[str, Any]], turns: list[Any] | None) -> list[str | None]:
+def _results(turns: list[Any]) -> list[str | None]:
     """Return one entry per attempted tool call: the text of its result, None if the call failed or got no result."""
-    if turns is not None:
-        calls = [turn for turn in turns if turn.tool_call is not None or turn.error]
-        results = [None if turn.error or turn.tool_call.error else turn.observation for turn in calls]
-    else:
-        results = []
-        for message, reply in zip_longest(messages, messages[1:], fillvalue={}):
-            if message["role"] == "assistant":
-                kind, block = _block(message.get("content") or "")
-                answered = reply.get("role") in ("user", "tool")
-                if kind == "tool" and (block is not None or answered):
-                    text = (reply.get("content") or "").strip() if answered else None
-                    results.append(text and text.removeprefix("<result>").removesuffix("</result>"))
-    stripped = [None if text is None else text.strip() for text in results]
-    return [None if text is None or text.startswith("Error:") else text for text in stripped]
+    texts = []
+    for call, result in (pair for turn in turns for pair in zip_longest(turn.calls, turn.results)):
+        failed = not (call and result) or call.error or result.error or result.text.lstrip().startswith("Error:")
+        texts.append(None if failed else result.text)
+    return texts
 
 
 def _number(text: str) -> Decimal | None:
@@ -74,50 +38,41 @@ def _number(text: str) -> Decimal | None:
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
-def tool_execution_reward_func(
-    completions: list[list[dict[str, Any]]], rollout_turns: list[list[Any] | None] | None = None, **kwargs: Any
-) -> list[float | None]:
-    r"""Reward tool calls that run: 0.2 times the share of the attempted calls that succeeded, 0 without any call.
+def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
+    """Reward tool calls that run: 0.2 times the share of the attempted calls that succeeded, 0 without any call.
 
     A malformed call, a call to an unknown tool, a tool that raised, timed out or answered `Error: ...` in its own
     words, and a call that got no result are attempted but not successful.
 
     Range: 0.0 to 0.2. Never None.
 
-    >>> call = {"role": "assistant", "content": '<tool>{"name": "calculator", "args": {"expression": "37*51"}}</tool>'}
-    >>> good = {"role": "user", "content": "<result>\n1887\n</result>"}
-    >>> bad = {"role": "user", "content": "<result>\nError: try again\n</result>"}
-    >>> tool_execution_reward_func(completions=[[call, good], [call, bad, call, good], []])
-    [0.2, 0.1, 0.0]
+    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
+    >>> calls, results = [ToolCall("calculator", {})] * 2, [ToolResult("24"), ToolResult("Error: busy")]
+    >>> half = Turn([], None, "", "stop", calls, results)
+    >>> tool_execution_reward_func(rollout_turns=[[half], []])
+    [0.1, 0.0]
     """
     rewards = []
-    for messages, turns in zip(completions, rollout_turns or [None] * len(completions), strict=True):
-        results = _results(messages, turns)
+    for results in map(_results, rollout_turns):
         succeeded = sum(result is not None for result in results)
         rewards.append(0.2 * (succeeded / len(results)) if results else 0.0)
     return rewards
 
 
-def result_found_reward_func(
-    completions: list[list[dict[str, Any]]],
-    answer: list[Any],
-    rollout_turns: list[list[Any] | None] | None = None,
-    **kwargs: Any,
-) -> list[float | None]:
-    r"""Reward the call that computes the answer: 0.5 if a successful result is the gold number, and nothing else.
+def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward the call that computes the answer: 0.5 if a successful result is the gold number, and nothing else.
 
     Range: 0.0 or 0.5. None: the row's answer is not a number.
 
-    >>> call = {"role": "assistant", "content": '<tool>{"name": "calculator", "args": {"expression": "37*51"}}</tool>'}
-    >>> reply = {"role": "user", "content": "<result>\n1887\n</result>"}
-    >>> result_found_reward_func(completions=[[call, reply]] * 3, answer=["1887", "88", "Paris"])
+    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
+    >>> turn = Turn([], None, "", "stop", [ToolCall("calculator", {})], [ToolResult("1887")])
+    >>> result_found_reward_func(rollout_turns=[[turn]] * 3, answer=["1887", "88", "Paris"])
     [0.5, 0.0, None]
     """
     rewards = []
-    all_turns = rollout_turns or [None] * len(completions)
-    for messages, gold, turns in zip(completions, answer, all_turns, strict=True):
+    for turns, gold in zip(rollout_turns, answer, strict=True):
         target = _number(str(gold))
-        numbers = [_number(result) for result in _results(messages, turns) if result is not None]
+        numbers = [_number(result) for result in _results(turns) if result is not None]
         rewards.append(None if target is None else 0.5 * (target in numbers))
     return rewards
 
@@ -125,38 +80,36 @@ def result_found_reward_func(
 # --- Outcome rewards -------------------------------------------------------------------------------------------------
 
 
-def exact_match_reward_func(
-    completions: list[list[dict[str, Any]]], answer: list[Any], **kwargs: Any
-) -> list[float | None]:
-    """Reward the right answer: 1.0 if the answer block is the gold number.
+def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward the right answer: 1.0 if the last turn's answer is the gold number.
 
     Thousands commas, surrounding white space and a trailing `.0` make no difference; a unit, a word, an exponent or a
-    sum does. Only the last assistant message can answer, and in it only the first complete answer block.
+    sum does.
 
     Range: 0.0 or 1.0. None: the row's answer is not a number.
 
-    >>> reply = [{"role": "assistant", "content": "<answer> 1,887.0 </answer>"}]
-    >>> exact_match_reward_func(completions=[reply] * 3, answer=["1887", "88", "Paris"])
+    >>> from mt_grpo.rollout import Turn
+    >>> turn = Turn([], None, "", "stop", answer="1,887.0")
+    >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=["1887", "88", "Paris"])
     [1.0, 0.0, None]
     """
     rewards = []
-    for messages, gold in zip(completions, answer, strict=True):
+    for turns, gold in zip(rollout_turns, answer, strict=True):
         target = _number(str(gold))
-        rewards.append(None if target is None else float(_number(_answer(messages) or "") == target))
+        rewards.append(None if target is None else float(_number(_answer(turns) or "") == target))
     return rewards
 
 
-def answer_given_reward_func(completions: list[list[dict[str, Any]]], **kwargs: Any) -> list[float | None]:
-    """Reward answering at all: 0.1 if the last assistant message holds a complete answer block, whatever it says.
+def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
+    """Reward answering at all: 0.1 if the last turn answers, whatever it says.
 
     Range: 0.0 or 0.1. Never None.
 
-    >>> closed = [{"role": "assistant", "content": "<answer>no idea</answer>"}]
-    >>> unclosed = [{"role": "assistant", "content": "<answer>1887"}]
-    >>> answer_given_reward_func(completions=[closed, unclosed, []])
-    [0.1, 0.0, 0.0]
+    >>> from mt_grpo.rollout import Turn
+    >>> answer_given_reward_func(rollout_turns=[[Turn([], None, "", "stop", answer="no idea")], []])
+    [0.1, 0.0]
     """
-    return [0.0 if _answer(messages) is None else 0.1 for messages in completions]
+    return [0.0 if _answer(turns) is None else 0.1 for turns in rollout_turns]
 
 
 TURN_REWARD_FUNCS = [tool_execution_reward_func, result_found_reward_func]

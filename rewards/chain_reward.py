@@ -1,31 +1,25 @@
 """Rewards for a chain of calculations, one operation per call (`dataset_name: chain`, `tools/step_calculator.py`).
 
-The turn rewards are lists, one entry per turn: a call is judged by its own result. The rows have `steps`, the values
+The turn rewards are lists, one entry per turn: a turn is judged by its own results. The rows have `steps`, the values
 after each operation as text, of which the last is `answer`; without them one call is expected to find the answer.
 
 Needs: nothing beyond Python's standard library.
 """
 
-import re
 from typing import Any
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return the text of the last turn's answer block, None if the turn is a call or has none."""
-    match = _ANSWER.search(turns[-1].text) if turns and turns[-1].tool_call is None else None
-    return match and match[1].strip()
+    """Return what the last turn answers, None without an answer."""
+    return turns[-1].answer if turns else None
 
 
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
 def call_executed_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[list[float | None]]:
-    """Reward each call that runs: 0.1, 0.0 if it fails. None for a turn that got no observation."""
-    return [
-        [None if turn.observation is None else 0.1 * (turn.error is None) for turn in turns] for turns in rollout_turns
-    ]
+    """Reward each turn whose calls run: 0.1, 0.0 if one fails. None for a turn that got no result."""
+    return [[0.1 * (turn.error is None) if turn.results else None for turn in turns] for turns in rollout_turns]
 
 
 def right_step_reward_func(
@@ -34,15 +28,16 @@ def right_step_reward_func(
     """Reward each call that takes the chain one step further: 0.3 if its result is the value after the next operation.
 
     The next operation is the one after the last right result, so a wrong step is not rewarded and not forgotten. 0.0
-    for other calls, failed ones included; None for a turn that got no observation.
+    for other calls, failed ones included; None for a turn that got no result.
     """
     rewards = []
     for turns, values in zip(rollout_turns, steps or [[gold] for gold in answer], strict=True):
         done, row = 0, []
         for turn in turns:
-            right = done < len(values) and turn.error is None and turn.observation == values[done]
-            done += right
-            row.append(None if turn.observation is None else 0.3 * right)
+            before = done
+            for result in turn.results:
+                done += done < len(values) and result.error is None and result.text == values[done]
+            row.append(0.3 * (done - before) if turn.results else None)
         rewards.append(row)
     return rewards
 
@@ -51,12 +46,12 @@ def right_step_reward_func(
 
 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
-    """Reward the right answer: 1.0 if the answer block is the chain's last value."""
-    return [float(_answer(turns) == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
+    """Reward the right answer: 1.0 if the last turn's answer is the chain's last value."""
+    return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
 
 
 def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    """Reward answering at all: 0.1 if the last turn holds an answer block, whatever it says."""
+    """Reward answering at all: 0.1 if the last turn answers, whatever it says."""
     return [0.1 * (_answer(turns) is not None) for turns in rollout_turns]
 
 

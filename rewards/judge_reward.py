@@ -105,7 +105,7 @@ async def judged_turn_reward_func(
     The judge sees the conversation up to the call, earlier results included, and not the call's own result: the choice
     is graded, not its luck. Rollouts of a prompt that begin with the same call then ask the same, and share one reply.
 
-    Range: 0.0 to 1.0 per turn. None: the turn got no observation, or the judge's reply holds no readable score.
+    Range: 0.0 to 1.0 per turn. None: the turn got no result, or the judge's reply holds no readable score.
 
     Raises:
         RuntimeError: the judge fails, or most of its replies are unreadable.
@@ -115,11 +115,11 @@ async def judged_turn_reward_func(
     for prompt, turns in zip(prompts, rollout_turns, strict=True):
         said, row = _messages(prompt), []
         for turn in turns:
-            called = turn.observation is not None
-            row.append(TURN_PROMPT.format(conversation="\n".join(said), call=_quote(turn.text)) if called else None)
+            ask = TURN_PROMPT.format(conversation="\n".join(said), call=_quote(turn.text))
+            row.append(ask if turn.results else None)
             said.append(_message("assistant", turn.text))
-            if called:  # FORK: move this above row.append to show the judge the call's own result
-                said.append(_message("tool", turn.observation))
+            # FORK: move this above `ask` to show the judge the call's own result
+            said += [_message("tool", result.text) for result in turn.results] or _messages(turn.messages)
         requests.append(row)
     scores = await _ask([text for row in requests for text in row if text is not None], kwargs.get("log_metric"))
     return [[None if text is None else scores[text] for text in row] for row in requests]
@@ -130,14 +130,14 @@ async def judged_turn_reward_func(
 
 async def judged_answer_reward_func(
     prompts: list[list[dict[str, Any]]],
-    completions: list[list[dict[str, Any]]],
+    rollout_turns: list[list[Any]],
     answer: list[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """Reward an answer that the judge finds right: its score of 0 to 10, divided by 10.
 
     It is measured by the row's accepted answers (one or a list of which any will do), and by what the judge knows if
-    there are none. Only the answer block of the last assistant message is shown; 0.0 without one, and nobody is asked.
+    there are none. Only the last turn's answer is shown; 0.0 without one, and nobody is asked.
 
     Range: 0.0 to 1.0. None: the judge's reply holds no readable score.
 
@@ -146,8 +146,8 @@ async def judged_answer_reward_func(
         ValueError: a variable of the environment is missing or wrong.
     """
     requests = []  # a text or None per rollout
-    for prompt, messages, gold in zip(prompts, completions, answer or [None] * len(prompts), strict=True):
-        given, accepted = _answer(messages), [f"<accepted>\n{_quote(gold)}\n</accepted>\n" for gold in _golds(gold)]
+    for prompt, turns, gold in zip(prompts, rollout_turns, answer or [None] * len(prompts), strict=True):
+        given, accepted = _answer(turns), [f"<accepted>\n{_quote(gold)}\n</accepted>\n" for gold in _golds(gold)]
         text = ANSWER_PROMPT.format(
             conversation="\n".join(_messages(prompt)),
             answer=_quote(given),
@@ -162,7 +162,6 @@ async def judged_answer_reward_func(
 
 # --- The texts -------------------------------------------------------------------------------------------------------
 
-_TAG = re.compile(r"</?(?:reasoning|tool|answer|result)>")
 _OPENING = re.compile(r"<(?!\s)|\[(?=/?[A-Z_]+\])")  # of a tag or a control token: <|im_end|>, </s>, [INST]
 _SCORE = re.compile(r"(?:score\s*[:=]?\s*)?([0-9]{1,2}(?:\.[0-9]+)?)(?:\s*/\s*10)?\.?", re.IGNORECASE)
 
@@ -195,34 +194,9 @@ def _messages(messages: list[dict[str, Any]]) -> list[str]:
     return [_message(message["role"], message.get("content")) for message in messages]
 
 
-def _block(text: str) -> tuple[str, str | None]:
-    """Return the kind of a message ("tool" or "answer") and the text of its block, None if no block is complete.
-
-    The block that closes first counts: there the environment ends the turn. An answer inside a tool call or inside a
-    result (closed or not) is none; a `<result>` mentioned in the reasoning ends with it.
-    """
-    opened: dict[str, int] = {}  # tag name -> where its text begins
-    for tag in _TAG.finditer(text):
-        name = tag[0].strip("</>")
-        if tag[0][1] != "/":
-            if name != "answer" or not {"tool", "result"} & opened.keys():
-                opened.setdefault(name, tag.end())
-        elif name in ("tool", "answer") and name in opened:
-            return name, text[opened[name] : tag.start()]
-        elif name in ("result", "reasoning"):
-            opened.pop("result", None)
-    return "tool" if "tool" in opened else "answer", None
-
-
-def _texts(messages: list[dict[str, Any]]) -> list[str]:
-    """Return what the policy wrote: the text of each assistant message."""
-    return [message.get("content") or "" for message in messages if message["role"] == "assistant"]
-
-
-def _answer(messages: list[dict[str, Any]]) -> str | None:
-    """Return the text of the answer block of the last assistant message, None without one."""
-    kind, block = _block((_texts(messages) or [""])[-1])
-    return block if kind == "answer" else None
+def _answer(turns: list[Any]) -> str | None:
+    """Return what the last turn answers, None without an answer."""
+    return turns[-1].answer if turns else None
 
 
 def _golds(gold: Any) -> list[str]:

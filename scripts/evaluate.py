@@ -188,7 +188,8 @@ def evaluate(
     exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
     found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
     if found is None and all(isinstance(answer, str) for answer in columns.get("answer", [None])):
-        found = [any(t.observation == a for t in r.turns) for r, a in zip(rollouts, columns["answer"], strict=True)]
+        read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
+        found = [answer in texts for texts, answer in zip(read, columns["answer"], strict=True)]
     solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
@@ -272,8 +273,8 @@ def mean(values: list[float | None]) -> float | None:
 
 
 def succeeded(turn: Turn) -> bool:
-    """Whether the turn called a tool and the call ran."""
-    return turn.observation is not None and turn.error is None and not turn.observation.startswith("Error:")
+    """Whether the turn called a tool and a call ran."""
+    return any(result.error is None and not result.text.startswith("Error:") for result in turn.results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

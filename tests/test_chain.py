@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.data import make_chain
-from mt_grpo.formats import parse_turn
 from mt_grpo.plugins import load_state_key, load_tools
-from mt_grpo.rollout import Turn
+from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 (calculator,) = load_tools(str(ROOT / "tools/step_calculator.py"))
@@ -61,24 +60,22 @@ def test_anything_else_is_an_error_for_the_model(expression):
         calculator(expression)
 
 
-def turn(text="", observation=None, error=None):
-    call, _ = parse_turn(text)
-    return Turn([1], None, text, "stop", tool_call=call, observation=observation, error=error)
-
-
-def called(expression, observation, error=None):
-    return turn(build.call(expression), observation, error)
+def turn(*results, calls=None, answer=None):
+    """Each result is a text, or a text and its error; `calls` of them were asked for."""
+    results = [ToolResult(*([result] if isinstance(result, str) else result)) for result in results]
+    calls = [ToolCall("calculator", {})] * (calls or len(results))
+    messages = [{"role": "user", "content": result.text} for result in results]
+    return Turn([1], None, "", "stop", calls, results, answer=answer, messages=messages)
 
 
 # Start with 4, then * 3, then + 2, then * 2: 12 14 28.
 STEPS, GOLD = ["12", "14", "28"], "28"
-RIGHT = [called("4 * 3", "12"), called("12 + 2", "14"), called("14 * 2", "28"), turn("<answer>28</answer>")]
+RIGHT = [turn("12"), turn("14"), turn("28"), turn(answer="28")]
 DETOUR = [
-    called("4 * 3", "12"), called("12 * 2", "24"), called("12 + 2", "14"), called("14", "Error: bad", "tool"),
-    called("14 * 2", "28"), called("14 * 2", "28"), turn("<answer> 27 </answer>"),
+    turn("12"), turn("24"), turn("14"), turn(("Error: bad", "tool")), turn("28"), turn("28"), turn(answer="27"),
 ]  # fmt: skip
-EARLY = [turn("<answer>4</answer>")]
-SILENT = [called("4 * 3", "12"), turn("12 + 2")]
+EARLY = [turn(answer="4")]
+SILENT = [turn("12"), turn()]
 ROLLOUTS = [RIGHT, DETOUR, EARLY, SILENT]
 
 
@@ -101,8 +98,30 @@ def test_outcomes():
     gold = ["28", "28", "4", "14"]
     assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
     assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
-    in_a_call = turn('<tool>{"name": "x", "args": {}}</tool><answer>28</answer>')
-    assert rewards.exact_match_reward_func([[in_a_call], []], answer=["28", "28"]) == [0.0, 0.0]
+    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
+        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
+    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
+
+
+def test_several_calls_in_a_turn():
+    rollouts = [
+        [turn("12", "14"), turn("28"), turn(answer="28")],
+        [turn("14", "12"), turn("14", ("28", "tool")), turn("28", calls=2)],  # one after the other, as they ran
+        [turn("12", "12", "14", "28", "28")],
+        [turn("12"), turn(calls=2)],
+        [],
+    ]
+    values = rewards.right_step_reward_func(rollouts, answer=[GOLD] * 5, steps=[STEPS] * 5)
+    assert values == [[0.6, 0.3, None], [0.3, 0.3, 0.3], [pytest.approx(0.9)], [0.3, None], []]
+    values = rewards.call_executed_reward_func(rollouts)
+    assert values == [[0.1, 0.1, None], [0.1, 0.0, 0.1], [0.1], [0.1, None], []]
+
+
+def test_the_environments_own_words_are_no_result():
+    said = turn(answer="4")
+    said.messages = [{"role": "user", "content": "12"}]
+    assert rewards.call_executed_reward_func([[said]]) == [[None]]
+    assert rewards.right_step_reward_func([[said, turn("12")]], answer=[GOLD], steps=[STEPS]) == [[None, 0.3]]
 
 
 def test_the_state_is_the_number_of_turns_and_the_last_result():

@@ -149,8 +149,9 @@ def test_the_reward_example_runs():
     called, answered = (SimpleNamespace(observation=text, error=None) for text in ("4", None))
     (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[called, called, answered]])
     assert values == [0.1, 0.0, None]
-    completions = [[{"role": "assistant", "content": f"<answer>{n}</answer>"}] for n in (4, 5)]
-    assert space["OUTCOME_REWARD_FUNCS"][0](completions=completions, answer=["4", "4"]) == [1.0, 0.0]
+    right, wrong, none = (SimpleNamespace(answer=answer) for answer in ("4", "5", None))
+    rollout_turns = [[called, right], [right, wrong], [none], []]
+    assert space["OUTCOME_REWARD_FUNCS"][0](rollout_turns=rollout_turns, answer=["4"] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):

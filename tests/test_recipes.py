@@ -36,6 +36,7 @@ from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
 from mt_grpo.rollout import ToolCall
 from mt_grpo.scoring import run_rewards, weights_of
 from mt_grpo.settings import known_keys
+from mt_grpo.tools import fill_in_tools
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,6 +272,8 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
 
 def check_read_back(trainer, recipe: dict, readers: dict) -> None:
     for key, value in recipe.items():
+        if key == "system_prompt":
+            value = fill_in_tools(value, trainer.env.tools)
         if key in readers:
             assert readers[key](trainer) == value, key
         else:

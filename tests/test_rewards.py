@@ -5,11 +5,15 @@ import doctest
 import importlib.util
 import inspect
 import json
+import re
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
+from mt_grpo.formats import parse_turn
+from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 REWARDS = Path(__file__).resolve().parents[1] / "rewards"
 DATA = Path(__file__).resolve().parents[2] / "shared/data"
@@ -51,13 +55,46 @@ def answers(text: str) -> dict[str, str]:
     return says(f"<reasoning>So it is.</reasoning>\n<answer>{text}</answer>")
 
 
+def turn(text, observation=None, called=True, malformed=None, error=None):
+    """A turn whose fields are written by hand; with `observation`, what the model read after it."""
+    calls = [ToolCall("calculator", {}, malformed)] if called else []
+    results = [ToolResult(observation, error)] if called and observation is not None else []
+    messages = [] if observation is None else [gets(observation)]
+    return Turn([1], None, text, "stop", calls, results, messages=messages)
+
+
+def answered(text, answer):
+    return Turn([1], None, text, "stop", answer=answer)
+
+
+def parsed(text):
+    """The turn that the paper's XML format reads in a text."""
+    call, answers_it = parse_turn(text)
+    answer = re.split(r"</(?:think|reasoning)>", text.partition("</answer>")[0])[-1].partition("<answer>")[2]
+    return Turn([1], None, text, "stop", [call] if call else [], answer=answer.strip() if answers_it else None)
+
+
+def turns_of(messages):
+    """The turns of a conversation that is written as messages: `says`, `gets` and `answers`."""
+    turns = []
+    for message in messages:
+        if message["role"] == "assistant":
+            turns.append(parsed(message["content"] or ""))
+        elif turns:
+            turns[-1].messages.append(message)
+            if turns[-1].calls:
+                text = message["content"].removeprefix("<result>\n").removesuffix("\n</result>")
+                turns[-1].results.append(ToolResult(text, "call" if turns[-1].calls[0].error else None))
+    return turns
+
+
 def one(func, messages, gold="1887", turns=None):
     """Call a reward function on one rollout, with all that the trainer passes."""
     values = func(
         prompts=[[{"role": "user", "content": "?"}]],
         completions=[messages],
         completion_ids=[[1, 2, 3]],
-        rollout_turns=None if turns is None else [turns],
+        rollout_turns=[turns_of(messages) if turns is None else turns],
         answer=[gold],
         question_id=["q"],
         trainer_state=SimpleNamespace(global_step=0),
@@ -69,9 +106,9 @@ def one(func, messages, gold="1887", turns=None):
     return values[0]
 
 
-def turn(text, observation=None, called=True, malformed=None, error=None):
-    call = SimpleNamespace(name="calculator", arguments={}, error=malformed) if called else None
-    return SimpleNamespace(text=text, tool_call=call, observation=observation, error=error)
+def all_of(func, conversations, **columns):
+    """Call a reward function on conversations that are written as messages."""
+    return func(rollout_turns=[turns_of(messages) for messages in conversations], **columns)
 
 
 # --- The files -------------------------------------------------------------------------------------------------------
@@ -105,15 +142,10 @@ def test_files_stand_alone(module):
     assert not {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"eval", "exec"}
 
 
-@pytest.mark.parametrize("name", ["_block", "_texts", "_answer", "_results"])
-def test_repeated_helpers_are_identical(name):
-    assert len({inspect.getsource(getattr(module, name)) for module in MODULES}) == 1
-    assert inspect.getsource(calculator._number) == inspect.getsource(gsm8k._number)
-
-
-@pytest.mark.parametrize("name", ["_block", "_texts", "_answer"])
-def test_the_judges_helpers_are_those_of_the_others(name):
-    assert inspect.getsource(getattr(load("judge_reward"), name)) == inspect.getsource(getattr(triviaqa, name))
+def test_repeated_helpers_are_identical():
+    assert len({inspect.getsource(module._results) for module in MODULES}) == 1
+    every_file = [*MODULES, load("chain_reward"), load("judge_reward")]
+    assert len({inspect.getsource(module._answer) for module in every_file}) == 1
 
 
 def test_lists_of_functions():
@@ -148,15 +180,14 @@ def test_nothing_written_earns_nothing(func, messages):
 @pytest.mark.parametrize("func", ALL_FUNCS)
 def test_no_rollouts(func):
     assert func(prompts=[], completions=[], completion_ids=[], rollout_turns=[], answer=[]) == []
-    assert func(completions=[], answer=[]) == []
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
 def test_values_keep_the_order_of_the_rollouts(func):
     good = [says(SUM), gets("1887"), answers("1887")]
-    first, second = func(completions=[good, []], answer=["1887", "1887"])
+    first, second = all_of(func, [good, []], answer=["1887", "1887"])
     assert first > 0.0 and second == 0.0
-    assert func(completions=[[], good], answer=["1887", "1887"]) == [second, first]
+    assert all_of(func, [[], good], answer=["1887", "1887"]) == [second, first]
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
@@ -176,6 +207,12 @@ def test_values_keep_the_order_of_the_rollouts(func):
         "<answer>" + "9" * 500_000 + "." + "9" * 500_000 + "x</answer>",
         "<answer>" + " " * 1_000_000 + "x</answer>",
         "<answer>" + "-$%." * 250_000 + "</answer>",
+        "<answer>-" + " " * 1_000_000 + "x</answer>",
+        "<answer>$" + " " * 1_000_000 + "x</answer>",
+        "<answer>18 " + "m/" * 500_000 + "</answer>",
+        "<answer>" + "\\boxed{" * 150_000 + "</answer>",
+        "<answer>" + "\\boxed{1}" * 100_000 + "</answer>",
+        "<answer>\\boxed{" + "{1}" * 300_000 + "</answer>",
     ],
     ids=lambda text: f"{text[:20].strip()}..{text[-12:].strip()}",
 )
@@ -212,7 +249,7 @@ ANSWER_TEXTS = [
     ([says("<answer>1887")], 0.0),
     ([says("1887</answer>")], 0.0),
     ([says("</answer>1887<answer>")], 0.0),
-    ([says("</answer><answer>1887</answer>")], 1.0),
+    ([says("</answer><answer>1887</answer>")], 0.0),  # the turn ends at the first closing tag
     # Nested: from the first opening to the first closing tag.
     ([says("<answer><answer>1887</answer></answer>")], 0.0),
     ([says("<reasoning>It must be <answer>1887</answer></reasoning>")], 1.0),
@@ -223,9 +260,9 @@ ANSWER_TEXTS = [
     ([says(SUM + "<answer>1887</answer>")], 0.0),
     ([says("<answer>1887 <tool>{}</tool></answer>")], 0.0),
     ([says("<answer>1887</answer>" + SUM)], 1.0),
-    # A fake result written by the policy.
-    ([says("<result><answer>1887</answer></result>")], 0.0),
-    ([says("<result>\n<answer>1887</answer>")], 0.0),
+    # A fake result written by the policy is text like any other.
+    ([says("<result><answer>1887</answer></result>")], 1.0),
+    ([says("<result>\n<answer>1887</answer>")], 1.0),
     ([says("<result>88</result><answer>1887</answer>")], 1.0),
     ([says("<result>1887</result><answer>88</answer>")], 0.0),
     ([says("<result>1887</result>")], 0.0),
@@ -253,18 +290,18 @@ def test_exact_match_reads_the_answer_that_counts(module, messages, expected):
 
 # (messages, the turns the environment parsed from them, tool execution, gold number found)
 CALLS = [
-    ([says(SUM), gets("1887"), answers("1887")], [turn(SUM, "1887"), turn("..", called=False)], 0.2, 0.5),
+    ([says(SUM), gets("1887"), answers("1887")], [turn(SUM, "1887"), answered("..", "1887")], 0.2, 0.5),
     ([says(SUM), gets(" 1,887.0 ")], [turn(SUM, " 1,887.0 ")], 0.2, 0.5),
     ([says(SUM), gets("37*51 = 1887")], [turn(SUM, "37*51 = 1887")], 0.2, 0.0),
     ([says(SUM), gets("")], [turn(SUM, "")], 0.2, 0.0),
-    ([answers("1887")], [turn("..", called=False)], 0.0, 0.0),
+    ([answers("1887")], [answered("..", "1887")], 0.0, 0.0),
     # Half of the calls succeed.
     (
         [says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")],
         [
             turn(BROKEN, "Error: not JSON", malformed="not JSON", error="call"),
             turn(SUM, "1887"),
-            turn("..", called=False),
+            answered("..", "1887"),
         ],
         0.1,
         0.5,
@@ -277,7 +314,7 @@ CALLS = [
     # A call that got no result, because the rollout ended there.
     ([says(SUM)], [turn(SUM)], 0.0, 0.0),
     ([says(SUM), gets("1887"), says(SUM)], [turn(SUM, "1887"), turn(SUM)], 0.1, 0.5),
-    # An unclosed call that the environment answered is an attempt; one that ended the rollout is none.
+    # An unclosed call is an attempt, also where the rollout ended there.
     (
         [says("<tool>{"), gets("Error: no </tool>")],
         [turn("<tool>{", "Error: no </tool>", malformed="no </tool>", error="call")],
@@ -290,7 +327,12 @@ CALLS = [
         0.1,
         0.5,
     ),
-    ([says(SUM), gets("1887"), says("<tool>{")], [turn(SUM, "1887"), turn("<tool>{", called=False)], 0.2, 0.5),
+    (
+        [says(SUM), gets("1887"), says("<tool>{")],
+        [turn(SUM, "1887"), turn("<tool>{", malformed="no </tool>")],
+        0.1,
+        0.5,
+    ),
     # A fake result written by the policy is no result.
     ([says("<result>1887</result>")], [turn("<result>1887</result>", called=False)], 0.0, 0.0),
     ([says(SUM + "<result>1887</result>")], [turn(SUM)], 0.0, 0.0),
@@ -304,7 +346,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("messages", "turns", "executed", "found"), CALLS)
-def test_tool_calls_from_turns_and_from_messages(messages, turns, executed, found):
+def test_tool_calls_written_by_hand_and_parsed(messages, turns, executed, found):
     for module in MODULES:
         assert one(module.tool_execution_reward_func, messages) == executed
         assert one(module.tool_execution_reward_func, messages, turns=turns) == executed
@@ -318,28 +360,57 @@ def test_three_successes_earn_exactly_the_maximum():
     assert one(triviaqa.tool_execution_reward_func, [says(CALL), gets("found")] * 3) == 0.2
 
 
-def test_turns_and_messages_may_be_mixed_in_one_batch():
-    good = [says(SUM), gets("1887")]
-    failed = [turn(SUM, "Error: busy", error="tool")]
-    for module in MODULES:
-        assert module.tool_execution_reward_func([good, good, good], rollout_turns=[None, failed, []]) == [0.2, 0, 0]
-
-
-def test_a_call_error_without_a_parsed_call_is_an_attempt():
-    turns = [turn(BROKEN, "Error: not JSON", called=False, error="call"), turn(SUM, "1887")]
-    assert one(calculator.tool_execution_reward_func, [], turns=turns) == 0.1
-
-
 def test_a_malformed_call_fails_whatever_it_got():
     turns = [turn(BROKEN, "1887", malformed="not JSON")]
     assert one(calculator.tool_execution_reward_func, [], turns=turns) == 0.0
     assert one(calculator.result_found_reward_func, [], turns=turns) == 0.0
 
 
-def test_results_may_come_as_role_tool():
-    messages = [says(SUM), {"role": "tool", "content": "1887"}]
-    assert one(calculator.tool_execution_reward_func, messages) == 0.2
-    assert one(calculator.result_found_reward_func, messages) == 0.5
+def several(*results, calls=None, malformed=()):
+    """A turn of a format that takes several calls at once: each result is a text, or a text and its error."""
+    results = [ToolResult(*([result] if isinstance(result, str) else result)) for result in results]
+    calls = [ToolCall("calculator", {}, "no JSON" if i in malformed else None) for i in range(calls or len(results))]
+    return Turn([1], None, "Both at once.", "stop", calls, results, messages=[{"role": "tool", "content": ""}])
+
+
+# (turns, tool execution, gold number or word found)
+SEVERAL_CALLS = [
+    ([several("88", "1887")], 0.2, 0.5),
+    ([several("1887", "88")], 0.2, 0.5),
+    ([several("88", ("1887", "tool"))], 0.1, 0.0),
+    ([several(("Error: busy", "timeout"), "1887")], 0.1, 0.5),
+    ([several("88", "1887", malformed=[1])], 0.1, 0.0),
+    ([several("Error: busy", "1887", "88", "88")], 0.15, 0.5),  # in the tool's own words
+    # Calls without a result: there was no room for it, or the turn limit was reached.
+    ([several("1887", calls=2)], 0.1, 0.5),
+    ([several("1887", calls=4)], 0.05, 0.5),
+    ([several(calls=2)], 0.0, 0.0),
+    ([several("1887", "88"), several(calls=2)], 0.1, 0.5),
+    # Over all turns, and not turn by turn.
+    ([several("88", "88", "88"), several(("1887", "tool"))], 0.15, 0.0),
+    # A result of no call that was read is an attempt that failed.
+    ([Turn([1], None, "", "stop", results=[ToolResult("1887", "call")])], 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("turns", "executed", "found"), SEVERAL_CALLS)
+def test_several_calls_in_a_turn(turns, executed, found):
+    for module in MODULES:
+        assert one(module.tool_execution_reward_func, [], turns=turns) == pytest.approx(executed, abs=1e-12)
+    assert one(calculator.result_found_reward_func, [], turns=turns) == found
+    assert one(triviaqa.exist_answer_in_search_results, [], "1887", turns=turns) == found
+
+
+def test_an_answer_in_plain_text_is_one():
+    turns = [several("1887"), answered("1,887", "1,887")]
+    for module in (calculator, gsm8k):
+        assert one(module.exact_match_reward_func, [], turns=turns) == 1.0
+    assert one(triviaqa.exact_match_reward_func, [], ["1,887"], turns=turns) == 1.0
+    assert one(calculator.answer_given_reward_func, [], turns=turns) == 0.1
+    # Tags in it are text, and a turn that calls a tool does not answer, whatever its text says.
+    for turns in ([answered("<answer>1887</answer>", "<answer>1887</answer>")], [several("1887")]):
+        for module in MODULES:
+            assert one(module.exact_match_reward_func, [], turns=turns) == 0.0
 
 
 # --- TriviaQA --------------------------------------------------------------------------------------------------------
@@ -516,8 +587,60 @@ NUMBERS = [
     ("1887.", "1887", 0.0, 1.0, 0.1),
     ("$1,887.50.", "1887.50", 0.0, 1.0, 0.1),
     ("1887%.", "1887", 0.0, 1.0, 0.1),
-    # No number, or not only a number.
-    ("1887 dollars", "1887", 0.0, 0.0, 0.0),
+    ("\\$1,887", "1887", 0.0, 1.0, 0.1),
+    ("1887\\%", "1887", 0.0, 1.0, 0.1),
+    ("$1887$", "1887", 0.0, 1.0, 0.1),
+    ("€1,887", "1887", 0.0, 1.0, 0.1),
+    # With its unit.
+    ("1887 dollars", "1887", 0.0, 1.0, 0.1),
+    ("$1,887 dollars.", "1887", 0.0, 1.0, 0.1),
+    ("-10 degrees", "-10", 0.0, 1.0, 0.1),
+    ("1887 square feet per hour", "1887", 0.0, 1.0, 0.1),
+    ("1887 km/h", "1887", 0.0, 1.0, 0.1),
+    ("1887kg", "1887", 0.0, 1.0, 0.1),
+    ("1887 times", "1887", 0.0, 1.0, 0.1),
+    ("1887 dozen", "1887", 0.0, 1.0, 0.1),  # a question asks how many dozens
+    ("1887 dollars", "188", 0.0, 0.0, 0.1),
+    # In a box, wherever it stands.
+    ("\\boxed{1887}", "1887", 0.0, 1.0, 0.1),
+    ("$\\boxed{1,887}$", "1887", 0.0, 1.0, 0.1),
+    ("\\boxed{1{,}887}", "1887", 0.0, 1.0, 0.1),
+    ("\\boxed{\\$1887.00}", "1887", 0.0, 1.0, 0.1),
+    ("\\boxed{1887\\text{ apples}}", "1887", 0.0, 1.0, 0.1),
+    ("She pays 37*51 = \\boxed{1887} dollars.", "1887", 0.0, 1.0, 0.1),
+    ("\\boxed{1887}, that is \\boxed{1,887.0}", "1887", 0.0, 1.0, 0.1),
+    ("\\boxed{88}", "1887", 0.0, 0.0, 0.1),
+    ("\\boxed{88} or \\boxed{1887}", "1887", 0.0, 0.0, 0.0),
+    ("\\boxed{1887} or \\boxed{88}", "1887", 0.0, 0.0, 0.0),
+    ("\\boxed{1887} \\boxed{}", "1887", 0.0, 0.0, 0.0),
+    ("1887 \\boxed{88}", "1887", 0.0, 0.0, 0.1),
+    ("\\boxed{37*51}", "1887", 0.0, 0.0, 0.0),
+    ("\\boxed{1887", "1887", 0.0, 0.0, 0.0),
+    ("\\boxed{\\frac{1887}{1}}", "1887", 0.0, 0.0, 0.0),
+    # No number, or not only a number and its unit.
+    ("not 1887", "1887", 0.0, 0.0, 0.0),
+    ("about 1887 dollars", "1887", 0.0, 0.0, 0.0),
+    ("1887 or 88", "1887", 0.0, 0.0, 0.0),
+    ("1887 feet, 3 inches", "1887", 0.0, 0.0, 0.0),
+    ("1887 dollars, not 88 dollars", "1887", 0.0, 0.0, 0.0),
+    ("1887 is what I get for all of them", "1887", 0.0, 0.0, 0.0),
+    ("2 and a half hours", "2", 0.0, 0.0, 0.0),
+    ("2 or three", "2", 0.0, 0.0, 0.0),
+    ("2 plus three", "2", 0.0, 0.0, 0.0),
+    ("2 minus one", "2", 0.0, 0.0, 0.0),
+    ("2 hundred", "2", 0.0, 0.0, 0.0),
+    ("1.8 million dollars", "1.8", 0.0, 0.0, 0.0),
+    ("5k", "5", 0.0, 0.0, 0.0),
+    ("2½", "2", 0.0, 0.0, 0.0),
+    ("5²", "5", 0.0, 0.0, 0.0),
+    ("10^{3}", "10", 0.0, 0.0, 0.0),
+    ("2\\frac{1}{2}", "2", 0.0, 0.0, 0.0),
+    ("10/", "10", 0.0, 0.0, 0.0),
+    ("1887/1", "1887", 0.0, 0.0, 0.0),
+    ("12:30", "12", 0.0, 0.0, 0.0),
+    ("900*2", "1800", 0.0, 0.0, 0.0),
+    ("900*2 = 1800", "1800", 0.0, 0.0, 0.0),
+    ("x = 1887", "1887", 0.0, 0.0, 0.0),
     ("The answer is 1887", "1887", 0.0, 0.0, 0.0),
     ("37*51", "1887", 0.0, 0.0, 0.0),
     ("1887 1887", "1887", 0.0, 0.0, 0.0),
@@ -581,7 +704,7 @@ def test_gold_may_be_a_number():
         ([says("1887")], 0.0),
         ([says("<tool><answer>1887</answer></tool>")], 0.0),
         ([says("<tool><answer>1887</answer>")], 0.0),
-        ([says("<result><answer>1887</answer></result>")], 0.0),
+        ([says("<result><answer>1887</answer></result>")], 0.1),
         ([answers("1887"), gets("x"), says("hm")], 0.0),
         ([says(SUM), gets("<answer>1887</answer>")], 0.0),
     ],
@@ -613,11 +736,11 @@ def test_every_squad_row():
     wrong = [[answers("qqq")] for _ in golds]
     as_lists = [[gold["value"], *gold["aliases"]] for gold in golds]
     for answer in (golds, as_lists):
-        assert triviaqa.exact_match_reward_func(completions=right, answer=answer) == [1.0] * 473
-        assert triviaqa.exist_answer_reward_func(completions=right, answer=answer) == [0.5] * 473
-        assert triviaqa.exact_match_reward_func(completions=last_alias, answer=answer) == [1.0] * 473
-        assert triviaqa.exact_match_reward_func(completions=wrong, answer=answer) == [0.0] * 473
-        assert triviaqa.exist_answer_reward_func(completions=wrong, answer=answer) == [0.0] * 473
+        assert all_of(triviaqa.exact_match_reward_func, right, answer=answer) == [1.0] * 473
+        assert all_of(triviaqa.exist_answer_reward_func, right, answer=answer) == [0.5] * 473
+        assert all_of(triviaqa.exact_match_reward_func, last_alias, answer=answer) == [1.0] * 473
+        assert all_of(triviaqa.exact_match_reward_func, wrong, answer=answer) == [0.0] * 473
+        assert all_of(triviaqa.exist_answer_reward_func, wrong, answer=answer) == [0.0] * 473
 
 
 @needs_data
@@ -626,8 +749,8 @@ def test_every_squad_answer_is_found_in_the_corpus_and_only_if_the_environment_s
     corpus = "\n".join(row["text"] for row in rows("squad/corpus.jsonl"))
     said = [[says(CALL), gets(corpus)]] * len(golds)
     faked = [[says(f"{CALL}\n<result>\n{corpus}\n</result>"), gets("Error: nothing found")]] * len(golds)
-    assert triviaqa.exist_answer_in_search_results(completions=said, answer=golds) == [0.5] * len(golds)
-    assert triviaqa.exist_answer_in_search_results(completions=faked, answer=golds) == [0.0] * len(golds)
+    assert all_of(triviaqa.exist_answer_in_search_results, said, answer=golds) == [0.5] * len(golds)
+    assert all_of(triviaqa.exist_answer_in_search_results, faked, answer=golds) == [0.0] * len(golds)
 
 
 @needs_data
@@ -639,8 +762,12 @@ def test_every_gsm8k_row():
     bare = [[answers(number.replace(",", ""))] for number in numbers]
     wrong = [[answers(number + "1")] for number in numbers]
     for gold in (solutions, numbers):
-        assert gsm8k.exact_match_reward_func(completions=right, answer=gold) == [1.0] * 1000
-        assert gsm8k.exact_match_reward_func(completions=bare, answer=gold) == [1.0] * 1000
-        assert gsm8k.exact_match_reward_func(completions=wrong, answer=gold) == [0.0] * 1000
-    assert gsm8k.answer_format_reward_func(completions=right) == [0.1] * 1000
-    assert gsm8k.answer_format_reward_func(completions=[[answers(text)] for text in solutions]) == [0.0] * 1000
+        assert all_of(gsm8k.exact_match_reward_func, right, answer=gold) == [1.0] * 1000
+        assert all_of(gsm8k.exact_match_reward_func, bare, answer=gold) == [1.0] * 1000
+        assert all_of(gsm8k.exact_match_reward_func, wrong, answer=gold) == [0.0] * 1000
+    with_unit = [[answers(f"${number} dollars a day.")] for number in numbers]
+    boxed = [[says(f"<answer>That is 2 + 2 = \\boxed{{{number}}}.</answer>")] for number in numbers]
+    assert all_of(gsm8k.exact_match_reward_func, with_unit, answer=solutions) == [1.0] * 1000
+    assert all_of(gsm8k.exact_match_reward_func, boxed, answer=solutions) == [1.0] * 1000
+    assert all_of(gsm8k.answer_format_reward_func, right) == [0.1] * 1000
+    assert all_of(gsm8k.answer_format_reward_func, [[answers(text)] for text in solutions]) == [0.0] * 1000
