@@ -13,7 +13,9 @@ The rooms, from the ground up. A room imports only from rooms above its own line
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
     chat_format      what tool formats share: the end of a turn, thinking, the ids behind a turn
-    formats          how a model writes calls and answers: xml
+    hermes           calls as the chat template writes them, several in one turn
+    native           the syntaxes of calls of families of models
+    formats          how a model writes calls and answers: xml; the choice of a format
     control_tokens   text that can neither open nor close a turn
     tools            a function as a tool: description, argument check
     sampling         what a request may say about sampling
