@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import json
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,43 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult
+
+SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
+
+
+def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]:
+    """(value, error) of the JSON of a call."""
+    try:
+        return json.loads(text), None
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text[error.pos :].lstrip().startswith("{"):
+            return None, several
+        return None, f"the call is not valid JSON ({error.msg} at character {error.pos})"
+    except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of brackets
+        return None, "the call holds a number that is too long, or is nested too deeply"
+
+
+def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS) -> ToolCall:
+    """The JSON of one call. The error texts are read by the policy: short, and they say how to mend it.
+
+    Args:
+        body: The text between the tags of a call.
+        key: Of the arguments.
+        several: The error where there is more than one call.
+    """
+    call, error = load_json(body, several)
+    if error:
+        return ToolCall(None, {}, error)
+    if isinstance(call, list):
+        return ToolCall(None, {}, several)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(None, {}, f'the call must be a JSON object with "name" (a string) and "{key}" (an object)')
+    arguments = call.get(key, {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, f'"{key}" must be a JSON object, got {type(arguments).__name__}')
+    if unknown := set(call) - {"name", key}:
+        return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "{key}"')
+    return ToolCall(call["name"], arguments)
 
 
 def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
@@ -49,6 +87,7 @@ class ChatFormat:
     call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...] = ()
     thinking: tuple[str, str] = ("<think>", "</think>")
+    headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
 
     def __init__(
         self,
@@ -60,16 +99,27 @@ class ChatFormat:
         self.chat_template_kwargs = chat_template_kwargs or {}
         # Unguessable, so that no tool can echo it. Tokenizers keep its last letter apart from what follows.
         self._sentinel = f"assistant-{secrets.token_hex(8)}x"
+        self.setup()
         try:
-            behind = self._behind_content([{"role": "user", "content": "."}])
+            closings = self.closings()
             asked = self._render([{"role": "user", "content": self._sentinel}])
         except Exception as error:
             raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
-        after_user = asked.rpartition(self._sentinel)[2]
-        self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *self._end_of_turn(behind)} - {None})
-        ids = self._tokenise(after_user.partition(self.thinking[0])[0])
-        self._header = self._decode(ids[1:] if ids and ids[0] in self.ends else ids).strip()
+        # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
+        self._closing = frozenset(i for text in closings for i in self._end_of_turn(self._tokenise(text))[-1:])
+        inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
+        self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
+        ids = self._tokenise(asked.rpartition(self._sentinel)[2].partition(self.thinking[0])[0])
+        header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
+        self._headers = [text for text in (header, *self.headers) if text]
         self.check()
+
+    def setup(self) -> None:
+        """What a subclass does before the template is looked at."""
+
+    def closings(self) -> list[str]:
+        """What the template writes behind an assistant's messages, one text per kind of message."""
+        return [self.suffix([], [{"role": "user", "content": "."}])]
 
     # -- what the model reads --
 
@@ -92,7 +142,9 @@ class ChatFormat:
         """
         ids = self._tokenise(self.suffix(calls, messages))
         # The end of turn is there already if the model sampled one, be it another than the template's.
-        return ids[1:] if sampled and sampled[-1] in self.ends and ids[:1] and ids[0] in self.ends else ids
+        closing = self._end_of_turn(ids)
+        there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
+        return ids[len(closing) :] if there else ids
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """The text of `suffix_ids`, its end of turn included."""
@@ -149,15 +201,18 @@ class ChatFormat:
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         return (len(ids), False) if end is None else (end + 1, True)
 
-    def parse(self, ids: list[int], prompt_ids: list[int]) -> Parsed:
-        """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote."""
+    def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
+        """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
+
+        `tools` tell numbers from text in formats that write both the same way.
+        """
         text = self.text(ids)
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
-        return Parsed(text, *self.parse_text(text[start:]))
+        return Parsed(text, *self.parse_text(text[start:], tools or {}))
 
-    def parse_text(self, text: str) -> tuple[list[ToolCall], str | None]:
+    def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         """The calls and the answer of a turn's text behind its thinking."""
         raise NotImplementedError
 
@@ -172,7 +227,8 @@ class ChatFormat:
         """What stands behind the last generation prompt: its opened thinking, or a turn that goes on."""
         start = next((k for k in reversed(range(len(prompt_ids))) if prompt_ids[k] in self.ends), -1) + 1
         text = self._decode(prompt_ids[start:])
-        return text.rpartition(self._header)[2] if self._header else text
+        found = max((text.rfind(header) + len(header) for header in self._headers if header in text), default=0)
+        return text[found:]
 
     # -- rendering and tokenising --
 
@@ -188,10 +244,11 @@ class ChatFormat:
             raise ValueError(f"the assistant's message is not in {rendered!r}")
         return rendered.rpartition(self._sentinel)[2]
 
-    def _end_of_turn(self, suffix: str) -> list[int]:
-        """The first id of what follows a turn, if it is an added token. Not all templates have one."""
-        added, first = self.tokenizer.added_tokens_decoder, self._tokenise(suffix)[:1]
-        return [i for i in first if i in added and not str(added[i]).isspace()]
+    def _end_of_turn(self, ids: list[int]) -> list[int]:
+        """The ids of a suffix up to its end of turn, blanks before it included. Not all templates have one."""
+        added = self.tokenizer.added_tokens_decoder
+        end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), len(ids))
+        return ids[: end + 1] if end < len(ids) and ids[end] in added else []
 
     def _tokenise(self, suffix: str) -> list[int]:
         """Ids of a text that stands behind other text: some tokenizers begin a text with a blank of their own."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.chat_format import ChatFormat, thinking_length
+from mt_grpo.chat_format import ChatFormat, parse_call, thinking_length
+from mt_grpo.hermes import HermesFormat
+from mt_grpo.native import NativeFormat
 from mt_grpo.rollout import Message, ToolCall, ToolResult, result_message
 
 CLOSING_TAGS = ("</tool>", "</answer>")
@@ -67,28 +68,6 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
     return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
 
 
-def parse_call(body: str) -> ToolCall:
-    """The JSON between the tool tags. The error texts are read by the policy: short, and they say how to mend it."""
-    try:
-        call = json.loads(body)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and body[error.pos :].lstrip().startswith("{"):
-            return ToolCall(None, {}, "several calls in one turn; write one call, read its result, then the next")
-        return ToolCall(None, {}, f"the call is not valid JSON ({error.msg} at character {error.pos})")
-    except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of brackets
-        return ToolCall(None, {}, "the call holds a number that is too long, or is nested too deeply")
-    if isinstance(call, list):
-        return ToolCall(None, {}, "several calls in one turn; write one call, read its result, then the next")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(None, {}, 'the call must be a JSON object with "name" (a string) and "args" (an object)')
-    arguments = call.get("args", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, f'"args" must be a JSON object, got {type(arguments).__name__}')
-    if unknown := set(call) - {"name", "args"}:
-        return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "args"')
-    return ToolCall(call["name"], arguments)
-
-
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
     if limit <= 0:
@@ -141,12 +120,16 @@ class XmlFormat(ChatFormat):
         ended = last in self.ends or last in self.tokenizer.all_special_ids
         return self._decode(ids[:-1] if ended and self._decode([last]) not in CLOSING_TAGS else ids)
 
-    def parse_text(self, text: str) -> tuple[list[ToolCall], str | None]:
+    def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         call, answer = parse_tags(text)
         return [call] if call is not None else [], answer
 
 
-TOOL_FORMATS: dict[str, type[ChatFormat]] = {"xml": XmlFormat}  # the choices of `tool_format`
+TOOL_FORMATS: dict[str, type[ChatFormat]] = {
+    "xml": XmlFormat,
+    "hermes": HermesFormat,
+    "native": NativeFormat,
+}  # the choices of `tool_format`
 
 
 def make_format(

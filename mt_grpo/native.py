@@ -1,0 +1,241 @@
+"""The syntaxes of calls that chat templates write themselves, one per family of models."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils.chat_parsing import parse_response
+
+from mt_grpo.chat_format import load_json, parse_call
+from mt_grpo.hermes import HERMES, CallSyntax, CallText, HermesFormat, tool_schema
+from mt_grpo.rollout import ToolCall
+
+UNREADABLE = "the call cannot be read"
+
+
+def parameters_of(name: str, tools: dict[str, Callable]) -> dict[str, Any]:
+    """The JSON schemas of a tool's parameters, by name."""
+    return tool_schema(name, tools[name])["function"]["parameters"].get("properties", {}) if name in tools else {}
+
+
+def takes_text(schema: dict[str, Any]) -> bool:
+    """Whether a parameter may be text.
+
+    >>> takes_text({"type": "string"}), takes_text({"anyOf": [{"type": "integer"}, {"type": "null"}]}), takes_text({})
+    (True, False, False)
+    """
+    kind = schema.get("type")
+    return "string" in ([kind] if isinstance(kind, str) else kind or []) or any(
+        map(takes_text, schema.get("anyOf", []))
+    )
+
+
+def typed(text: str, schema: dict[str, Any]) -> Any:
+    """A value that the syntax writes without quotes: text stays text if the parameter takes it.
+
+    >>> typed("75001", {"type": "string"}), typed("75001", {"type": "integer"}), typed("True", {}), typed("a b", {})
+    ('75001', 75001, True, 'a b')
+    """
+    if takes_text(schema):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Callable]], list[ToolCall]]:
+    """A reader of calls whose arguments stand in tags: `header` finds (name, rest), `argument` each (key, value)."""
+
+    def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+        found = re.fullmatch(header, call.body, re.DOTALL)
+        if found is None:
+            return [ToolCall(None, {}, UNREADABLE)]
+        name, rest = found.groups()
+        if re.sub(argument, "", rest, flags=re.DOTALL).strip():
+            return [ToolCall(name, {}, f"{UNREADABLE}: it holds text that is no argument")]
+        schemas = parameters_of(name, tools)
+        pairs = re.findall(argument, rest, re.DOTALL)
+        return [ToolCall(name, {key: typed(value, schemas.get(key, {})) for key, value in pairs})]
+
+    return read
+
+
+def read_parameters(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+    """`{"name": ..., "parameters": {...}}`, as Llama writes it."""
+    return [parse_call(call.body.strip().removesuffix(";"), "parameters")]
+
+
+def read_arguments(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+    """The arguments alone, behind the name of the tool."""
+    return [named(call.name, call.body)]
+
+
+def named(name: str | None, arguments: str) -> ToolCall:
+    """The call of a tool with arguments in JSON."""
+    value, error = load_json(arguments.strip() or "{}")
+    if error is None and not isinstance(value, dict):
+        error = f"the arguments must be a JSON object, got {type(value).__name__}"
+    return ToolCall(name, {} if error else value, error)
+
+
+def read_fenced(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+    """The arguments in a block of Markdown, as DeepSeek writes them."""
+    found = re.fullmatch(r"\w*<｜tool▁sep｜>([^\n]+)\n+```json\n(.*?)\n*```\s*", call.body, re.DOTALL)
+    return [named(found[1].strip(), found[2]) if found else ToolCall(None, {}, UNREADABLE)]
+
+
+def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+    """JSON with keys without quotes, and with a token for the quotes of text."""
+    found = re.fullmatch(r"\s*call:([^\s{]+)(\{.*\})\s*", call.body, re.DOTALL)
+    if found is None:
+        return [ToolCall(None, {}, UNREADABLE)]
+    parts = found[2].split('<|"|>')
+    parts[::2] = (re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2])
+    parts[1::2] = map(json.dumps, parts[1::2])
+    return [named(found[1], "".join(parts))]
+
+
+class JsonNames(ast.NodeTransformer):
+    """JSON's words for what Python writes with capitals."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def read_python(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+    """`[tool(key='value'), ...]`, as LFM2 writes several calls."""
+    body = call.body.strip()
+    calls = python_calls(body)
+    if calls is None:  # then those that can be read, one by one
+        parts = re.split(r"(?<=\)),\s*(?=\w+\()", body.removeprefix("[").removesuffix("]"))
+        calls = [c for part in parts for c in python_calls(part) or [ToolCall(None, {}, UNREADABLE)]]
+    return calls
+
+
+def python_calls(text: str) -> list[ToolCall] | None:
+    """The calls of a Python expression, of which nothing is run; None if it is anything else."""
+    for source in (text, text.replace("\n", "\\n")):  # the template does not escape what it puts into quotes
+        try:
+            tree = ast.parse(source, mode="eval").body
+            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+            calls = [
+                ToolCall(n.func.id, {k.arg: ast.literal_eval(JsonNames().visit(k.value)) for k in n.keywords})
+                for n in nodes
+                if not n.args
+            ]
+            json.dumps([call.arguments for call in calls])  # sets, bytes, ...: no call in JSON could hold them
+            if calls and len(calls) == len(nodes) and all(key for call in calls for key in call.arguments):
+                return calls
+        except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
+SYNTAXES = (
+    HERMES,  # Qwen 2.5, Qwen 3
+    CallSyntax(
+        "Qwen 3.5 and Nemotron 3",
+        opening="<tool_call>",
+        closing="</tool_call>",
+        read=read_tags(r"\s*<function=([^\n>]+)>(.*?)(?:</function>)?\s*", PARAMETER),
+    ),
+    CallSyntax(
+        "GLM 4",
+        opening="<tool_call>",
+        closing="</tool_call>",
+        read=read_tags(r"\s*([^\s<{]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+    ),
+    CallSyntax(
+        "Gemma 4",
+        opening=r"<\|tool_call>",
+        closing=r"<tool_call\|>",
+        read=read_gemma,
+        thinking=("<|channel>thought\n", "<channel|>"),
+        headers=("<tool_response|>",),
+    ),
+    CallSyntax(
+        "LFM2",
+        opening=r"<\|tool_call_start\|>",
+        closing=r"<\|tool_call_end\|>",
+        read=read_python,
+    ),
+    CallSyntax(
+        "DeepSeek V3",
+        opening=r"(?:<｜tool▁calls▁begin｜>|\n)?<｜tool▁call▁begin｜>",
+        closing=r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
+        read=read_fenced,
+        headers=("<｜tool▁outputs▁end｜>",),
+    ),
+    CallSyntax(
+        "gpt-oss",
+        opening=r"to=functions\.(?P<name>[^\s<]*)(?:(?!<\|(?:message|start|end|call)\|>).)*<\|message\|>",
+        closing=r"(?=<\|(?:call|end)\|>)|\Z",
+        read=read_arguments,
+        tail=r'"\}',
+        answer=r"<\|channel\|>final(?:(?!<\|message\|>).)*<\|message\|>(.*?)(?:<\|end\|>|\Z)",
+        thinking=("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
+    CallSyntax(
+        "Llama 3.1",
+        opening=r'(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)',
+        closing=r"(?=<\|(?:eot|eom)_id\|>)|\Z",
+        read=read_parameters,
+        tail=r'"\}\}',
+    ),
+)
+
+
+def syntax_of_template(template: dict[str, Any]) -> CallSyntax:
+    """The syntax of a tokenizer's own `response_template`, which transformers reads.
+
+    Raises:
+        ValueError: it says nothing of calls.
+    """
+    fields = template.get("fields", {})
+    if "tool_calls" not in fields:
+        raise ValueError("its response_template has no field tool_calls")
+
+    def pattern(field: dict[str, Any], name: str) -> str:
+        return field.get(f"{name}_pattern") or re.escape(field.get(name, ""))
+
+    def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+        schemas = [tool_schema(name, tool) for name, tool in tools.items()]
+        try:
+            found = parse_response(call.text, template, prefix="", tools=schemas)["tool_calls"]
+            functions = [call.get("function", call) for call in found]
+            return [ToolCall(str(f["name"]), dict(f.get("arguments") or {})) for f in functions]
+        except Exception:  # what parsers of other houses raise for a model's text: the policy's mistake
+            return [ToolCall(call.name, {}, UNREADABLE)]
+
+    calls = fields["tool_calls"]
+    thinking = next((fields[name] for name in ("reasoning_content", "thinking") if name in fields), {})
+    tags = (thinking.get("open"), thinking.get("close") or re.sub(r"\\s\*$", "", thinking.get("close_pattern", "")))
+    return CallSyntax(
+        "the tokenizer's response_template",
+        opening=pattern(calls, "open"),
+        closing=pattern(calls, "close"),
+        read=read,
+        thinking=tags if all(isinstance(tag, str) and tag for tag in tags) else CallSyntax.thinking,
+    )
+
+
+class NativeFormat(HermesFormat):
+    """The chat template's own syntax, found by reading what the template writes."""
+
+    syntaxes = SYNTAXES
+
+    def setup(self) -> None:
+        if template := getattr(self.tokenizer, "response_template", None):
+            self.syntaxes = (*SYNTAXES, syntax_of_template(template))
+        super().setup()
+
+    def refusal(self, what: str) -> ValueError:
+        known = "; ".join(syntax.name for syntax in self.syntaxes)
+        return ValueError(f"{super().refusal(what)} Syntaxes of calls that work: {known}.")
