@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.checkpoints import checkpoint_to_resume
@@ -68,12 +68,14 @@ from mt_grpo.preflight import check_server, load_tokenizer, model_errors, prepar
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
+from mt_grpo.records import FURTHER, Pass, compare_ranks, loss_lists, loss_rows, split_further, to_passes, without_sync
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import (
     Context,
     Generation,
     Message,
+    Record,
     Reply,
     Rollout,
     Room,
@@ -87,7 +89,7 @@ from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_para
 from mt_grpo.scoring import check_rewards, reward_tensors, run_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
-from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
+from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, put_back
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool, fill_in_tools, read_call
@@ -823,6 +825,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self._reads_state and env.state_key is None:
             warn_without_state_keys(args.credit_assignment)
         self._rollouts: list[Rollout] = []  # of the batch being scored
+        self._failed: list[bool] = []  # of the same batch, all ranks: the environment failed
+        self._records: list[Record] = []  # of the same batch: a first one per rollout, then the further ones
+        self._owners: list[int] = []  # the rollout of each
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
@@ -922,32 +927,68 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )  # fmt: skip
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
-        turn_ids = pad_turn_ids(self._rollouts, output["completion_ids"].shape[1])  # (B, C), C as TRL padded it
-        output["advantages"] = token_advantages(local, turn_ids.to(local.device))  # (B, C)
+        turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
+        output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
+        if self._num_further:
+            return split_further(output, self._records, self._owners, len(inputs))
         return output
 
     def _generate(self, prompts: list) -> tuple:
-        """TRL's generation step: conversations in place of single completions. Lists per rollout of this rank."""
+        """TRL's generation step: conversations in place of single completions.
+
+        Ids, masks and logprobs are of M rows: the first record of each of B rollouts, then the further ones. TRL sums
+        the tokens of all rows, and takes the number of rollouts from the prompts.
+        """
         self._rollouts = rollouts = self._roll_out(prompts)
         metrics, num_tokens = conversation_metrics(rollouts, self.accelerator)
         self._log_metrics(metrics)
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        loss_masks = [rollout.loss_mask for rollout in rollouts]
+        self._num_further, self._failed = compare_ranks(rollouts, self.args, self.state.global_step)
+        self._records, self._owners = loss_rows(rollouts, self._num_further)
+        prompt_ids, completion_ids, loss_masks, logprobs = loss_lists(self._records, self._tokenizer.pad_token_id)
         if self.args.mask_truncated_completions:
             truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
-            loss_masks = [[0] * len(m) if r.stop_reason in truncated else m for r, m in zip(rollouts, loss_masks)]
-        logprobs = [rollout.logprobs for rollout in rollouts]
+            reasons = [rollouts[owner].stop_reason for owner in self._owners]
+            loss_masks = [[0] * len(m) if reason in truncated else m for reason, m in zip(reasons, loss_masks)]
         return (
-            [rollout.prompt_ids for rollout in rollouts],
-            [rollout.completion_ids for rollout in rollouts],
+            prompt_ids,
+            completion_ids,
             loss_masks,  # TRL's `tool_mask`: ids of observations have 0, are attended to, and are not in its loss
             [rollout.messages for rollout in rollouts],
-            None if None in logprobs else logprobs,
+            logprobs,
             {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """TRL's, which rolls out where it is time to; a pass is prepared."""
+        return generation_batch if isinstance(generation_batch, Pass) else super()._prepare_inputs(generation_batch)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
+        """TRL's loss of a micro-batch; where its rollouts have further records, the sum over passes.
+
+        A pass has at most as many rows as a micro-batch. All passes but the last go backward here.
+        """
+        if FURTHER not in inputs:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss * inputs.scale if isinstance(inputs, Pass) else loss
+        loss_type, aux_coef = self.loss_type, self.router_aux_loss_coef
+        *others, last = passes = to_passes(self, inputs)
+        self.loss_type = passes[0].loss_type
+        self.router_aux_loss_coef /= sum(each.scale for each in passes)  # it counts once in a micro-batch
+        try:
+            total = 0.0
+            for each in others:
+                if self.model.training:
+                    with without_sync(self.accelerator, model, self.is_deepspeed_enabled):
+                        total += Trainer.training_step(self, model, each, num_items_in_batch)
+                else:
+                    total += self.compute_loss(model, each)
+            return total + self.compute_loss(model, last)
+        finally:
+            self.loss_type, self.router_aux_loss_coef = loss_type, aux_coef
 
     # -- 3.2 roll out --
 
@@ -1093,20 +1134,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         device = self.accelerator.device
         columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
         columns |= {
-            "prompts": prompts, "completions": completions, "completion_ids": completion_ids_list,
+            "prompts": prompts, "completions": completions,
+            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
             "log_extra": self._log_completion_extra, "log_metric": self._log_metric,
         }  # fmt: skip
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in self._rollouts)], device=device)
-        num_turns = int(self.accelerator.gather(num_turns).max())
+        num_turns = max(1, int(self.accelerator.gather(num_turns).max()))
         local: dict[str, torch.Tensor] = {}
 
         def score() -> None:
-            values = run_rewards(self.reward_funcs, columns, self.args.reward_timeout, device)
-            local["whole"], local["per_turn"] = reward_tensors(
-                values, self.reward_func_names, self._rollouts, num_turns, self.num_turn_funcs
-            )
+            local["whole"], local["per_turn"] = self._score(columns, num_turns)
             local["observed"], local["sampled"] = turn_flags(self._rollouts, num_turns)
             states = [state_numbers(rollout) if self._reads_state else [] for rollout in self._rollouts]
             local["state"] = pad_rows(states, num_turns, -1, torch.long)
@@ -1119,9 +1158,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         weights = self.reward_weights.to(device)
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
         outcomes = whole[:, self.num_turn_funcs :]
+        # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
+        outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
         self._reward_table = RewardTable(
-            # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
-            outcome=nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole)),
+            outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN),
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
@@ -1134,6 +1174,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._logged_rewards = logged
         return logged
 
+    def _score(self, columns: dict[str, Any], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no function sees those."""
+        count = len(self._rollouts)
+        first = self.accelerator.process_index * count
+        places = [i for i in range(count) if not self._failed[first + i]]
+        rollouts = [self._rollouts[i] for i in places]
+        if len(places) < count:
+            columns = {k: [v[i] for i in places] if isinstance(v, list) else v for k, v in columns.items()}
+            columns["log_extra"] = lambda column, values: self._log_completion_extra(
+                column, [dict(zip(places, values, strict=True)).get(i) for i in range(count)]
+            )
+        funcs = self.reward_funcs
+        device, values = self.accelerator.device, [[] for _ in funcs]
+        if rollouts:
+            values = run_rewards(funcs, columns, self.args.reward_timeout, device)
+        tensors = reward_tensors(values, self.reward_func_names, rollouts, num_turns, self.num_turn_funcs)
+        return tuple(put_back(tensor, places, count) for tensor in tensors)
+
     # -- 3.5 logging --
 
     def _log_step(
@@ -1143,8 +1201,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
         self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
         self._write_rollouts(inputs, advantages)
-        loss_mask = output["completion_mask"] * output["tool_mask"]
-        mean_advantages = (output["advantages"] * loss_mask).sum(1) / loss_mask.sum(1).clamp(min=1)  # (B,)
+        loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
+        sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
+        owners = torch.tensor(self._owners, device=sums.device)
+        sums = sums.new_zeros(2, len(inputs)).index_add(1, owners, sums)
+        mean_advantages = sums[0] / sums[1].clamp(min=1)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()

@@ -31,6 +31,7 @@ A module imports only from modules that stand above it in this list.
     weight_sync      push, check, push again after a restart
     prefetch         running conversations; the next batch, started early
     scoring          running reward functions, and checking what they return
+    records          rollouts as rows of the loss, in passes
     run_log          metrics of rollouts and credit; the rollout log
     checkpoints      whether a folder is a whole checkpoint
     run_record       what determines the results of a run

@@ -32,14 +32,14 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
                 reasons.index(r.stop_reason),
                 sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
                 sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
-                sum(t.tool_seconds for t in r.turns),
+                sum(t.tool_seconds for t in r.turns), len(r.records),
             ]
             for r in rollouts
         ],
         device=accelerator.device, dtype=torch.float32,
     )  # fmt: skip
-    columns = accelerator.gather(columns)  # (N, 10)
-    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds = columns.T
+    columns = accelerator.gather(columns)  # (N, 11)
+    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T
     truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
@@ -53,6 +53,7 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         "completions/mean_total_length": total.mean().item(),
         "turns/mean": num_turns.mean().item(),
         "turns/max": num_turns.max().item(),
+        "records/mean": records.mean().item(),
         "tools/call_frequency": calls.mean().item(),
         "tools/failure_frequency": (failed.sum() / attempted).item(),
         "tools/malformed_frequency": (malformed.sum() / attempted).item(),
@@ -70,11 +71,11 @@ def credit_metrics(
     """Metrics of the advantages and importance ratios that the loss uses. Collective.
 
     Args:
-        output: TRL's batch of this rank, with advantages (B, C) and, with vLLM, the importance ratios.
-        advantages: The advantage of every turn of the whole batch, (N, K).
-        group_size: G, the number of rollouts per prompt.
-        accelerator: The trainer's accelerator.
-        ratio_limit: The limit at which importance ratios are clipped.
+        output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
+        advantages: Of every turn of the whole batch, (N, K).
+        group_size: G.
+        accelerator: Of the trainer.
+        ratio_limit: Where importance ratios are cut.
     """
     no_signal = (advantages.view(-1, group_size * advantages.shape[1]).abs() < 1e-8).all(1)
     loss_mask = output["completion_mask"] * output["tool_mask"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.rollout import Rollout
+from mt_grpo.rollout import Record
 
 NAN = float("nan")
 
@@ -21,23 +21,24 @@ def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = tor
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
 
 
-def pad_turn_ids(rollouts: list[Rollout], width: int) -> torch.Tensor:
-    """The `turn_ids` of all rollouts as one tensor, (B, width). Padding is -1.
+def pad_turn_ids(records: list[Record], width: int) -> torch.Tensor:
+    """The `turn_ids` of all records, (M, width), -1 where there is padding.
 
     >>> from mt_grpo.rollout import Turn
-    >>> rollout = Rollout([], [], turns=[Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "")])
-    >>> pad_turn_ids([rollout], 6)
-    tensor([[ 0,  0, -1,  1, -1, -1]])
+    >>> turns = [Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "stop")]
+    >>> pad_turn_ids([Record([], turns), Record([], turns[1:], 1)], 6)
+    tensor([[ 0,  0, -1,  1, -1, -1],
+            [ 1, -1, -1, -1, -1, -1]])
     """
     owners, lengths = [], []
-    for rollout in rollouts:
+    for record in records:
         start = len(lengths)
-        for k, turn in enumerate(rollout.turns):
+        for k, turn in enumerate(record.turns, record.first_turn):
             owners += (k, -1)
             lengths += (len(turn.token_ids), len(turn.observation_ids))
         owners.append(-1)
         lengths.append(width - sum(lengths[start:]))
-    return torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(len(rollouts), width)
+    return torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(len(records), width)
 
 
 def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
@@ -54,3 +55,14 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
     tensor([1., nan])
     """
     return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))
+
+
+def put_back(x: torch.Tensor, places: list[int], count: int) -> torch.Tensor:
+    """Rows of x at their places among `count` rows, NaN elsewhere.
+
+    >>> put_back(torch.tensor([5., 6.]), [0, 2], 3)
+    tensor([5., nan, 6.])
+    """
+    whole = x.new_full((count, *x.shape[1:]), NAN)
+    whole[places] = x
+    return whole

@@ -1,0 +1,116 @@
+"""The conversations of golden_batch.py, trained with their histories edited. Run in one process and by two ranks."""
+
+import json
+
+import golden_batch as golden
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from mt_grpo.ranks import RunError
+from mt_grpo.rollout import Context, StopReason, completion_ids
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+LAYOUTS = {  # a batch of eight rollouts: in one step, in two accumulated steps, in two steps of the optimizer
+    "one": dict(per_device_train_batch_size=8),
+    "accumulated": dict(per_device_train_batch_size=4, gradient_accumulation_steps=2),
+    "two steps": dict(per_device_train_batch_size=4, steps_per_generation=2, max_steps=2),
+}
+
+
+def no_edit(rollout, k):
+    """The history is cut before each turn, and nothing is changed: what the model reads is what it read."""
+    return rollout.prompt_ids + completion_ids(rollout.turns[:k])
+
+
+class EditedEnv(MultiTurnToolEnv):
+    """Ends conversations as they are written in golden_batch.py, then edits the history before some turns.
+
+    `edit(rollout, k)` gives the ids that the model read before turn k, None where the history only grew.
+    `failed` are rollouts whose environment fails: those of `at_once` before anything was said.
+    """
+
+    edit, failed, at_once = None, (), ()
+
+    async def converse(self, rollout, llm, sampling_params=None):
+        index = rollout.index % 8
+        if index in self.at_once:
+            rollout.prompt_messages, rollout.prompt_ids = [], []
+        else:
+            await super().converse(rollout, llm, sampling_params)
+        for k, turn in enumerate(rollout.turns):
+            if k and self.edit is not None and (ids := self.edit(rollout, k)) is not None:
+                turn.context = Context([{"role": "user", "content": "edited"}], ids)
+        if index in (*self.failed, *self.at_once):
+            rollout.stop_reason = StopReason.ENVIRONMENT_ERROR
+            rollout.error = ConnectionError(f"no database for rollout {index}")
+        return rollout
+
+
+class Gradients(TrainerCallback):
+    """The gradient of each step of the optimizer, as one vector."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+
+
+def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNCS, **changes):
+    args = dict(
+        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, per_device_eval_batch_size=4, max_completion_length=512, max_env_steps=2,
+        disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1, num_generations=4,
+        scale_rewards="none", turn_advantage_coef=0.5, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
+        max_grad_norm=0.0, shuffle_dataset=False,
+    )  # fmt: skip
+    env = EditedEnv([golden.echo], system_prompt=None, max_steps=2)
+    env.edit, env.failed, env.at_once = edit, failed, at_once
+    trainer = MTGRPOEnvTrainer(
+        model, env, *funcs, args=MTGRPOConfig(**{**args, **changes}), callbacks=[gradients := Gradients()],
+        turn_reward_weights=golden.TURN_WEIGHTS if funcs is golden.FUNCS else None,
+        outcome_reward_weights=golden.OUTCOME_WEIGHTS if funcs is golden.FUNCS else None,
+        train_dataset=Dataset.from_list(golden.ROWS), eval_dataset=Dataset.from_list(golden.ROWS),
+    )  # fmt: skip
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.gradients = gradients.steps
+    return trainer
+
+
+def train(model, out, edit=None, ratios=False, evaluate=False, **changes):
+    """Gradients and losses of a run; with `ratios` as if a server had sampled, whose logprobs differ."""
+    trainer = make_trainer(model, out, edit, **changes)
+    trainer.use_vllm = trainer.use_vllm or ratios
+    trainer.train()
+    result = {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history[0]}
+    if evaluate:
+        result["eval_loss"] = trainer.evaluate()["eval_loss"]
+    return result
+
+
+def distance(one, other):
+    """The largest difference, as a share of the largest entry, over all steps."""
+    assert one.shape == other.shape and one.abs().amax(1).min() > 1e-6
+    return ((one - other).abs().amax(1) / one.abs().amax(1)).max().item()
+
+
+def run_on_ranks(model, out, world):
+    """What test_records.py compares: gradients of histories that only grew, and of those that were cut; an error."""
+    results = {}
+    for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo"):
+        layout = dict(per_device_train_batch_size=4 // world, gradient_accumulation_steps=2, loss_type=loss_type)
+        for name, edit in (("grown", None), ("cut", no_edit), ("edited", edit_one)):
+            result = train(model, out / f"{loss_type}-{name}", edit, beta=0.1, evaluate=True, **layout)
+            results[f"{loss_type}-{name}"] = result["gradients"], result["eval_loss"]
+    trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
+    try:
+        trainer.train()
+    except RunError as error:
+        results["failed"] = str(error)
+    return json.loads(json.dumps(results, default=lambda tensor: tensor.tolist()))
+
+
+def edit_one(rollout, k):
+    """Only rollout 0, twice: seven rollouts have one record, and one rank has no further ones."""
+    return [k, 7, 9] if rollout.index % 8 == 0 else None
