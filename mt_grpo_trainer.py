@@ -57,14 +57,28 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits
-from mt_grpo.environments import Environments, failures_end, is_own_method, read_reply, tools_of
+from mt_grpo.environments import (
+    Environments,
+    environment_rewards,
+    failures_end,
+    is_own_method,
+    read_reply,
+    tools_of,
+)
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import LookAhead, RolloutBatch
-from mt_grpo.preflight import check_server, load_tokenizer, model_errors, prepare_env, warn_without_state_keys
+from mt_grpo.preflight import (
+    check_server,
+    load_tokenizer,
+    model_errors,
+    prepare_env,
+    prompt_ids_of,
+    warn_without_state_keys,
+)
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
@@ -245,6 +259,9 @@ class MultiTurnToolEnv:
         """Turn after turn until the conversation has a stop reason."""
         while rollout.stop_reason is None:
             await self.take_turn(rollout, llm, sampling_params)
+        if self.environments is not None and rollout.error is None:
+            with failures_end(rollout):
+                rollout.reward = await self.environments.reward(rollout)
         return rollout
 
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
@@ -267,7 +284,8 @@ class MultiTurnToolEnv:
         tokenizer = self._tokenizer(llm)
         messages = await self.environments.open(rollout)
         rollout.tools = {**self.tools, **tools_of(rollout.environment)}
-        rollout.prompt_messages = self.with_system_prompt(neutralise_prompt(messages, tokenizer), rollout.tools)
+        rollout.first_messages = neutralise_prompt(messages, tokenizer)
+        rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
 
     async def sample_turn(
@@ -813,17 +831,22 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
         turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
-        check_rewards(turn_funcs, outcome_funcs)
+        own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
+        check_rewards(turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs)
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
         )
         weights = weights_of(turn_funcs, turn_reward_weights or args.turn_reward_weights, "turn")
+        weights += [args.environment_reward_weight] * len(own_turn_funcs)
         weights += weights_of(outcome_funcs, outcome_reward_weights or args.outcome_reward_weights, "outcome")
+        weights += [args.environment_reward_weight] * len(own_outcome_funcs)
+        turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
         self.env, self.backend, self.num_turn_funcs = env, backend_of(args), len(turn_funcs)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
         if self._reads_state and env.state_key is None:
             warn_without_state_keys(args.credit_assignment)
+        self._rows: list[dict[str, Any]] = []  # of the data, for the batch being rolled out
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._failed: list[bool] = []  # of the same batch, all ranks: the environment failed
         self._records: list[Record] = []  # of the same batch: a first one per rollout, then the further ones
@@ -835,7 +858,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
         self._batches: LookAhead | None = None
-        self._next_prompts: list | None = None
+        self._next_rows: list[dict[str, Any]] | None = None
         if self.backend == "server":
             self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
             check_server(self.client, env, model_config, args, train_dataset)
@@ -882,10 +905,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.llm = self.client
             self.client.instance = on_main_process(lambda: self.client.instance)  # all ranks expect the same version
             self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
-            messages = self.env.with_system_prompt(self.train_dataset[0]["prompt"])
             self.weight_sync = WeightSync(
                 self.client, self.model, self.vllm_generation, self.accelerator,
-                self.env.prompt_ids(messages, self.env.tokenizer)[:256], args.weight_check_every,
+                prompt_ids_of(self.env, self.train_dataset[0])[:256], args.weight_check_every,
             )  # fmt: skip
             return
         if self.backend == "colocate":
@@ -919,7 +941,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         if self.args.overlap_rollouts and self.model.training:
             self._look_ahead()
-        output = super()._generate_and_score_completions(inputs)
+        self._rows = inputs = [{"prompt": [], **row} for row in inputs]  # an environment may bring the whole prompt
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self.env.close(self._rollouts)
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         advantages = turn_advantages(  # (N, K)
             self._reward_table, self.args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
@@ -940,7 +966,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         Ids, masks and logprobs are of M rows: the first record of each of B rollouts, then the further ones. TRL sums
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
-        self._rollouts = rollouts = self._roll_out(prompts)
+        self._rollouts = rollouts = self._roll_out(self._rows)
         metrics, num_tokens = conversation_metrics(rollouts, self.accelerator)
         self._log_metrics(metrics)
         if self.model.training:
@@ -992,21 +1018,22 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     # -- 3.2 roll out --
 
-    def _roll_out(self, prompts: list) -> list[Rollout]:
+    def _roll_out(self, rows: list[dict[str, Any]]) -> list[Rollout]:
         """All conversations of this rank, each one from weights that the server is known to have held throughout.
 
         Ranks wait for each other once, after their conversations. What failed on one raises the same message on all.
         A server that restarted holds its first weights: all ranks push again, and roll out again what is missing.
         """
-        rollouts: list[Rollout | None] = [None] * len(prompts)
+        rollouts: list[Rollout | None] = [None] * len(rows)
         num_restarted, num_retries, waited = 0, 0, 0.0
 
         def finish() -> tuple[int, int]:
             missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
-            self._batch = self._take_prefetched(prompts) or self._start_rollouts(prompts, missing)
+            self._batch = self._take_prefetched(rows) or self._start_rollouts(rows, missing)
             for rollout in self._batch.wait():
                 if rollout is not None:
-                    rollouts[rollout.index - self.accelerator.process_index * len(prompts)] = rollout
+                    rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
+            self.env.close([lost for lost in self._batch.rollouts if lost not in rollouts])
             retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
             return rollouts.count(None), retries
 
@@ -1034,15 +1061,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
             "rollout/wait_seconds": waited, "rollout/staleness": staleness,
         })  # fmt: skip
-        if self.model.training and self._next_prompts is not None:
-            self._prefetch(self._next_prompts)
+        if self.model.training and self._next_rows is not None:
+            self._prefetch(self._next_rows)
         return rollouts
 
-    def _start_rollouts(self, prompts: list, indices: list[int]) -> RolloutBatch:
-        """Start the conversations of these prompts of this rank. Raises `ValueError` for a prompt without room."""
+    def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
+        """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
         rollouts = []
         try:
-            started = self.env.start([prompts[i] for i in indices])
+            chosen = [rows[i] for i in indices]
+            started = self.env.start([row["prompt"] for row in chosen], rows=chosen)
             for rollout in started:
                 if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
                     raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
@@ -1051,10 +1079,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if not rollouts and isinstance(self.llm, InProcessBackend):
                 self.llm.serve([])  # other ranks may be in a collective generate
         for i, rollout in zip(indices, rollouts):
-            rollout.index = self.accelerator.process_index * len(prompts) + i
+            rollout.index = self.accelerator.process_index * len(rows) + i
             rollout.policy_version = self._weight_counter.version
         conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
-        return RolloutBatch(conversations, self.llm, self.weight_sync and self.weight_sync.pushed)
+        return RolloutBatch(rollouts, conversations, self.llm, self.weight_sync and self.weight_sync.pushed)
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
@@ -1105,24 +1133,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = self._batches.next_rollouts()
         steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
         last = self.state.global_step + steps_per_batch >= self.state.max_steps
-        self._next_prompts = None if last or inputs is None else [row["prompt"] for row in inputs]
+        self._next_rows = None if last or inputs is None else [{"prompt": [], **row} for row in inputs]
 
-    def _prefetch(self, prompts: list) -> None:
+    def _prefetch(self, rows: list[dict[str, Any]]) -> None:
         """Push the weights, and start the next batch's conversations. Raises `RunError` on all ranks."""
         self._sync_weights()
-        self._next_prompts = None
+        self._next_rows = None
 
         def start() -> None:
-            self._prefetched = self._start_rollouts(prompts, list(range(len(prompts))))
-            self._prefetched.prompts = prompts
+            self._prefetched = self._start_rollouts(rows, list(range(len(rows))))
+            self._prefetched.prompts = [row["prompt"] for row in rows]
 
         self._on_all_ranks(start, "Rollouts")
 
-    def _take_prefetched(self, prompts: list) -> RolloutBatch | None:
+    def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | None:
         """The conversations that were started ahead of this batch, if there are any."""
         if self._prefetched is None or not self.model.training:
             return None
-        if self._prefetched.prompts != prompts:
+        if self._prefetched.prompts != [row["prompt"] for row in rows]:
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         batch, self._prefetched = self._prefetched, None
         return batch
@@ -1134,8 +1162,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         device = self.accelerator.device
         columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
         columns |= {
-            "prompts": prompts, "completions": completions,
-            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
+            "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
+            "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
+            "environments": [rollout.environment for rollout in self._rollouts],
+            "environment_rewards": [rollout.reward for rollout in self._rollouts],
             "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
             "log_extra": self._log_completion_extra, "log_metric": self._log_metric,
         }  # fmt: skip
@@ -1406,6 +1436,9 @@ class MTGRPOConfig(GRPOConfig):
     )
     outcome_reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per outcome reward function. None: 1 each"}
+    )
+    environment_reward_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the rewards that the environment and the tools give"}
     )
     max_env_steps: int = field(
         default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}

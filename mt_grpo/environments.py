@@ -6,13 +6,14 @@ import asyncio
 import atexit
 import functools
 import inspect
+import math
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall
+from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, ToolResult
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool
@@ -126,6 +127,41 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
         yield
     except EnvironmentFailure as error:
         rollout.stop_reason, rollout.error = StopReason.ENVIRONMENT_ERROR, error
+    except BaseException:  # the conversation is cancelled, perhaps inside a call that still runs
+        rollout.abandoned = True
+        raise
+
+
+def environment_rewards(environments: Environments | None, tools: dict[str, Callable]) -> tuple[list, list]:
+    """(turn, outcome) reward functions with what environments and tools give, named as they are logged.
+
+    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class.
+    """
+
+    def environment(rollout_turns: list, **kwargs) -> list:
+        return [[turn.reward for turn in turns] for turns in rollout_turns]
+
+    def tool(rollout_turns: list, **kwargs) -> list:
+        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
+
+    def of_class(cls: type) -> Callable:
+        def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
+            return [r if type(e) is cls else None for e, r in zip(environments, environment_rewards)]
+
+        get_reward.__name__ = cls.__name__
+        return get_reward
+
+    gives = any(inspect.signature(tool).return_annotation in (ToolResult, "ToolResult") for tool in tools.values())
+    if environments is None:
+        return [tool] if gives else [], []
+    classes = [cls for cls in environments.by_name.values() if hasattr(cls, "get_reward")]
+    return [environment, tool], [of_class(cls) for cls in dict.fromkeys(classes)]
+
+
+def summed(rewards: Iterable[float | None]) -> float | None:
+    """The sum of those that are there; None if none is."""
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None
 
 
 class Environments:
@@ -157,6 +193,11 @@ class Environments:
                 f"A row has environment={row.get('environment')!r}, expected one of {', '.join(self.by_name)}."
             )
         return self.by_name[row["environment"]]
+
+    def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
+        """The tools of a row's environment, before there is an instance: for the length of the prompt."""
+        cls = self.class_of(row)
+        return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
 
     async def open(self, rollout: Rollout) -> list[Message]:
         """Give a rollout its environment, and begin. Returns the prompt. Raises `EnvironmentFailure`."""
@@ -198,6 +239,16 @@ class Environments:
             raise EnvironmentFailure(f"{name} took longer than environment_timeout={self.timeout:g} s.") from error
         except Exception as error:
             raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+
+    async def reward(self, rollout: Rollout) -> float | None:
+        """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""
+        value = await self.call(rollout, "get_reward")
+        if value is None:
+            return None
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            name = type(rollout.environment).__name__
+            raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
+        return float(value)
 
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, None: of all; keep those that can be used again.

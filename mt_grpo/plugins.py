@@ -101,23 +101,25 @@ def tools_module(path: str) -> types.ModuleType:
     return sys.modules[name]
 
 
-def load_state_key(path: str) -> Callable[[list[Turn]], Any] | None:
+def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
     """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
 
     The function takes the turns so far and returns the key of the current state, for `gigpo`.
     """
-    state_key = getattr(tools_module(path), "STATE_KEY", None)
+    state_key = getattr(tools_module(path), "STATE_KEY", None) if path else None
     if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
         raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
     return state_key
 
 
-def load_tools(path: str, isolate: bool = False) -> list[Callable]:
+def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
 
     A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
     Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
     """
+    if path is None:
+        return []
     path = absolute(path)  # tool processes import the file later
     tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
@@ -147,8 +149,10 @@ def load_tools(path: str, isolate: bool = False) -> list[Callable]:
     return tools
 
 
-def load_rewards(path: str) -> tuple[list[Callable], list[Callable]]:
+def load_rewards(path: str | None) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
+    if path is None:
+        return [], []
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
     check_rewards(turn_funcs, outcome_funcs)
     return turn_funcs, outcome_funcs

@@ -18,6 +18,7 @@ class RolloutBatch:
     """The running conversations of this rank, all sampled from the same weights.
 
     Args:
+        rollouts: They are filled by the conversations.
         conversations: One coroutine per rollout.
         llm: The backend. If it has `start_conversations`, it starts the conversations itself: `VLLMServerClient`
             checks the version of the weights meanwhile, `InProcessBackend` generates in the thread that waits.
@@ -28,8 +29,8 @@ class RolloutBatch:
         seconds: Time from the start to the end of the last conversation.
     """
 
-    def __init__(self, conversations: list[Coroutine], llm: Any, version: str | None):
-        self.prompts: list | None = None
+    def __init__(self, rollouts: list[Rollout], conversations: list[Coroutine], llm: Any, version: str | None):
+        self.rollouts, self.prompts = rollouts, None
         self.seconds = 0.0
         self._began, self._ended = time.perf_counter(), threading.Event()
         if hasattr(llm, "start_conversations"):

@@ -25,9 +25,18 @@ from mt_grpo.tool_results import error_text
 logger = logging.getLogger(__name__)
 
 
-def check_dataset(dataset: Any, name: str) -> None:
-    """Raise `ValueError` unless a dataset has rows, and a list of messages as the prompt of each row."""
+def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
+    """Raise `ValueError` unless a dataset has rows, and a list of messages as the prompt of each row.
+
+    With environments a row needs no prompt. Where there are several, its column `environment` must name one.
+    """
     columns = getattr(dataset, "column_names", None)
+    environments = getattr(env, "environments", None)
+    if environments is not None and columns is not None:
+        for row in dataset.select_columns(["environment"]) if "environment" in columns else [{}]:
+            environments.class_of(row)
+        if "prompt" not in columns and len(dataset):
+            return
     if columns is None or "prompt" not in columns:
         raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
     if len(dataset) == 0:
@@ -48,24 +57,31 @@ def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
         )
 
 
+def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
+    """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
+    tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
+    messages = neutralise_prompt(row.get("prompt") or [{"role": "user", "content": ""}], env.tokenizer)
+    return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
+
+
 def longest_prompt(env: Any, dataset: Any) -> int:
     """The length of the longest prompt in tokens. Only the 32 prompts with the most characters are tokenised.
 
     Raises `ValueError` if the chat template refuses one of them.
     """
-    prompts = sorted(dataset["prompt"], key=lambda messages: -sum(len(m["content"]) for m in messages))[:32]
-    prompts = [env.with_system_prompt(neutralise_prompt(messages, env.tokenizer)) for messages in prompts]
+    rows = dataset.select_columns([c for c in ("prompt", "environment") if c in dataset.column_names])
+    rows = sorted(rows, key=lambda row: -sum(len(m["content"]) for m in row.get("prompt", [])))[:32]
     try:
-        return max(len(env.prompt_ids(messages, env.tokenizer)) for messages in prompts)
+        return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:
-        roles = sorted({message["role"] for messages in prompts for message in messages})
+        roles = sorted({message["role"] for row in rows for message in row.get("prompt", [])})
         raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
 
 
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     """Warn once of prompts that hold control tokens as text. The model reads these tokens with a space inside."""
     found = {}  # row -> its first control token
-    for row, prompt in enumerate(dataset["prompt"]):
+    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
         contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
         if token := next(filter(None, (find_control(text, env.tokenizer) for text in contents)), None):
             found[row] = token[0]
@@ -198,7 +214,7 @@ def prepare_env(
     splits = [split for split in splits if split is not None]
     named = [(train_dataset, "train_dataset"), *((split, "eval_dataset") for split in splits)]
     for split, where in named:
-        check_dataset(split, where)
+        check_dataset(split, where, env)
         check_reward_columns(funcs, split.column_names, where)
     check_num_prompts(len(train_dataset), args)
     check_env(args, env)

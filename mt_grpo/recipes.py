@@ -151,9 +151,10 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
         if not model_args.use_peft and getattr(model_args, key) != default_of(key, classes):
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
     for key, value in (
-        ("dataset_name", script_args.dataset_name), ("tools_script", script_args.tools_script),
-        ("reward_fn", script_args.reward_fn), ("model_name_or_path", model_args.model_name_or_path),
-    ):  # fmt: skip
+        ("dataset_name", script_args.dataset_name),
+        ("tools_script", script_args.tools_script or script_args.environment),
+        ("model_name_or_path", model_args.model_name_or_path),
+    ):
         if not value:
             raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
     make_paths_absolute(script_args, model_args)

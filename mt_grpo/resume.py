@@ -122,6 +122,7 @@ class ResumableTrainer(SavingTrainer):
             for batch in filter(None, (self._batch, self._prefetched)):
                 batch.cancel()
             self._batch = self._prefetched = None
+            self.env.close()
         if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "

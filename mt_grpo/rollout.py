@@ -233,6 +233,8 @@ class Rollout:
     policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
     row: dict[str, Any] = field(default_factory=dict)  # of the dataset
     environment: Any = None  # this conversation's own, if it has one
+    first_messages: list[Message] | None = None  # what the environment's `reset` made of the prompt
+    reward: float | None = None  # what the environment's `get_reward` gave
     tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
     error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`

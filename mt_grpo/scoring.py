@@ -25,7 +25,8 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
     """Raise `ValueError` unless there is a reward function, and each has a name and takes `**kwargs`."""
     if not turn_funcs + outcome_funcs:
         raise ValueError(
-            "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one."
+            "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one: set "
+            "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for func in turn_funcs + outcome_funcs:
         if not callable(func) or not hasattr(func, "__name__"):
@@ -37,7 +38,8 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
 
 
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
-    "prompts", "completions", "completion_ids", "rollout_turns", "trainer_state", "log_extra", "log_metric",
+    "prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
+    "trainer_state", "log_extra", "log_metric",
 )  # fmt: skip
 
 

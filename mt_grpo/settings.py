@@ -52,7 +52,10 @@ def absolute(path: str | None) -> str | None:
 RANGES = {
     key: interval
     for interval, keys in {
-        "(-inf, inf)": ("turn_reward_weights", "outcome_reward_weights", "presence_penalty", "frequency_penalty"),
+        "(-inf, inf)": (
+            "turn_reward_weights", "outcome_reward_weights", "environment_reward_weight", "presence_penalty",
+            "frequency_penalty",
+        ),
         "[0, inf)": (
             "learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "turn_advantage_coef", "top_k",
             "min_tokens", "max_env_steps", "weight_check_every", "log_rollouts", "dataloader_num_workers",

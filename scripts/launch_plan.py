@@ -98,7 +98,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     needed = 0
     for number, (split, size) in enumerate(splits):
         rows = load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
-        check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}")
+        check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}", env)
         if number == 0:
             check_num_prompts(len(rows), whole)
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
