@@ -44,14 +44,13 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.checkpoints import checkpoint_to_resume
@@ -66,11 +65,11 @@ from mt_grpo.environments import (
     tools_of,
 )
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.formats import CLOSING_TAGS, cut_to_tokens, make_format
+from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
-from mt_grpo.prefetch import LookAhead, RolloutBatch
+from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.preflight import (
     check_server,
     load_tokenizer,
@@ -82,7 +81,7 @@ from mt_grpo.preflight import (
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
-from mt_grpo.records import FURTHER, Pass, compare_ranks, loss_lists, loss_rows, split_further, to_passes, without_sync
+from mt_grpo.records import FURTHER, Pass, compare_ranks, loss_in_passes, loss_lists, loss_rows, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import (
@@ -98,12 +97,12 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run_log import conversation_metrics, credit_metrics, rollout_rows, write_rollouts
+from mt_grpo.run_log import conversation_metrics, credit_metrics, log_rollouts, mean_per_rollout
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, reward_tensors, run_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_rewards, score_rollouts, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
-from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, put_back
+from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool, fill_in_tools, read_call
@@ -213,7 +212,8 @@ class MultiTurnToolEnv:
         self.state_key = state_key
         self.tool_format = tool_format
         self.environments = environment and Environments(environment, environment_timeout)
-        self._formats: dict[int, ToolFormat] = {}
+        self._ends: set[int] = set()
+        self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     # -- the conversation, from its prompt to its end --
@@ -392,22 +392,13 @@ class MultiTurnToolEnv:
         INVARIANT: what was sampled is never rendered or tokenised again. Ids are only put behind it.
         """
         tokenizer, room = self._tokenizer(llm), self._room(rollout, llm)
-        written, most = self.format_of(tokenizer), room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
-        limit = self.max_tool_response_tokens
-        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
-        texts = [neutralise(result.text[: 64 * limit + 1], tokenizer) for result in turn.results]
-        while None not in (cuts := [cut_to_tokens(text, limit, tokenizer) for text in texts]):
-            results = [dataclasses.replace(result, text=cut) for result, cut in zip(turn.results, cuts)]
-            messages = written.results(turn.calls, results) + further
-            ids = written.suffix_ids(turn.calls, messages, turn.token_ids)
-            if len(ids) <= most:
-                turn.results, turn.messages, turn.observation_ids = results, messages, ids
-                return
-            if not texts:
-                break
-            # What is too much goes; the chat template's ids are in it too. Smaller each time, so that the loop ends.
-            limit = min(limit - 1, limit - (len(ids) - most) // len(texts), len(ids))
-        rollout.stop_reason = StopReason.CONTEXT_LENGTH if room.context < room.completion else StopReason.MAX_TOKENS
+        most = room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
+        fitted = self.format_of(tokenizer).fit(turn, further, most, self.max_tool_response_tokens)
+        if fitted is not None:
+            turn.results, turn.messages, turn.observation_ids = fitted
+        else:
+            full = room.context < room.completion
+            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
 
     def continue_turn(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it."""
@@ -432,8 +423,13 @@ class MultiTurnToolEnv:
     def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         """How a model with this tokenizer writes calls and reads results."""
         if id(tokenizer) not in self._formats:
-            self._formats[id(tokenizer)] = make_format(self.tool_format, tokenizer, self.chat_template_kwargs)
+            options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
+            self._formats[id(tokenizer)] = make_format(*options)
         return self._formats[id(tokenizer)]
+
+    def add_ends(self, ids: Iterable[int]) -> None:
+        """Further ids that end a turn, such as those of the model's generation config."""
+        self._ends, self._formats = {*self._ends, *ids}, {}
 
     async def _state_key(self, rollout: Rollout) -> Any:
         if hasattr(rollout.environment, "state_key"):
@@ -857,8 +853,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
-        self._batches: LookAhead | None = None
-        self._next_rows: list[dict[str, Any]] | None = None
         if self.backend == "server":
             self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
             check_server(self.client, env, model_config, args, train_dataset)
@@ -875,7 +869,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
-        self.eos_token_ids = sorted({*self.eos_token_ids, *env.end_of_turn_ids(tokenizer)})
+        env.add_ends(self.eos_token_ids)
+        self.eos_token_ids = env.end_of_turn_ids(tokenizer)
         self._sampling_params = {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
@@ -911,17 +906,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             )  # fmt: skip
             return
         if self.backend == "colocate":
-            stops = {"stop": list(CLOSING_TAGS), "stop_token_ids": self.eos_token_ids}
+            stops = {"stop": list(self.env.format_of(self.env.tokenizer).stops), "stop_token_ids": self.eos_token_ids}
             stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
             self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
         else:
             self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
         any_rank = self._any_rank if self._is_sharded else None  # TRL's generation is collective there
         self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, any_rank)
-
-    def _any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
-        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
 
     @property
     def _mode(self) -> str:
@@ -946,10 +937,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self.env.close(self._rollouts)
-        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        group_size, args = self.num_generations if self.model.training else self.num_generations_eval, self.args
         advantages = turn_advantages(  # (N, K)
-            self._reward_table, self.args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
-            self.args.turn_discount,
+            self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
+            args.turn_discount,
         )  # fmt: skip
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
@@ -1000,21 +991,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if FURTHER not in inputs:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss * inputs.scale if isinstance(inputs, Pass) else loss
-        loss_type, aux_coef = self.loss_type, self.router_aux_loss_coef
-        *others, last = passes = to_passes(self, inputs)
-        self.loss_type = passes[0].loss_type
-        self.router_aux_loss_coef /= sum(each.scale for each in passes)  # it counts once in a micro-batch
-        try:
-            total = 0.0
-            for each in others:
-                if self.model.training:
-                    with without_sync(self.accelerator, model, self.is_deepspeed_enabled):
-                        total += Trainer.training_step(self, model, each, num_items_in_batch)
-                else:
-                    total += self.compute_loss(model, each)
-            return total + self.compute_loss(model, last)
-        finally:
-            self.loss_type, self.router_aux_loss_coef = loss_type, aux_coef
+        return loss_in_passes(self, model, inputs, num_items_in_batch)
 
     # -- 3.2 roll out --
 
@@ -1117,24 +1094,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     # -- 3.3 the next batch, ahead of its time (overlap_rollouts) --
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """As `Trainer`'s; with `overlap_rollouts` the iterator also shows the prompts that come after these."""
-        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` checks only after a step
-            return [], None
-        if self.args.overlap_rollouts:
-            if self._batches is None or self._batches.source is not epoch_iterator:
-                every = self.args.steps_per_generation * self.num_iterations
-                self._batches = LookAhead(epoch_iterator, every)
-            epoch_iterator = self._batches
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _look_ahead(self) -> None:
-        """Note the prompts of the next batch of rollouts, unless this is the run's or the epoch's last."""
-        inputs = self._batches.next_rollouts()
-        steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        last = self.state.global_step + steps_per_batch >= self.state.max_steps
-        self._next_rows = None if last or inputs is None else [{"prompt": [], **row} for row in inputs]
-
     def _prefetch(self, rows: list[dict[str, Any]]) -> None:
         """Push the weights, and start the next batch's conversations. Raises `RunError` on all ranks."""
         self._sync_weights()
@@ -1145,15 +1104,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._prefetched.prompts = [row["prompt"] for row in rows]
 
         self._on_all_ranks(start, "Rollouts")
-
-    def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | None:
-        """The conversations that were started ahead of this batch, if there are any."""
-        if self._prefetched is None or not self.model.training:
-            return None
-        if self._prefetched.prompts != [row["prompt"] for row in rows]:
-            raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
-        batch, self._prefetched = self._prefetched, None
-        return batch
 
     # -- 3.4 rewards --
 
@@ -1175,7 +1125,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         local: dict[str, torch.Tensor] = {}
 
         def score() -> None:
-            local["whole"], local["per_turn"] = self._score(columns, num_turns)
+            local["whole"], local["per_turn"] = score_rollouts(
+                self.reward_funcs, self.reward_func_names, columns, self._rollouts, num_turns, self.num_turn_funcs,
+                self.args.reward_timeout, device,
+            )  # fmt: skip
             local["observed"], local["sampled"] = turn_flags(self._rollouts, num_turns)
             states = [state_numbers(rollout) if self._reads_state else [] for rollout in self._rollouts]
             local["state"] = pad_rows(states, num_turns, -1, torch.long)
@@ -1204,24 +1157,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._logged_rewards = logged
         return logged
 
-    def _score(self, columns: dict[str, Any], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no function sees those."""
-        count = len(self._rollouts)
-        first = self.accelerator.process_index * count
-        places = [i for i in range(count) if not self._failed[first + i]]
-        rollouts = [self._rollouts[i] for i in places]
-        if len(places) < count:
-            columns = {k: [v[i] for i in places] if isinstance(v, list) else v for k, v in columns.items()}
-            columns["log_extra"] = lambda column, values: self._log_completion_extra(
-                column, [dict(zip(places, values, strict=True)).get(i) for i in range(count)]
-            )
-        funcs = self.reward_funcs
-        device, values = self.accelerator.device, [[] for _ in funcs]
-        if rollouts:
-            values = run_rewards(funcs, columns, self.args.reward_timeout, device)
-        tensors = reward_tensors(values, self.reward_func_names, rollouts, num_turns, self.num_turn_funcs)
-        return tuple(put_back(tensor, places, count) for tensor in tensors)
-
     # -- 3.5 logging --
 
     def _log_step(
@@ -1230,30 +1165,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
         self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
-        self._write_rollouts(inputs, advantages)
-        loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
-        sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
-        owners = torch.tensor(self._owners, device=sums.device)
-        sums = sums.new_zeros(2, len(inputs)).index_add(1, owners, sums)
-        mean_advantages = sums[0] / sums[1].clamp(min=1)  # (B,)
+        about = {"step": self.state.global_step, "mode": self._mode}
+        fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
+        tables = self._logged_rewards, self._reward_table.turn, advantages
+        self._wrote_rollouts |= log_rollouts(
+            self.args, self.accelerator.process_index, self._rollouts, inputs, self.reward_func_names, tables, about,
+            fresh,
+        )  # fmt: skip
+        mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(self.accelerator.gather(mean_advantages).tolist())
-
-    def _write_rollouts(self, inputs: list[dict[str, Any]], advantages: torch.Tensor) -> None:
-        """Add whole conversations with their rewards and advantages to `rollouts.rank<r>.jsonl`."""
-        rank, count = self.accelerator.process_index, min(self.args.log_rollouts, len(self._rollouts))
-        if not count:
-            return
-        mine = slice(rank * len(self._rollouts), rank * len(self._rollouts) + count)
-        tables = self._logged_rewards[mine], self._reward_table.turn[mine], advantages[mine]
-        rows = rollout_rows(self._rollouts[:count], inputs, self.reward_func_names, *tables)
-        about = {"step": self.state.global_step, "mode": self._mode}
-        fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
-        self._wrote_rollouts = True
-        path = Path(self.args.output_dir) / f"rollouts.rank{rank}.jsonl"
-        write_rollouts(path, [{**about, **row} for row in rows], fresh)
 
 
 # =====================================================================================================================

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Iterable
@@ -10,7 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult
+from mt_grpo.control_tokens import neutralise
+from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
+from mt_grpo.tool_results import cut_to_tokens
 
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
 
@@ -145,6 +148,27 @@ class ChatFormat:
         closing = self._end_of_turn(ids)
         there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
         return ids[len(closing) :] if there else ids
+
+    def fit(
+        self, turn: Turn, further: list[Message], most: float, limit: int
+    ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
+        """(results, messages, ids) behind a turn in at most `most` tokens, each result cut to at most `limit`.
+
+        None if they do not fit: further messages are not cut.
+        """
+        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
+        texts = [neutralise(result.text[: 64 * limit + 1], self.tokenizer) for result in turn.results]
+        while None not in (cuts := [cut_to_tokens(text, limit, self.tokenizer) for text in texts]):
+            results = [dataclasses.replace(result, text=cut) for result, cut in zip(turn.results, cuts)]
+            messages = self.results(turn.calls, results) + further
+            ids = self.suffix_ids(turn.calls, messages, turn.token_ids)
+            if len(ids) <= most:
+                return results, messages, ids
+            if not texts:
+                return None
+            # What is too much goes; the chat template's ids are in it too. Smaller each time, so that the loop ends.
+            limit = min(limit - 1, limit - int(len(ids) - most) // len(texts), len(ids))
+        return None
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """The text of `suffix_ids`, its end of turn included."""

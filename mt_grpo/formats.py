@@ -68,24 +68,6 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
     return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
 
 
-def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
-    if limit <= 0:
-        return None
-    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
-    ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
-    if len(ids) <= limit and shortened == text:
-        return text
-    marker = "... [cut]"
-    room = limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
-    while room > 0:
-        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
-        if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
-            return cut
-        room -= 1
-    return None
-
-
 class XmlFormat(ChatFormat):
     """The paper's tags: one call in `<tool>`, or the answer in `<answer>`; a turn ends where the first one closes."""
 

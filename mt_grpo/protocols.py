@@ -53,6 +53,11 @@ class ToolFormat(Protocol):
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """The messages with the results of a turn's calls."""
 
+    def fit(
+        self, turn: Turn, further: list[Message], most: float, limit: int
+    ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
+        """(results, messages, ids) behind a turn in at most `most` tokens, None if they do not fit."""
+
     def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
         """Ids from the end of a sampled turn, over the messages behind it, to the next generation prompt."""
 

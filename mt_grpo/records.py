@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import Trainer
 
 from mt_grpo.ranks import RunError
 from mt_grpo.rollout import Record, Rollout, StopReason
@@ -180,6 +181,25 @@ def to_pass(rows: list[Row], multiple: int) -> Pass:
             elif not key.startswith("prompt_") and side == "completion":
                 batch[key] = batch[key][:, :width]
     return batch
+
+
+def loss_in_passes(trainer: Any, model: Any, batch: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+    """The loss of a micro-batch with further records: the sum over passes. All but the last go backward here."""
+    loss_type, aux_coef = trainer.loss_type, trainer.router_aux_loss_coef
+    *others, last = passes = to_passes(trainer, batch)
+    trainer.loss_type = passes[0].loss_type
+    trainer.router_aux_loss_coef /= sum(each.scale for each in passes)  # it counts once in a micro-batch
+    try:
+        total = 0.0
+        for each in others:
+            if trainer.model.training:
+                with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
+                    total += Trainer.training_step(trainer, model, each, num_items_in_batch)
+            else:
+                total += trainer.compute_loss(model, each)
+        return total + trainer.compute_loss(model, last)
+    finally:
+        trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 
 from mt_grpo.checkpoints import checkpoint_to_resume
-from mt_grpo.prefetch import RolloutBatch
+from mt_grpo.prefetch import LookAhead, RolloutBatch
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.saving import SaveError, SavingTrainer
 from mt_grpo.server_errors import ServerError
@@ -36,6 +37,8 @@ class ResumableTrainer(SavingTrainer):
         self._interruptible = False
         self._batch: RolloutBatch | None = None
         self._prefetched: RolloutBatch | None = None
+        self._batches: LookAhead | None = None
+        self._next_rows: list[dict[str, Any]] | None = None  # of the next batch of rollouts
         super().__init__(*args, **kwargs)
 
     @contextmanager
@@ -79,6 +82,10 @@ class ResumableTrainer(SavingTrainer):
         """Raise `RunStopped` on all ranks if any rank got a signal. Collective."""
         if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
             raise RunStopped(signals[0], f" at step {self.state.global_step}")
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
 
     def _on_all_ranks(self, function: Callable[[], tuple[int, ...] | None], what: str) -> list[int]:
         """Run `function`, which may fail or be interrupted on any rank. Then all ranks raise the error. Collective.
@@ -134,6 +141,33 @@ class ResumableTrainer(SavingTrainer):
                 f"Expected at least {self.args.generation_batch_size // self.args.num_generations} prompts."
             )
         return result
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
+        """As `Trainer`'s; with `overlap_rollouts` the iterator also shows the prompts that come after these."""
+        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` checks only after a step
+            return [], None
+        if self.args.overlap_rollouts:
+            if self._batches is None or self._batches.source is not epoch_iterator:
+                every = self.args.steps_per_generation * self.num_iterations
+                self._batches = LookAhead(epoch_iterator, every)
+            epoch_iterator = self._batches
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _look_ahead(self) -> None:
+        """Note the prompts of the next batch of rollouts, unless this is the run's or the epoch's last."""
+        inputs = self._batches.next_rollouts()
+        steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+        last = self.state.global_step + steps_per_batch >= self.state.max_steps
+        self._next_rows = None if last or inputs is None else [{"prompt": [], **row} for row in inputs]
+
+    def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | None:
+        """The conversations that were started ahead of this batch, if there are any."""
+        if self._prefetched is None or not self.model.training:
+            return None
+        if self._prefetched.prompts != [row["prompt"] for row in rows]:
+            raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+        batch, self._prefetched = self._prefetched, None
+        return batch
 
     def save_where_it_stopped(self) -> str:
         """Save a checkpoint after a `RunError` or `ServerError`. Both are raised between two optimizer steps.

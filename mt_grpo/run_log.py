@@ -93,6 +93,20 @@ def credit_metrics(
     return metrics
 
 
+def mean_per_rollout(output: dict[str, Any], owners: list[int], count: int) -> torch.Tensor:
+    """The mean advantage of each rollout's trained tokens, (B,), over all its records.
+
+    Args:
+        output: TRL's batch of M rows, with advantages (M, C).
+        owners: The rollout of each row.
+        count: B.
+    """
+    loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
+    sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
+    sums = sums.new_zeros(2, count).index_add(1, torch.tensor(owners, device=sums.device), sums)
+    return sums[0] / sums[1].clamp(min=1)
+
+
 def without_nan(values: list[float]) -> list[float | None]:
     """The values with None for NaN, which JSON does not have."""
     return [None if value != value else value for value in values]
@@ -150,3 +164,34 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
         write_rows(path, rows, fresh)
     except OSError as error:
         logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
+
+
+def log_rollouts(
+    args: Any,
+    rank: int,
+    rollouts: list[Rollout],
+    inputs: list[dict[str, Any]],
+    names: list[str],
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    about: dict[str, Any],
+    fresh: bool,
+) -> bool:
+    """Add whole conversations to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
+
+    Args:
+        args: The trainer's, with `log_rollouts` and `output_dir`.
+        rank: Of this process.
+        rollouts: Its B rollouts.
+        inputs: Their dataset rows.
+        names: Of the F reward functions.
+        tables: Of all N rollouts: rewards (N, F), turn rewards (N, K) and advantages (N, K).
+        about: Further entries of each row.
+        fresh: Begin the file anew.
+    """
+    count = min(args.log_rollouts, len(rollouts))
+    mine = slice(rank * len(rollouts), rank * len(rollouts) + count)
+    rows = rollout_rows(rollouts[:count], inputs, names, *(table[mine] for table in tables))
+    if rows:
+        path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
+        write_rollouts(path, [{**about, **row} for row in rows], fresh)
+    return bool(rows)

@@ -11,6 +11,8 @@ import json
 import re
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from mt_grpo.rollout import ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
@@ -78,3 +80,21 @@ def error_text(error: BaseException) -> str:
         return str(error) or type(error).__name__
     except Exception:  # an exception whose own __str__ fails
         return type(error).__name__
+
+
+def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
+    if limit <= 0:
+        return None
+    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
+    ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
+    if len(ids) <= limit and shortened == text:
+        return text
+    marker = "... [cut]"
+    room = limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
+    while room > 0:
+        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
+        if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
+            return cut
+        room -= 1
+    return None

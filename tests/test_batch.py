@@ -94,7 +94,8 @@ def spoil(columns):
             turn.token_ids.append(1)
             turn.observation_ids.clear()
             turn.logprobs.clear()
-            turn.text, turn.observation, turn.state_key = "", None, "elsewhere"
+            turn.text, turn.results, turn.state_key = "", [], "elsewhere"
+            turn.messages.clear()
             if turn.tool_call is not None:
                 turn.tool_call.arguments.clear()
         turns.reverse()
@@ -131,7 +132,7 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
     call = ToolCall("echo", {"text": "a", "more": ["b"]})
     columns = {
         "prompts": [[{"role": "user", "content": "go"}]],
-        "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", tool_call=call, observation_ids=[3])]],
+        "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", calls=[call], observation_ids=[3])]],
         "steps": [["1", ("2", [3])]], "environment": [board], "log_extra": print,
         "trainer_state": board,
     }  # fmt: skip

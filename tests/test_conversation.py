@@ -35,13 +35,14 @@ from typing_extensions import TypedDict
 import mt_grpo_trainer as mt
 from mt_grpo.control_tokens import neutralise
 from mt_grpo.event_loop import background_loop, run_async
-from mt_grpo.formats import cut_to_tokens, end_of_turn, parse_call, parse_turn
+from mt_grpo.formats import end_of_turn, parse_call, parse_turn
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
 from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, ToolResult
 from mt_grpo.server_errors import ServerError
 from mt_grpo.tool_processes import ToolProcesses
+from mt_grpo.tool_results import cut_to_tokens
 from mt_grpo.tool_threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
 from mt_grpo.tools import check_call
 from mt_grpo_trainer import MultiTurnToolEnv
