@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mt_grpo.records import trained_records
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.tool_threads import HUNG
 
@@ -32,7 +33,7 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
                 reasons.index(r.stop_reason),
                 sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
                 sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
-                sum(t.tool_seconds for t in r.turns), len(r.records),
+                sum(t.tool_seconds for t in r.turns), len(trained_records(r)),
             ]
             for r in rollouts
         ],

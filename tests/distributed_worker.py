@@ -1,8 +1,9 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT [golden]
+python tests/distributed_worker.py MODEL OUT [golden|records]
 
-With `golden` it runs the batch of golden_batch.py, whose values are written by hand.
+With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
+records_batch.py, whose histories are edited.
 """
 
 import os
@@ -15,6 +16,7 @@ from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import golden_batch as golden
+import records_batch
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -103,6 +105,8 @@ def main():
     world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     if sys.argv[3:] == ["golden"]:
         results = {name: golden.run_case(model, out, name, world) for name in golden.CASES}
+    elif sys.argv[3:] == ["records"]:
+        results = records_batch.run_on_ranks(model, out, world)
     else:
         results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
     torch.save(results, out / f"{world}-{rank}.pt")

@@ -1,6 +1,6 @@
 """The conversations of golden_batch.py, trained with their histories edited. Run in one process and by two ranks."""
 
-import json
+import dataclasses
 
 import golden_batch as golden
 import torch
@@ -21,6 +21,14 @@ LAYOUTS = {  # a batch of eight rollouts: in one step, in two accumulated steps,
 def no_edit(rollout, k):
     """The history is cut before each turn, and nothing is changed: what the model reads is what it read."""
     return rollout.prompt_ids + completion_ids(rollout.turns[:k])
+
+
+def edit_one(rollout, k):
+    """Only rollout 0, twice: seven rollouts have one record, and one rank has no further ones."""
+    return [k, 7, 9] if rollout.index % 8 == 0 else None
+
+
+EDITS = ("grown", None), ("cut", no_edit), ("edited", edit_one)
 
 
 class EditedEnv(MultiTurnToolEnv):
@@ -45,6 +53,14 @@ class EditedEnv(MultiTurnToolEnv):
             rollout.stop_reason = StopReason.ENVIRONMENT_ERROR
             rollout.error = ConnectionError(f"no database for rollout {index}")
         return rollout
+
+
+class Near(golden.ScriptedServer):
+    """Its logprobs are about those of the random model: -5.25 in turn 0, then -5.5, then -5.75."""
+
+    async def generate(self, *args):
+        generation = await super().generate(*args)
+        return dataclasses.replace(generation, logprobs=[2 * logprob - 5 for logprob in generation.logprobs])
 
 
 class Gradients(TrainerCallback):
@@ -79,9 +95,11 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
 
 
 def train(model, out, edit=None, ratios=False, evaluate=False, **changes):
-    """Gradients and losses of a run; with `ratios` as if a server had sampled, whose logprobs differ."""
+    """Gradients and losses of a run; with `ratios` as if a server had sampled, whose logprobs differ per token."""
     trainer = make_trainer(model, out, edit, **changes)
-    trainer.use_vllm = trainer.use_vllm or ratios
+    if ratios:
+        trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+        trainer.llm = Near(trainer.processing_class)
     trainer.train()
     result = {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history[0]}
     if evaluate:
@@ -98,19 +116,24 @@ def distance(one, other):
 def run_on_ranks(model, out, world):
     """What test_records.py compares: gradients of histories that only grew, and of those that were cut; an error."""
     results = {}
-    for loss_type in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo"):
-        layout = dict(per_device_train_batch_size=4 // world, gradient_accumulation_steps=2, loss_type=loss_type)
-        for name, edit in (("grown", None), ("cut", no_edit), ("edited", edit_one)):
-            result = train(model, out / f"{loss_type}-{name}", edit, beta=0.1, evaluate=True, **layout)
-            results[f"{loss_type}-{name}"] = result["gradients"], result["eval_loss"]
+    for loss_type, edits in {
+        "dapo": EDITS,
+        "grpo": EDITS,
+        "dr_grpo": EDITS,
+        "bnpo": EDITS[:2],
+        "sapo": EDITS[2:],
+    }.items():
+        steps = 1 if loss_type == "sapo" else 2  # sapo's mean is of a micro-batch, and ranks shuffle as they do
+        for name, edit in edits:
+            result = train(
+                model, out / f"{loss_type}-{name}", edit, evaluate=loss_type == "dapo" and edit is not edit_one, loss_type=loss_type, beta=0.1,
+                per_device_train_batch_size=8 // world // steps, gradient_accumulation_steps=steps,
+                per_device_eval_batch_size=4 // world,
+            )  # fmt: skip
+            results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
     trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
     try:
         trainer.train()
     except RunError as error:
         results["failed"] = str(error)
-    return json.loads(json.dumps(results, default=lambda tensor: tensor.tolist()))
-
-
-def edit_one(rollout, k):
-    """Only rollout 0, twice: seven rollouts have one record, and one rank has no further ones."""
-    return [k, 7, 9] if rollout.index % 8 == 0 else None
+    return results

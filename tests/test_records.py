@@ -1,0 +1,286 @@
+"""Rollouts of several records: trained as one, each token in its own context; rollouts without an environment."""
+
+import json
+
+import golden_batch as golden
+import pandas
+import pytest
+import records_batch as batch
+import torch
+from test_distributed import run as run_worker
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mt_grpo.ranks import RunError
+from mt_grpo_trainer import MTGRPOConfig
+
+OUTCOMES = [], [golden.outcome_b]
+CLOSE = 1e-5  # of a gradient's largest entry, in float32
+
+
+# -- histories that were cut, not changed: nothing else may change either --
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("layout", batch.LAYOUTS)
+def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, layout):
+    """16 records of 8 rollouts. With two steps the second one's importance ratios are not 1."""
+    settings = dict(loss_type=loss_type, beta=0.1, evaluate=layout == "one", **batch.LAYOUTS[layout])
+    whole = batch.train(random_model, tmp_path / "whole", **settings)
+    cut = batch.train(random_model, tmp_path / "cut", batch.no_edit, **settings)
+    assert batch.distance(whole["gradients"], cut["gradients"]) < CLOSE
+    assert cut["log"]["loss"] == pytest.approx(whole["log"]["loss"], abs=1e-6)
+    if layout == "one":
+        assert cut["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+    assert (whole["log"]["records/mean"], cut["log"]["records/mean"]) == (1.0, 2.0)
+    for key in ("credit/mean_abs_advantage", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
+        assert cut["log"][key] == pytest.approx(whole["log"][key], abs=1e-5), key
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(loss_type="luspo", learning_rate=1e-3),
+        dict(loss_type="cispo", beta=0.1),
+        dict(loss_type="dapo", ratios=True),  # what a server sampled is corrected per token
+        dict(loss_type="grpo", ratios=True, beta=0.1),
+        dict(loss_type="dapo", credit_assignment="outcome", turn_advantage_coef=1.0, num_iterations=2, max_steps=4),
+        dict(loss_type="grpo", mask_truncated_completions=True, max_completion_length=200, funcs=OUTCOMES),
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_a_cut_history_trains_as_a_whole_one_with(random_model, tmp_path, settings):
+    settings = {**batch.LAYOUTS["two steps"], **settings}
+    whole, cut = (
+        batch.train(random_model, tmp_path / name, edit, **settings)
+        for name, edit in (("whole", None), ("cut", batch.no_edit))
+    )
+    assert batch.distance(whole["gradients"], cut["gradients"]) < CLOSE
+    if settings.get("ratios"):
+        key = "sampling/importance_sampling_ratio/mean"
+        assert cut["log"][key] == pytest.approx(whole["log"][key], abs=1e-5)
+        assert abs(cut["log"][key] - 1) > 0.05
+
+
+def test_the_table_of_completions_is_per_rollout(random_model, tmp_path):
+    """Prompts, rewards and mean advantages of whole rollouts, whatever records they have; the log of rollouts too."""
+    tables, logs = [], []
+    for name, edit in (("whole", None), ("cut", batch.no_edit)):
+        out = tmp_path / name
+        batch.train(random_model, out, edit, log_completions=True)
+        tables.append(pandas.read_parquet(out / "completions/completions_00001.parquet"))
+        logs.append([json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()])
+    assert len(tables[0]) == 8
+    assert logs[0] == logs[1]
+    whole, cut = (table.pop("advantage") for table in tables)
+    assert cut.to_list() == pytest.approx(whole.to_list(), abs=1e-6)
+    assert len(set(whole)) > 4
+    pandas.testing.assert_frame_equal(*tables)
+
+
+# -- histories that were edited: values written by hand --
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def spoken(index, number):
+    """Per turn of a rollout what it says, and what the model reads behind it."""
+    said = f"rollout {index} of {number}"
+    call = f'<tool>{{"name": "echo", "args": {{"text": "{said}"}}}}</tool>'
+    result = f"<|im_end|>\n<|im_start|>user\n<result>\n{said}\n</result><|im_end|>\n<|im_start|>assistant\n"
+    turns = {"C": (call, result), "c": (call, ""), "a": (f"<answer>{said}</answer>", "")}
+    return [turns[kind] for kind in golden.CONVERSATIONS[index]]
+
+
+def edit_second(rollout, k):
+    """Before turn 1 the model read three other tokens; turn 2 follows turn 1 as it was."""
+    return [5, 6, 7 + rollout.index % 8] if k == 1 else None
+
+
+def written_loss(model, tokenizer, loss_type):
+    """Of the batch, edited before each second turn: -(sum of advantage * logprob), divided as the loss type says.
+
+    Its gradient is that of the ratio-weighted loss at the weights that sampled.
+    """
+    logprobs = []  # per rollout: (advantage, sum of logprobs, number of tokens) of each turn
+    for index, advantages in enumerate(golden.MT_GRPO):
+        number = golden.ROWS[index // 4]["answer"]
+        prompt = f"<|im_start|>user\nWhat is {number}?<|im_end|>\n<|im_start|>assistant\n"
+        history, rows = ids_of(tokenizer, prompt), []
+        for k, (advantage, (said, read)) in enumerate(zip(advantages, spoken(index, number), strict=True)):
+            history = [5, 6, 7 + index] if k == 1 else history
+            sampled = ids_of(tokenizer, said)
+            logits = model(torch.tensor([history + sampled])).logits[0, len(history) - 1 : -1]
+            of_turn = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None]).sum()
+            rows.append((advantage, of_turn, len(sampled)))
+            history = history + sampled + ids_of(tokenizer, read)
+        logprobs.append(rows)
+    if loss_type == "grpo":  # a rollout with all its records is the sequence
+        means = [-sum(a * logprob for a, logprob, _ in rows) / sum(n for *_, n in rows) for rows in logprobs]
+        return sum(means) / 8
+    return -sum(a * logprob for rows in logprobs for a, logprob, _ in rows) / sum(
+        n for rows in logprobs for *_, n in rows
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
+def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled(random_model, tmp_path, loss_type):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(random_model), AutoTokenizer.from_pretrained(random_model)
+    loss = written_loss(model.float(), tokenizer, loss_type)
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])[None]
+    settings = dict(loss_type=loss_type, epsilon_high=5.0, **batch.LAYOUTS["accumulated"])  # where cispo cuts a ratio
+    result = batch.train(random_model, tmp_path, edit_second, **settings)
+    assert batch.distance(expected, result["gradients"]) < CLOSE
+    if loss_type == "cispo":  # whose value is that of the logprobs too
+        assert result["log"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert result["log"]["records/mean"] == 14 / 8  # two rollouts have a single turn
+
+
+def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_model, tmp_path):
+    trainer = batch.make_trainer(random_model, tmp_path, edit_second)
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([golden.ROWS[i // 4] for i in range(8)])
+    assert [len(rows) for rows in output["further_records"]] == [1, 1, 0, 1, 1, 1, 0, 1]
+    sampled = 0
+    for index, further in enumerate(output["further_records"]):
+        first = {key: value[index] for key, value in output.items() if torch.is_tensor(value) and value.ndim}
+        turns = spoken(index, golden.ROWS[index // 4]["answer"])
+        for row, expected in zip((first, *further), (turns[:1], turns[1:]), strict=False):
+            own = range(len(turns))[:1] if row is first else range(len(turns))[1:]
+            lengths = [(len(said), golden.per_token(index, [1] * len(turns), 0)) for said, _ in expected]
+            trained = row["completion_mask"] * row["tool_mask"]
+            assert trained.sum() == sum(length for length, _ in lengths)
+            advantages = [golden.MT_GRPO[index][k] for k, (said, _) in zip(own, expected) for _ in said]
+            assert row["advantages"][trained.bool()].tolist() == pytest.approx(advantages, abs=1e-5)
+            assert not row["advantages"][~trained.bool()].any()
+            sampled += int(trained.sum())
+            if row is not first:
+                prompt = trainer._tokenizer.convert_ids_to_tokens([5, 6, 7 + index])
+                ids = row["prompt_ids"][row["prompt_mask"].bool()].tolist()
+                assert trainer._tokenizer.convert_ids_to_tokens(ids) == prompt
+    whole = sum(sum(golden.per_token(i, [1] * len(kinds), 0)) for i, kinds in enumerate(golden.CONVERSATIONS))
+    assert sampled == whole == output["num_items_in_batch"]
+
+
+def test_a_record_is_the_sequence_of_sapo(random_model, tmp_path):
+    """sapo takes a record as the sequence: its loss is the mean over 14 records, in passes of 8 and 6."""
+    result = batch.train(random_model, tmp_path, edit_second, loss_type="sapo", **batch.LAYOUTS["one"])
+    # At ratio 1 a token counts 4 sigmoid(0) = 2 times its advantage, divided by the temperature of its sign.
+    temperatures = (MTGRPOConfig.sapo_temperature_pos, MTGRPOConfig.sapo_temperature_neg)
+    assert temperatures == (1.0, 1.05)
+    means = []
+    for index, advantages in enumerate(golden.MT_GRPO):
+        lengths = [len(said) for said, _ in spoken(index, golden.ROWS[index // 4]["answer"])]
+        values = [2 * a / (1.0 if a > 0 else 1.05) for a in advantages]
+        means.append(values[0])
+        if values[1:]:
+            means.append(sum(v * n for v, n in zip(values[1:], lengths[1:])) / sum(lengths[1:]))
+    assert len(means) == 14
+    expected = -sum(means) / 14
+    assert result["log"]["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("key", ["top_entropy_quantile", "entropy_coef"])
+def test_what_compares_the_tokens_of_a_batch_refuses_further_records(random_model, tmp_path, key):
+    trainer = batch.make_trainer(random_model, tmp_path, edit_second, **{key: 0.5})
+    with pytest.raises(RunError, match=rf"^{key}=0.5 compares the tokens.*Remove {key}, or use an environment"):
+        trainer.train()
+
+
+# -- rollouts whose environment failed --
+
+
+def seen(completions, log_extra, **kwargs):
+    log_extra("seen", golden.rollout_numbers(completions))
+    return [None] * len(completions)
+
+
+def test_a_failed_rollout_is_in_nobodys_statistics(random_model, tmp_path):
+    """Rollout 2 has no prompt and no turn, rollout 5 ended in the middle: outcomes are compared without them."""
+    funcs = [*golden.FUNCS[0]], [*golden.FUNCS[1], seen]
+    trainer = batch.make_trainer(
+        random_model, tmp_path, batch.no_edit, failed=[5], at_once=[2], funcs=funcs, credit_assignment="outcome",
+        turn_advantage_coef=1.0, log_completions=True, turn_reward_weights=golden.TURN_WEIGHTS,
+        outcome_reward_weights=[*golden.OUTCOME_WEIGHTS, 1.0],
+    )  # fmt: skip
+    trainer.train()
+    # R^O 3, 0.5, 1.5 around 5/3; 3 and 1 around 2; rollout 7 has no outcome.
+    expected = [3 - 5 / 3, 0.5 - 5 / 3, None, 1.5 - 5 / 3, 1.0, None, -1.0, 0.0]
+    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    for index, (row, advantage) in enumerate(zip(log, expected, strict=True)):
+        turns = 0 if index == 2 else len(golden.CONVERSATIONS[index])
+        assert row["turn_advantages"] == pytest.approx([advantage or 0.0] * turns, abs=1e-5)
+        if advantage is None:
+            assert row["stop_reason"] == "environment_error"
+            assert set(row["rewards"].values()) == {None}
+            assert set(row["turn_rewards"]) <= {None}
+        else:
+            assert row["rewards"]["outcome_a"] == golden.OUTCOME_A[index]
+            assert row["turn_rewards"] == golden.TURN_REWARDS[index]
+    metrics = trainer.state.log_history[0]
+    assert metrics["stop/environment_error"] == 2 / 8
+    assert metrics["records/mean"] == (16 - 1) / 8
+    assert metrics["rewards/outcome_a/mean"] == pytest.approx(2.5 / 5)
+    table = pandas.read_parquet(tmp_path / "completions/completions_00001.parquet")
+    assert [None if pandas.isna(v) else v for v in table["seen"]] == [0, 1, None, 3, 4, None, 6, 7]
+
+    # Without loss: as if nothing but the others' tokens had been sampled.
+    sampled = sum(sum(golden.per_token(i, [1] * len(golden.CONVERSATIONS[i]), 0)) for i in (0, 1, 3, 4, 6, 7))
+    lengths = [sum(golden.per_token(i, [1] * len(k), 0)) for i, k in enumerate(golden.CONVERSATIONS)]
+    loss = -sum((a or 0.0) * n for a, n in zip(expected, lengths)) / sampled
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes(random_model, tmp_path):
+    """Turn rewards only: 0.875, none, 0 stand around 0.875/3; rollout 2 would be 0.25."""
+    trainer = batch.make_trainer(
+        random_model, tmp_path, failed=[2, 4, 5, 6, 7], funcs=([golden.rollout_a], []), credit_assignment="merged",
+        turn_advantage_coef=1.0,
+    )  # fmt: skip
+    trainer.train()
+    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    expected = [0.875 * 2 / 3, -0.875 / 3, 0.0, -0.875 / 3, 0.0, 0.0, 0.0, 0.0]
+    assert [row["turn_advantages"][0] for row in log] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
+    trainer = batch.make_trainer(random_model, tmp_path, at_once=range(8))
+    with pytest.raises(RunError, match="in all 8 rollouts of step 0. .*ConnectionError: no database for rollout 0"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+# -- two ranks --
+
+
+@pytest.fixture(scope="module")
+def by_rank(random_model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    return batch.run_on_ranks(random_model, out / "one", 1), run_worker(2, random_model, out, "records")
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_two_ranks_train_a_cut_history_as_a_whole_one(by_rank, loss_type):
+    """Rank 0 has 9 records, rank 1 has 7."""
+    for rank in by_rank[1]:
+        (whole, eval_loss), (cut, eval_loss_of_cut) = rank[f"{loss_type}-grown"], rank[f"{loss_type}-cut"]
+        assert batch.distance(whole, cut) < CLOSE
+        assert eval_loss_of_cut == pytest.approx(eval_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [*(f"{loss}-{edit}" for loss in ("dapo", "grpo", "dr_grpo") for edit in ("cut", "edited")), "sapo-edited"]
+)
+def test_two_ranks_train_records_as_one_does(by_rank, case):
+    """Edited: all further records are on rank 0. Without bnpo, whose mean is that of a rank's tokens."""
+    (expected, _), two = by_rank[0][case], by_rank[1]
+    for rank in two:
+        assert batch.distance(expected, rank[case][0]) < CLOSE
+
+
+def test_ranks_end_together_where_all_environments_failed(by_rank):
+    texts = [part["failed"] for part in by_rank[1]]
+    assert texts[0] == texts[1]
+    assert "in all 8 rollouts" in texts[0] and "no database for rollout 0" in texts[0]
