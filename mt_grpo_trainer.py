@@ -276,8 +276,15 @@ class MultiTurnToolEnv:
                 turn.results = await self.run_calls(rollout, turn.calls)
             reply = await self.ask(rollout, turn)
             rollout.stop_reason = self.end(rollout, turn, reply, llm)
-            if rollout.stop_reason is None:
-                self.go_on(rollout, turn, reply, llm)
+            if rollout.stop_reason is not None:
+                return
+            tokenizer = self._tokenizer(llm)
+            if reply.history:
+                self.edit(rollout, turn, neutralise_prompt(reply.history, tokenizer), tokenizer)
+            elif reply.continuation:
+                self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), tokenizer)
+            else:
+                self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
         """Give a conversation its environment; render what the model reads first."""
@@ -375,16 +382,6 @@ class MultiTurnToolEnv:
         if not turn.calls and not replied:
             return StopReason.NO_TOOL_CALL
         return StopReason.MAX_TURNS if len(rollout.turns) > self.max_steps else None
-
-    def go_on(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> None:
-        """Put together what the model reads next."""
-        tokenizer = self._tokenizer(llm)
-        if reply.history:
-            self.edit(rollout, turn, neutralise_prompt(reply.history, tokenizer), tokenizer)
-        elif reply.continuation:
-            self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), tokenizer)
-        else:
-            self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
 
     def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
         """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.

@@ -150,26 +150,36 @@ def join(parts: typing.Iterable[list]) -> list:
     return list(itertools.chain.from_iterable(parts))
 
 
-# Lists over turns are joined in C: every step runs these over every token of the batch.
+class TurnTokens:
+    """Lists over the tokens of consecutive turns, each C long: what was sampled, and what was only read."""
 
+    turns: list[Turn]
+    first_turn: int = 0  # index of the first of them in the rollout
 
-def completion_ids(turns: list[Turn]) -> list[int]:
-    return join(part for t in turns for part in (t.token_ids, t.observation_ids))
+    # `join` runs in C. These properties must be fast: every step reads them for every token of the batch.
 
+    @property
+    def completion_ids(self) -> list[int]:
+        """The ids of all turns and observations, (C,)."""
+        return join(part for t in self.turns for part in (t.token_ids, t.observation_ids))
 
-def turn_ids(turns: list[Turn], first: int = 0) -> list[int]:
-    parts = (([k] * len(t.token_ids), [-1] * len(t.observation_ids)) for k, t in enumerate(turns, first))
-    return join(part for pair in parts for part in pair)
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 for ids that the policy sampled, 0 for observations, (C,)."""
+        return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
 
+    @property
+    def turn_ids(self) -> list[int]:
+        """The index of the rollout's turn that sampled an id, -1 for observations, (C,)."""
+        turns = enumerate(self.turns, self.first_turn)
+        return join(part for k, t in turns for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids)))
 
-def loss_mask(turns: list[Turn]) -> list[int]:
-    return join(part for t in turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
-
-
-def logprobs(turns: list[Turn]) -> list[float] | None:
-    if any(turn.logprobs is None for turn in turns):
-        return None
-    return join(part for t in turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
+    @property
+    def logprobs(self) -> list[float] | None:
+        """The logprobs of the sampled ids, 0.0 for observations, (C,); None if those of any turn are not known."""
+        if any(turn.logprobs is None for turn in self.turns):
+            return None
+        return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
 
 
 def with_turns(messages: list[Message], turns: list[Turn]) -> list[Message]:
@@ -184,7 +194,7 @@ def with_turns(messages: list[Message], turns: list[Turn]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(TurnTokens):
     """What one row of the loss is made of: turns that follow each other without an edit of the history.
 
     INVARIANT: `prompt_ids + completion_ids` is what the model saw and sampled. Every turn is in one record.
@@ -192,28 +202,11 @@ class Record:
 
     prompt_ids: list[int]
     turns: list[Turn]
-    first_turn: int = 0  # index in the rollout
-
-    @property
-    def completion_ids(self) -> list[int]:
-        return completion_ids(self.turns)
-
-    @property
-    def turn_ids(self) -> list[int]:
-        """The turn of the rollout that sampled each token, -1 for what was only read."""
-        return turn_ids(self.turns, self.first_turn)
-
-    @property
-    def loss_mask(self) -> list[int]:
-        return loss_mask(self.turns)
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        return logprobs(self.turns)
+    first_turn: int = 0
 
 
 @dataclass
-class Rollout:
+class Rollout(TurnTokens):
     """One conversation. All ids and masks are derived from the turns, so they cannot disagree.
 
     >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], [-.1, -.2], "", "stop", observation_ids=[20]),
@@ -239,23 +232,6 @@ class Rollout:
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
     error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`
     abandoned: bool = False  # a call into its environment was given up, and may still run
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """Of all records, one behind the other."""
-        return completion_ids(self.turns)
-
-    @property
-    def loss_mask(self) -> list[int]:
-        return loss_mask(self.turns)
-
-    @property
-    def turn_ids(self) -> list[int]:
-        return turn_ids(self.turns)
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        return logprobs(self.turns)
 
     @property
     def records(self) -> list[Record]:

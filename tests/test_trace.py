@@ -17,13 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
-LIMITS = {"_room", "tokens"}
+LIMITS = {"_room", "tokens", "new_tokens"}
 LOGGING = {
     "conversation_metrics",
     "credit_metrics",
     "_log_metrics",
     "_log_step",
-    "_write_rollouts",
+    "log_rollouts",
+    "mean_per_rollout",
+    "rollout_rows",
     "_mode",
     "_note_end",
 }
@@ -33,12 +35,20 @@ FAULTS_AND_STOPPING = {
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
-    "_free_thread", "_take", "_start", "_run", "parse_turn", "parse_call", "result_message", "messages", "_state_key",
+    "_free_thread", "_take", "_start", "_run", "parse_call", "result_message", "messages", "_state_key",
     "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt", "cut_to_tokens",
 }  # fmt: skip
+TEXTS |= {  # where a turn ends, and what it says
+    "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
+    "_before", "_end_of_turn", "results", "with_turns", "observation", "error", "tool_call", "tool_seconds",
+    "is_json_type", "strict_schema", "as_result",
+}  # fmt: skip
+TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "_tokenise", "_decode"}
+ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
+LISTS = {"join", "loss_mask", "logprobs", "trained_records", "compare_ranks"}  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
-    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
+    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages", "score_rollouts", "put_back",
 }  # fmt: skip
 
 
@@ -123,13 +133,13 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
         run_async(stop_noting())
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
-    aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TEXTS | NUMBERS
+    aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
-    assert {"take_turn", "message_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
+    assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
     assert len(way) <= 20, sorted(way.values())
     assert sum(length_of(*place) for place in way) <= 400
     script = {name: line for (file, line), name in way.items() if file == "mt_grpo_trainer.py"}
-    assert script["start"] < script["take_turn"] < script["message_ids"] < script["token_advantages"]
+    assert script["start"] < script["take_turn"] < script["append"] < script["token_advantages"]
     assert script["token_advantages"] < script["_generate_and_score_completions"] < script["_generate"]
     assert script["_generate"] < script["_roll_out"] < script["_start_rollouts"]
