@@ -177,7 +177,7 @@ SYNTAXES = (
     ),
     CallSyntax(
         "gpt-oss",
-        opening=r"to=functions\.(?P<name>[^\s<]*)(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
+        opening=r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
         closing=r"(?=<\|(?:call|end)\|>)|\Z",
         read=read_arguments,
         tail=r'"\}',

@@ -244,8 +244,14 @@ def plain(a: Literal[1, 2], b: list[str] | None = None) -> str:
 TOOLS = {"add": add}
 TWO = [ToolCall("add", {"a": 2, "b": "x y"}), ToolCall("add", {"a": 3, "b": "7"})]
 JSON = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
-XML = "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>\n</tool_call>"
-GLM = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n"
+    "</tool_call>"
+)
 GEMMA = '<|tool_call>call:add{a:%s,b:<|"|>%s<|"|>}<tool_call|>'
 DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
 GPT_OSS = "%s to=functions.add%s<|message|>%s"
@@ -289,7 +295,8 @@ def qwen(template, first, second, broken, thinking, prompt="", results=QWEN_RESU
 def gemma(template):
     return Family(
         template, GEMMA_TOKENS, {"<eos>", "<turn|>", "<|tool_response>"},
-        "<|channel>thought\nhm %s\n<channel|>", GEMMA % (2, "x y"), GEMMA % (3, "7"), "<|tool_call>call:add{a:}<tool_call|>",
+        "<|channel>thought\nhm %s\n<channel|>", GEMMA % (2, "x y"), GEMMA % (3, "7"),
+        "<|tool_call>call:add{a:}<tool_call|>",
         '<|tool_response>response:add{value:<|"|>5<|"|>}<tool_response|>'
         '<|tool_response>response:add{value:<|"|>six\n<|"|>}<tool_response|>',
         between="",
@@ -326,8 +333,8 @@ FAMILIES = {
         *(llama(name) for name in ("llama3_1", "llama3_2")),
         Family(
             "glm4moe", (("<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"), ("<think>", "</think>")),
-            {"<|endoftext|>", "<|user|>", "<|observation|>"}, "\n<think>hm %s</think>\n", GLM % (2, "x y"), GLM % (3, "7"),
-            "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>",
+            {"<|endoftext|>", "<|user|>", "<|observation|>"}, "\n<think>hm %s</think>\n",
+            GLM % (2, "x y"), GLM % (3, "7"), "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>",
             f"<|observation|>\n{QWEN_RESULTS}<|assistant|>",
         ),
         Family(
@@ -348,7 +355,7 @@ FAMILIES = {
         ),
         Family(
             "deepseekv3",
-            (("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
+            (("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), ("<｜tool▁call▁begin｜>",)),
             {"<｜end▁of▁sentence｜>"}, "hm %s\n</think>\n\n", DEEPSEEK % FIRST, DEEPSEEK % SECOND, DEEPSEEK % '{"a": ',
             "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>5<｜tool▁output▁end｜>"
             "<｜tool▁output▁begin｜>six\n<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
@@ -501,7 +508,8 @@ def test_results_are_messages_of_their_calls():
 def test_plain_messages_behind_results():
     fmt = native("qwen3")
     messages = [*fmt.results(TWO, RESULTS), {"role": "user", "content": "go"}]
-    expected = f"<|im_end|>\n<|im_start|>user\n{QWEN_RESULTS}<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    behind = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    expected = f"<|im_end|>\n<|im_start|>user\n{QWEN_RESULTS}{behind}"
     assert fmt.suffix_ids(TWO, messages, []) == ids(expected, fmt.tokenizer)
     expected = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
     assert fmt.suffix_ids(TWO, messages[2:], []) == ids(expected, fmt.tokenizer)
@@ -516,8 +524,10 @@ def test_plain_messages_behind_results():
         ("<tool_call>[]</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
         ("<tool_call>{}{}</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
         (JSON % '"x"', ['"arguments" must be a JSON object, got str']),
-        ("<tool_call>5</tool_call>", ['the call must be a JSON object with "name" (a string) and "arguments" (an object)']),
-        ('<tool_call>{"name": "f", "args": {}}</tool_call>', ['unknown key "args" in the call; use "name" and "arguments"']),
+        ("<tool_call>5</tool_call>",
+         ['the call must be a JSON object with "name" (a string) and "arguments" (an object)']),
+        ('<tool_call>{"name": "f", "args": {}}</tool_call>',
+         ['unknown key "args" in the call; use "name" and "arguments"']),
         ("</tool_call>", []),
     ],
 )  # fmt: skip
