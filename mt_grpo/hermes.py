@@ -43,20 +43,23 @@ class CallSyntax:
 
     def split(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
         """The calls of a text, and the text beside them. Each call is read alone: a broken one costs no other."""
-        calls, beside, start = [], [], 0
+        calls, beside, start, tried = [], [], 0, None
         opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
+        closed = closing.search(text)
         while (opened := opening.search(text, start)) is not None:
             beside.append(text[start : opened.start()])
             name = opened.groupdict().get("name")
             following = opening.search(text, max(opened.end(), opened.start() + 1))
-            closed = closing.search(text, opened.end())
+            if closed and closed.start() < opened.end():
+                closed = closing.search(text, opened.end())
+            # What opens a call can stand in an argument of it. Tried once per closing: a text may open thousands.
+            nested = closed and following and following.start() < closed.start()
             read, start = [], following.start() if following else len(text)
-            if closed:
+            if closed and not (nested and tried == closed.start()):
                 whole = CallText(text[opened.start() : closed.end()], text[opened.end() : closed.start()], name)
-                read = self.read(whole, tools)
-                # What opens a call can stand in an argument. Else the call before it was never closed.
-                if start < closed.start() and any(call.error for call in read):
-                    read = []
+                read, tried = self.read(whole, tools), closed.start()
+                if nested and any(call.error for call in read):
+                    read = []  # this call was never closed
                 else:
                     start = max(closed.end(), opened.start() + 1)
             calls += read or [ToolCall(name, {}, "the call is not closed")]

@@ -52,7 +52,7 @@ def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Calla
     """A reader of calls whose arguments stand in tags: `header` finds (name, rest), `argument` each (key, value)."""
 
     def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-        found = re.fullmatch(header, call.body, re.DOTALL)
+        found = re.fullmatch(header, call.body.strip(), re.DOTALL)
         if found is None:
             return [ToolCall(None, {}, UNREADABLE)]
         name, rest = found.groups()
@@ -85,13 +85,13 @@ def named(name: str | None, arguments: str) -> ToolCall:
 
 def read_fenced(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     """The arguments in a block of Markdown, as DeepSeek writes them."""
-    found = re.fullmatch(r"\w*<｜tool▁sep｜>([^\n]+)\n+```json\n(.*?)\n*```\s*", call.body, re.DOTALL)
+    found = re.fullmatch(r"\w*<｜tool▁sep｜>([^\n]+)\n+```json\n(.*)```", call.body.strip(), re.DOTALL)
     return [named(found[1].strip(), found[2]) if found else ToolCall(None, {}, UNREADABLE)]
 
 
 def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     """JSON with keys without quotes, and with a token for the quotes of text."""
-    found = re.fullmatch(r"\s*call:([^\s{]+)(\{.*\})\s*", call.body, re.DOTALL)
+    found = re.fullmatch(r"call:([^\s{]+)(\{.*\})", call.body.strip(), re.DOTALL)
     if found is None:
         return [ToolCall(None, {}, UNREADABLE)]
     parts = found[2].split('<|"|>')
@@ -137,20 +137,22 @@ def python_calls(text: str) -> list[ToolCall] | None:
     return None
 
 
-PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
+# INVARIANT: no pattern looks far from each of many places, or one turn of repetitions stops all conversations.
+PARAMETER = r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
+ARGUMENT = r"<arg_key>((?:(?!<arg_).)*?)</arg_key>\s*<arg_value>((?:(?!<arg_).)*?)</arg_value>"
 SYNTAXES = (
     HERMES,  # Qwen 2.5, Qwen 3
     CallSyntax(
         "Qwen 3.5 and Nemotron 3",
         opening="<tool_call>",
         closing="</tool_call>",
-        read=read_tags(r"\s*<function=([^\n>]+)>(.*?)(?:</function>)?\s*", PARAMETER),
+        read=read_tags(r"<function=([^\n>]+)>((?:(?!</function>).)*)(?:</function>)?", PARAMETER),
     ),
     CallSyntax(
         "GLM 4",
         opening="<tool_call>",
         closing="</tool_call>",
-        read=read_tags(r"\s*([^\s<{]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+        read=read_tags(r"([^\s<{]+)(.*)", ARGUMENT),
     ),
     CallSyntax(
         "Gemma 4",
@@ -175,11 +177,11 @@ SYNTAXES = (
     ),
     CallSyntax(
         "gpt-oss",
-        opening=r"to=functions\.(?P<name>[^\s<]*)(?:(?!<\|(?:message|start|end|call)\|>).)*<\|message\|>",
+        opening=r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
         closing=r"(?=<\|(?:call|end)\|>)|\Z",
         read=read_arguments,
         tail=r'"\}',
-        answer=r"<\|channel\|>final(?:(?!<\|message\|>).)*<\|message\|>(.*?)(?:<\|end\|>|\Z)",
+        answer=r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
         thinking=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     CallSyntax(
