@@ -81,7 +81,7 @@ from mt_grpo.preflight import (
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
-from mt_grpo.records import FURTHER, Pass, compare_ranks, loss_in_passes, loss_lists, loss_rows, split_further
+from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import (
@@ -944,9 +944,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
-        if self._num_further:
-            return split_further(output, self._records, self._owners, len(inputs))
-        return output
+        return split_further(output, self._records, self._owners, len(inputs))
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's generation step: conversations in place of single completions.
@@ -960,8 +958,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._num_further, self._failed = compare_ranks(rollouts, self.args, self.state.global_step)
-        self._records, self._owners = loss_rows(rollouts, self._num_further)
+        self._records, self._owners, self._failed = loss_rows(rollouts, self.args, self.state.global_step)
         prompt_ids, completion_ids, loss_masks, logprobs = loss_lists(self._records, self._tokenizer.pad_token_id)
         if self.args.mask_truncated_completions:
             truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
@@ -981,14 +978,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return generation_batch if isinstance(generation_batch, Pass) else super()._prepare_inputs(generation_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
-        """TRL's loss of a micro-batch; where its rollouts have further records, the sum over passes.
-
-        A pass has at most as many rows as a micro-batch. All passes but the last go backward here.
-        """
-        if FURTHER not in inputs:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return loss * inputs.scale if isinstance(inputs, Pass) else loss
-        return loss_in_passes(self, model, inputs, num_items_in_batch)
+        """TRL's loss of a micro-batch; where its rollouts have further records, the sum over passes."""
+        if FURTHER in inputs:
+            return loss_in_passes(self, model, inputs, num_items_in_batch)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * inputs.scale if isinstance(inputs, Pass) else loss
 
     # -- 3.2 roll out --
 
@@ -1122,10 +1116,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         local: dict[str, torch.Tensor] = {}
 
         def score() -> None:
-            local["whole"], local["per_turn"] = score_rollouts(
-                self.reward_funcs, self.reward_func_names, columns, self._rollouts, num_turns, self.num_turn_funcs,
-                self.args.reward_timeout, device,
-            )  # fmt: skip
+            local["whole"], local["per_turn"] = score_rollouts(self, columns, self._rollouts, num_turns)
             local["observed"], local["sampled"] = turn_flags(self._rollouts, num_turns)
             states = [state_numbers(rollout) if self._reads_state else [] for rollout in self._rollouts]
             local["state"] = pad_rows(states, num_turns, -1, torch.long)

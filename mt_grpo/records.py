@@ -12,6 +12,8 @@ from transformers import Trainer
 
 from mt_grpo.ranks import RunError
 from mt_grpo.rollout import Record, Rollout, StopReason
+from mt_grpo.scoring import reward_tensors, run_rewards
+from mt_grpo.tensors import put_back
 
 FURTHER = "further_records"  # key of TRL's batch: per rollout a list of rows, which its shuffle and split keep with it
 Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
@@ -71,16 +73,23 @@ def check_settings(args: Any) -> None:
         )
 
 
-def loss_rows(rollouts: list[Rollout], num_further: int) -> tuple[list[Record], list[int]]:
-    """The rows of TRL's batch, and the rollout of each: B first records, then further ones, filled up by empty ones.
+def loss_rows(rollouts: list[Rollout], args: Any, step: int) -> tuple[list[Record], list[int], list[bool]]:
+    """The rows of TRL's batch: B first records, then further ones, filled up by empty ones. Collective.
 
-    INVARIANT: row i is of rollout i for i < B. There are B + `num_further` rows on every rank.
+    INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
+
+    Returns:
+        The M records, the rollout of each, and for each of the N rollouts whether its environment failed.
+
+    Raises:
+        RunError: on all ranks, as `compare_ranks` says.
     """
+    num_further, failed = compare_ranks(rollouts, args, step)
     records = [trained_records(rollout) for rollout in rollouts]
     further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
     further += [(Record([], []), 0)] * (num_further - len(further))
     rows = [(own[0], i) for i, own in enumerate(records)] + further
-    return [record for record, _ in rows], [owner for _, owner in rows]
+    return [record for record, _ in rows], [owner for _, owner in rows], failed
 
 
 def loss_lists(records: list[Record], pad_id: int) -> tuple[list, list, list, list | None]:
@@ -99,7 +108,9 @@ def loss_lists(records: list[Record], pad_id: int) -> tuple[list, list, list, li
 
 
 def split_further(output: dict[str, Any], records: list[Record], owners: list[int], count: int) -> dict[str, Any]:
-    """TRL's batch of all rows as one of `count` rollouts: the rows behind them become lists, one per rollout."""
+    """TRL's batch of M rows as one of `count` rollouts: the rows behind them become lists, one per rollout."""
+    if len(records) == count:
+        return output
     batch = {key: value[:count] if value.ndim else value for key, value in output.items()}
     batch[FURTHER] = [[] for _ in range(count)]
     for i in range(count, len(records)):
@@ -108,7 +119,47 @@ def split_further(output: dict[str, Any], records: list[Record], owners: list[in
     return batch
 
 
+def score_rollouts(
+    trainer: Any, columns: dict[str, Any], rollouts: list[Rollout], num_turns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no reward function sees those."""
+    places = [i for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]
+    count, log_extra = len(rollouts), columns["log_extra"]
+    if len(places) < count:
+        columns = {key: [v[i] for i in places] if isinstance(v, list) else v for key, v in columns.items()}
+        columns["log_extra"] = lambda column, values: log_extra(
+            column, [dict(zip(places, values, strict=True)).get(i) for i in range(count)]
+        )
+    funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
+    if places:
+        values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
+    scored = [rollouts[i] for i in places]
+    tensors = reward_tensors(values, trainer.reward_func_names, scored, num_turns, trainer.num_turn_funcs)
+    return tuple(put_back(tensor, places, count) for tensor in tensors)
+
+
 # -- from a micro-batch to passes --
+
+
+def loss_in_passes(trainer: Any, model: Any, batch: dict[str, Any], num_items: Any) -> torch.Tensor:
+    """TRL's loss of a micro-batch with further records. In training all passes but the last go backward here.
+
+    The last pass's gradient is the caller's, as that of any loss: it is then that ranks exchange gradients.
+    """
+    loss_type, aux_coef, total = trainer.loss_type, trainer.router_aux_loss_coef, 0.0
+    *others, last = passes = to_passes(trainer, batch)
+    trainer.loss_type = passes[0].loss_type
+    trainer.router_aux_loss_coef /= sum(each.scale for each in passes)  # the router's loss is of a micro-batch
+    try:
+        for each in others:
+            if trainer.model.training:
+                with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
+                    total += Trainer.training_step(trainer, model, each, num_items)
+            else:
+                total += trainer.compute_loss(model, each)
+        return total + trainer.compute_loss(model, last)
+    finally:
+        trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
 
 
 def row_of(batch: dict[str, Any], index: int) -> Row:
@@ -181,25 +232,6 @@ def to_pass(rows: list[Row], multiple: int) -> Pass:
             elif not key.startswith("prompt_") and side == "completion":
                 batch[key] = batch[key][:, :width]
     return batch
-
-
-def loss_in_passes(trainer: Any, model: Any, batch: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
-    """The loss of a micro-batch with further records: the sum over passes. All but the last go backward here."""
-    loss_type, aux_coef = trainer.loss_type, trainer.router_aux_loss_coef
-    *others, last = passes = to_passes(trainer, batch)
-    trainer.loss_type = passes[0].loss_type
-    trainer.router_aux_loss_coef /= sum(each.scale for each in passes)  # it counts once in a micro-batch
-    try:
-        total = 0.0
-        for each in others:
-            if trainer.model.training:
-                with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
-                    total += Trainer.training_step(trainer, model, each, num_items_in_batch)
-            else:
-                total += trainer.compute_loss(model, each)
-        return total + trainer.compute_loss(model, last)
-    finally:
-        trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mt_grpo.event_loop import gather_all, run_async
-from mt_grpo.rollout import Rollout, StopReason, ToolCall, Turn
+from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.settings import RANGES, in_range
-from mt_grpo.tensors import NAN, pad_rows, put_back
+from mt_grpo.tensors import NAN, pad_rows
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolTimeout, run_tool
 
@@ -217,26 +217,3 @@ def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, t
     observed = pad_rows(has_observation, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
     return observed, sampled
-
-
-def score_rollouts(
-    funcs: list[Callable],
-    names: list[str],
-    columns: dict[str, Any],
-    rollouts: list[Rollout],
-    num_turns: int,
-    num_turn_funcs: int,
-    timeout: float,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reward_tensors` of this rank's B rollouts: NaN where the environment failed, since no function sees those."""
-    count, log_extra = len(rollouts), columns["log_extra"]
-    places = [i for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]
-    if len(places) < count:
-        columns = {k: [v[i] for i in places] if isinstance(v, list) else v for k, v in columns.items()}
-        columns["log_extra"] = lambda column, values: log_extra(
-            column, [dict(zip(places, values, strict=True)).get(i) for i in range(count)]
-        )
-    values = run_rewards(funcs, columns, timeout, device) if places else [[] for _ in funcs]
-    tensors = reward_tensors(values, names, [rollouts[i] for i in places], num_turns, num_turn_funcs)
-    return tuple(put_back(tensor, places, count) for tensor in tensors)

@@ -62,7 +62,72 @@ KEEPER_LOST = "tests/test_scripts.py::test_a_launch_outlives_its_keeper_and_igno
 ODD_LOCK = "tests/test_scripts.py::test_a_port_with_an_odd_lock_file_is_passed_over"
 COPIES = "tests/test_batch.py::test_a_reward_that_changes_its_arguments_changes_nothing_else"
 
+CUT = "tests/test_records.py::test_a_cut_history_trains_as_a_whole_one"
+
 REWARDS_AND_CREDIT: list[Mutation] = [
+    Mutation(
+        "records: the loss is divided by the tokens of first records only",
+        "mt_grpo/records.py",
+        'num_items = batch["num_items_in_batch"]',
+        'num_items = (batch["completion_mask"] * batch["tool_mask"]).sum() * args.steps_per_generation',
+        f"{CUT}[one-dapo]",
+    ),
+    Mutation(
+        "records: the turns of a further one are numbered from 0",
+        "mt_grpo/tensors.py",
+        "enumerate(record.turns, record.first_turn)",
+        "enumerate(record.turns)",
+        "tests/test_records.py::test_every_sampled_token_is_trained_once_with_its_turns_advantage",
+    ),
+    Mutation(
+        "records: rows that fill up a rank's last pass are trained",
+        "mt_grpo/records.py",
+        "dummy = {key: torch.zeros_like(value) for key, value in row.items()}",
+        "dummy = {key: value.clone() for key, value in row.items()}",
+        "tests/test_records.py::test_passes_are_as_many_on_all_ranks",
+    ),
+    Mutation(
+        "records: ranks exchange gradients after each pass",
+        "mt_grpo/records.py",
+        "state._set_sync_gradients(False)",
+        "state._set_sync_gradients(True)",
+        "tests/test_records.py::test_ranks_exchange_gradients_once",
+    ),
+    Mutation(
+        "records: the last pass goes backward twice",
+        "mt_grpo/records.py",
+        "for each in others:",
+        "for each in passes:",
+        f"{CUT}[one-dapo]",
+    ),
+    Mutation(
+        "records: grpo's mean is over records, not rollouts",
+        "mt_grpo/records.py",
+        "weight = max_completion_length / max(1, num_trained(rows))",
+        "weight = max_completion_length / max(1, num_trained(rows[:1]))",
+        f"{CUT}[one-grpo]",
+    ),
+    Mutation(
+        "records: the router's loss counts in each pass",
+        "mt_grpo/records.py",
+        "trainer.router_aux_loss_coef /= sum(each.scale for each in passes)",
+        "trainer.router_aux_loss_coef /= 1.0",
+        "tests/test_records.py::test_the_loss_of_a_router_counts_once",
+    ),
+    Mutation(
+        "records: a rollout whose environment failed is in its group's mean",
+        SCRIPT,
+        "outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN)",
+        "outcome=outcome",
+        "tests/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes",
+    ),
+    Mutation(
+        "records: a rollout whose environment failed is trained on",
+        "mt_grpo/records.py",
+        "return [Record([], [])] if rollout.stop_reason == StopReason.ENVIRONMENT_ERROR else rollout.records",
+        "return rollout.records",
+        "tests/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics",
+    ),
     Mutation(
         "the recipe's choices of credit_assignment are written out, and a fork's estimator is none",
         SCRIPT,
@@ -100,9 +165,9 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "completions are trained on behind other prompts",
-        SCRIPT,
-        "            [rollout.prompt_ids for rollout in rollouts],\n",
-        "            [rollout.prompt_ids for rollout in rollouts[::-1]],\n",
+        "mt_grpo/records.py",
+        "[record.prompt_ids or [pad_id] for record in records],",
+        "[record.prompt_ids or [pad_id] for record in records[::-1]],",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -143,8 +208,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "an outcome of None is 0",
         SCRIPT,
-        "outcome=nansum(outcomes * outcome_weights, 1)",
-        "outcome=(outcomes * outcome_weights).nansum(1)",
+        "outcome = nansum(outcomes * outcome_weights, 1)",
+        "outcome = (outcomes * outcome_weights).nansum(1)",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -157,8 +222,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "outcome weights are ignored",
         SCRIPT,
-        "outcome=nansum(outcomes * outcome_weights, 1)",
-        "outcome=nansum(outcomes, 1)",
+        "outcome = nansum(outcomes * outcome_weights, 1)",
+        "outcome = nansum(outcomes, 1)",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -206,7 +271,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "the number of turns is this rank's alone",
         SCRIPT,
-        "num_turns = int(self.accelerator.gather(num_turns).max())",
+        "num_turns = max(1, int(self.accelerator.gather(num_turns).max()))",
         "num_turns = int(num_turns.max())",
         RANKS,
     ),

@@ -28,9 +28,6 @@ def edit_one(rollout, k):
     return [k, 7, 9] if rollout.index % 8 == 0 else None
 
 
-EDITS = ("grown", None), ("cut", no_edit), ("edited", edit_one)
-
-
 class EditedEnv(MultiTurnToolEnv):
     """Ends conversations as they are written in golden_batch.py, then edits the history before some turns.
 
@@ -73,7 +70,7 @@ class Gradients(TrainerCallback):
         self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
 
 
-def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNCS, **changes):
+def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNCS, processing_class=None, **changes):
     args = dict(
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=8, per_device_eval_batch_size=4, max_completion_length=512, max_env_steps=2,
@@ -84,7 +81,8 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
     env = EditedEnv([golden.echo], system_prompt=None, max_steps=2)
     env.edit, env.failed, env.at_once = edit, failed, at_once
     trainer = MTGRPOEnvTrainer(
-        model, env, *funcs, args=MTGRPOConfig(**{**args, **changes}), callbacks=[gradients := Gradients()],
+        model, env, *funcs, processing_class=processing_class, args=MTGRPOConfig(**{**args, **changes}),
+        callbacks=[gradients := Gradients()],
         turn_reward_weights=golden.TURN_WEIGHTS if funcs is golden.FUNCS else None,
         outcome_reward_weights=golden.OUTCOME_WEIGHTS if funcs is golden.FUNCS else None,
         train_dataset=Dataset.from_list(golden.ROWS), eval_dataset=Dataset.from_list(golden.ROWS),
@@ -115,22 +113,19 @@ def distance(one, other):
 
 def run_on_ranks(model, out, world):
     """What test_records.py compares: gradients of histories that only grew, and of those that were cut; an error."""
+    edits = {"grown": None, "cut": no_edit, "edited": edit_one}
+    cases = [(loss_type, name) for loss_type in ("dapo", "grpo", "dr_grpo", "bnpo") for name in ("grown", "cut")]
+    cases = cases if world > 1 else []
+    cases += [(loss_type, "edited") for loss_type in ("dapo", "grpo", "dr_grpo", "sapo")]
     results = {}
-    for loss_type, edits in {
-        "dapo": EDITS,
-        "grpo": EDITS,
-        "dr_grpo": EDITS,
-        "bnpo": EDITS[:2],
-        "sapo": EDITS[2:],
-    }.items():
+    for loss_type, name in cases:
         steps = 1 if loss_type == "sapo" else 2  # sapo's mean is of a micro-batch, and ranks shuffle as they do
-        for name, edit in edits:
-            result = train(
-                model, out / f"{loss_type}-{name}", edit, evaluate=loss_type == "dapo" and edit is not edit_one, loss_type=loss_type, beta=0.1,
-                per_device_train_batch_size=8 // world // steps, gradient_accumulation_steps=steps,
-                per_device_eval_batch_size=4 // world,
-            )  # fmt: skip
-            results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
+        result = train(
+            model, out / f"{loss_type}-{name}", edits[name], evaluate=loss_type == "dapo", loss_type=loss_type,
+            per_device_train_batch_size=8 // world // steps, gradient_accumulation_steps=steps,
+            per_device_eval_batch_size=4 // world, beta=0.1,
+        )  # fmt: skip
+        results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
     trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
     try:
         trainer.train()

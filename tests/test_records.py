@@ -1,16 +1,21 @@
 """Rollouts of several records: trained as one, each token in its own context; rollouts without an environment."""
 
+import contextlib
+import copy
 import json
+from types import SimpleNamespace
 
 import golden_batch as golden
 import pandas
 import pytest
 import records_batch as batch
 import torch
+from accelerate import Accelerator
 from test_distributed import run as run_worker
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.ranks import RunError
+from mt_grpo.records import to_passes, without_sync
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -189,6 +194,27 @@ def test_what_compares_the_tokens_of_a_batch_refuses_further_records(random_mode
         trainer.train()
 
 
+def constant(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def test_the_loss_of_a_router_counts_once(random_model, tmp_path):
+    """Without advantages the loss is the router's: that of all tokens, not the sum over passes."""
+    config = Qwen3MoeConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).float()
+    tokenizer, losses = AutoTokenizer.from_pretrained(random_model), []
+    for name, edit in (("whole", None), ("cut", batch.no_edit)):
+        result = batch.train(
+            copy.deepcopy(model), tmp_path / name, edit, funcs=([], [constant]), processing_class=tokenizer
+        )
+        losses.append(result["log"]["loss"])
+    assert losses[0] > 0.5  # 0.5 times at least 1, the loss of a router without preference, per expert of a token
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
 # -- rollouts whose environment failed --
 
 
@@ -252,6 +278,84 @@ def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
     assert trainer.state.global_step == 0
 
 
+# -- passes --
+
+
+def row(prompt, completion, trained):
+    """Masks as TRL pads them, to three prompt tokens and four of the completion."""
+    return {
+        "prompt_mask": torch.tensor([0] * (3 - prompt) + [1] * prompt),
+        "completion_mask": torch.tensor([1] * completion + [0] * (4 - completion)),
+        "tool_mask": torch.tensor(trained + [1] * (4 - len(trained))),
+    }
+
+
+def passes_of(loss_type, training=True):
+    """Two rollouts, of two records and one, on a rank of two. The other rank has five rows."""
+    rows = [row(1, 2, [1, 0]), row(2, 3, [1, 1, 1])]
+    micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]}
+    micro_batch |= {"num_items_in_batch": torch.tensor(77), "further_records": [[row(1, 3, [0, 1, 1])], []]}
+    settings = dict(per_device_train_batch_size=2, per_device_eval_batch_size=4, steps_per_generation=3)
+    accelerator = SimpleNamespace(
+        device="cpu", num_processes=2, gather=lambda rows: torch.cat([rows, torch.tensor([5])])
+    )
+    return to_passes(
+        SimpleNamespace(
+            args=SimpleNamespace(**settings), accelerator=accelerator, model=SimpleNamespace(training=training),
+            loss_type=loss_type, max_completion_length=30, pad_to_multiple_of=None,
+        ), micro_batch,
+    )  # fmt: skip
+
+
+def test_passes_are_as_many_on_all_ranks():
+    """Five rows, two of them without loss and with one real token; widths are those of a pass's own rows."""
+    passes = passes_of("sapo")
+    assert [each["prompt_mask"].tolist() for each in passes] == [[[1], [1]], [[1, 1], [0, 1]], [[1]]]
+    assert [each["completion_mask"].tolist() for each in passes] == [
+        [[1, 1, 0], [1, 1, 1]], [[1, 1, 1], [0, 0, 0]], [[0]],
+    ]  # fmt: skip
+    trained = [(each["completion_mask"] * each["tool_mask"]).sum(1).tolist() for each in passes]
+    assert trained == [[1, 2], [3, 0], [0]]
+    assert [each.scale for each in passes] == [2 / 4, 2 / 4, 1 / 4]  # 3 and 5 records: 4 per rank
+    assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
+    assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [4, 1]
+
+
+@pytest.mark.parametrize(
+    "loss_type, divisor, weights",
+    [
+        ("dapo", None, [1, 1, 1]),
+        ("grpo", 2 * 30, [30 / 3, 30 / 3, 30 / 3]),  # rollout 0 has 1 + 2 trained tokens, rollout 1 has 3
+        ("dr_grpo", 2 * 30, [1, 1, 1]),
+        ("bnpo", 6, [1, 1, 1]),
+        ("luspo", 2, [1, 1, 1]),
+    ],
+)
+def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
+    first, second, _ = passes_of(loss_type)
+    assert {first.loss_type, second.loss_type} == {"dapo"}
+    # TRL divides it by the number of processes, and by the micro-batches of a batch of rollouts.
+    assert first["num_items_in_batch"] == (divisor * 2 * 3 if divisor else 77)
+    assert first["tool_mask"].amax(1).tolist() + second["tool_mask"].amax(1).tolist() == [*weights, 0]
+
+
+@pytest.mark.parametrize("is_deepspeed", [False, True])
+@pytest.mark.parametrize("last_of_its_accumulation", [False, True])
+def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
+    """A pass that is not the last only adds up; where the micro-batch does so anyway, nothing is changed."""
+    seen = []
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
+    accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
+    try:
+        with without_sync(accelerator, "model", is_deepspeed):
+            assert not accelerator.sync_gradients
+        assert accelerator.sync_gradients == last_of_its_accumulation
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
+    assert seen == (["model"] if last_of_its_accumulation and not is_deepspeed else [])
+
+
 # -- two ranks --
 
 
@@ -270,14 +374,12 @@ def test_two_ranks_train_a_cut_history_as_a_whole_one(by_rank, loss_type):
         assert eval_loss_of_cut == pytest.approx(eval_loss, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "case", [*(f"{loss}-{edit}" for loss in ("dapo", "grpo", "dr_grpo") for edit in ("cut", "edited")), "sapo-edited"]
-)
-def test_two_ranks_train_records_as_one_does(by_rank, case):
-    """Edited: all further records are on rank 0. Without bnpo, whose mean is that of a rank's tokens."""
-    (expected, _), two = by_rank[0][case], by_rank[1]
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sapo"])  # bnpo's mean is that of a rank's tokens
+def test_two_ranks_train_records_as_one_does(by_rank, loss_type):
+    """All further records are on rank 0."""
+    (expected, _), two = by_rank[0][f"{loss_type}-edited"], by_rank[1]
     for rank in two:
-        assert batch.distance(expected, rank[case][0]) < CLOSE
+        assert batch.distance(expected, rank[f"{loss_type}-edited"][0]) < CLOSE
 
 
 def test_ranks_end_together_where_all_environments_failed(by_rank):
