@@ -99,7 +99,7 @@ from mt_grpo.rollout import (
 )
 from mt_grpo.run_log import conversation_metrics, credit_metrics, log_rollouts, mean_per_rollout
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, score_rollouts, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids

@@ -48,7 +48,8 @@ ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "clos
 LISTS = {"join", "loss_mask", "logprobs", "trained_records", "compare_ranks"}  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
-    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages", "score_rollouts", "put_back",
+    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
+    "score_rollouts", "put_back",
 }  # fmt: skip
 
 

@@ -1,0 +1,409 @@
+"""One environment per conversation: its tools, its replies, its end, and what happens when it fails."""
+
+import asyncio
+import threading
+from dataclasses import dataclass
+
+import pytest
+from datasets import Dataset
+from test_conversation import CHATML_TOKENIZER, END, Scripted, call, ids, result
+
+from mt_grpo.environments import EnvironmentFailure, check_environment, read_reply
+from mt_grpo.rollout import Reply, StopReason, ToolResult
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+ANSWER = "<answer>5</answer>"
+
+
+class Counter:
+    """TRL's shape: `reset`, public methods as tools, `get_reward`."""
+
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, start: int = 0, **kwargs) -> str:
+        self.value, self.resets = start, self.resets + 1
+        return f" The counter is at {start}."
+
+    def add(self, amount: int) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: How much.
+        """
+        self.value += amount
+        return str(self.value)
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+
+def run(cls, scripts, rows=None, tools=(), prompt="Count.", **settings):
+    settings = {"system_prompt": None, "tokenizer": CHATML_TOKENIZER, "environment": cls, **settings}
+    env = MultiTurnToolEnv(tools, settings.pop("system_prompt"), **settings)
+    backend = Scripted(scripts)
+    rows = rows or [{}] * len(scripts)
+    rollouts = env.generate([[{"role": "user", "content": prompt}]] * len(scripts), backend, rows=rows)["rollouts"]
+    return env, rollouts, backend
+
+
+def test_state_is_of_one_conversation_and_the_prompt_is_joined():
+    add = call("add", amount=2)
+    _, rollouts, backend = run(Counter, [[add, add, ANSWER], [add, ANSWER]], [{"start": 10}, {"start": 20}])
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["12", "14", None], ["22", None]]
+    assert [r.reward for r in rollouts] == [14.0, 22.0]
+    assert rollouts[0].prompt_ids == ids(
+        "<|im_start|>user\nCount. The counter is at 10.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert backend.of(0)[1].prompt == rollouts[0].prompt_ids + ids(add) + ids(result("12"))
+    assert rollouts[0].stop_reason == StopReason.ANSWERED
+
+
+def test_instances_are_reset_and_used_again():
+    env, first, _ = run(Counter, [[ANSWER], [ANSWER]])
+    backend = Scripted([[ANSWER], [ANSWER], [ANSWER]])
+    again = env.generate([[{"role": "user", "content": "Count."}]] * 3, backend, rows=[{}] * 3)["rollouts"]
+    assert {id(r.environment) for r in first} < {id(r.environment) for r in again}
+    assert sorted(r.environment.resets for r in again) == [1, 2, 2]
+
+
+def test_tools_of_the_file_and_of_the_environment_stand_in_the_prompt():
+    def shout(text: str) -> str:
+        """Shout."""
+        return text.upper()
+
+    _, (rollout,), _ = run(
+        Counter, [[call("shout", text="a"), call("add", amount=1), ANSWER]], tools=[shout],
+        system_prompt="{tool_descriptions}",
+    )  # fmt: skip
+    system = rollout.prompt_messages[0]["content"]
+    assert system.startswith("shout(text: str) -> str\nShout.\n\nadd(amount: int) -> str\nAdd to the counter.")
+    assert [t.observation for t in rollout.turns] == ["A", "1", None]
+
+
+class Board:
+    def reset(self, **row):
+        return [{"role": "system", "content": "Rules."}, {"role": "user", "content": f"Row {row['n']}."}]
+
+    tools = ()
+
+
+def test_messages_of_reset_replace_the_prompt():
+    _, (rollout,), _ = run(Board, [[ANSWER]], [{"n": 3}], system_prompt="Not mine.")
+    assert rollout.prompt_ids == ids(
+        "<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\nRow 3.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rollout.first_messages == rollout.prompt_messages
+
+
+@dataclass
+class Say:
+    """Replies in order."""
+
+    replies: list
+
+    def environment(self):
+        replies = self.replies
+
+        class Talks:
+            def reset(self, **row):
+                self.left = list(replies)
+
+            def respond(self, rollout, turn):
+                return self.left.pop(0) if self.left else None
+
+            def look(self) -> str:
+                """Look."""
+                return "grass"
+
+        return Talks
+
+
+USER = [{"role": "user", "content": "Sure?"}]
+
+
+def test_messages_go_behind_an_answer_and_behind_results():
+    replies = [Reply(messages=USER, reward=0.5, info={"a": 1}), Reply(messages=USER), None]
+    _, (rollout,), backend = run(Say(replies).environment(), [[ANSWER, call("look"), ANSWER]], max_steps=3)
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.turns) == 3
+    sure = ids("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.turns[0].observation_ids == sure
+    both = ids(
+        "<|im_end|>\n<|im_start|>user\n<result>\ngrass\n</result><|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert rollout.turns[1].observation_ids == both
+    assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
+    assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
+    assert len(rollout.records) == 1
+
+
+def test_a_reply_can_stop():
+    _, (rollout,), _ = run(Say([Reply(stop=True)]).environment(), [[call("look")]])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_STOP and rollout.turns[0].results[0].text == "grass"
+    assert rollout.turns[0].observation is None
+
+
+def test_a_continuation_behind_a_sampled_end_of_turn_begins_a_record():
+    """The end of turn leaves the context of what follows. It is trained where it was sampled."""
+    replies = [Reply(continuation=" Wait,")]
+    _, (rollout,), backend = run(Say(replies).environment(), [["So<|im_end|>", ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids("So Wait,")
+    first, second = rollout.records
+    assert (first.completion_ids, first.turn_ids) == (ids("So<|im_end|>"), [0, 0, 0])
+    assert second.prompt_ids == rollout.prompt_ids + ids("So Wait,")
+    assert (second.completion_ids, second.turn_ids) == (ids(ANSWER), [1] * len(ids(ANSWER)))
+    assert rollout.messages == [{"role": "assistant", "content": "So Wait," + ANSWER}]
+    assert rollout.new_tokens == 3 + 6 + len(ids(ANSWER))
+
+
+def test_a_continuation_without_one_is_appended():
+    """xml ends a turn at its closing tag, without an end of turn: nothing has to leave the context."""
+    _, (rollout,), backend = run(Say([Reply(continuation=" No:")]).environment(), [[ANSWER, ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(ANSWER + " No:")
+    (record,) = rollout.records
+    assert record.loss_mask == [1] * 18 + [0] * 4 + [1] * 18
+    assert rollout.messages == [{"role": "assistant", "content": f"{ANSWER} No:{ANSWER}"}]
+
+
+def test_an_edited_history_begins_a_record():
+    history = [{"role": "user", "content": "In short: grass."}]
+    _, (rollout,), backend = run(Say([Reply(history=history)]).environment(), [[call("look"), ANSWER]])
+    edited = ids("<|im_start|>user\nIn short: grass.<|im_end|>\n<|im_start|>assistant\n")
+    assert backend.of(0)[1].prompt == edited
+    assert [(r.prompt_ids, r.completion_ids) for r in rollout.records] == [
+        (rollout.prompt_ids, ids(call("look"))), (edited, ids(ANSWER))
+    ]  # fmt: skip
+    assert rollout.turns[0].observation == "grass" and rollout.turns[0].observation_ids == []
+    assert rollout.history == [*history, {"role": "assistant", "content": ANSWER}]
+    assert rollout.new_tokens == len(ids(call("look"))) + len(ids(ANSWER))  # a history is no new text
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        ("hello", "returned str, expected a Reply or None"),
+        (Reply(messages=USER, stop=True), "a reply with messages and stop, expected one of them"),
+        (Reply(messages=["hi"]), "messages has 'hi', expected role and content"),
+        (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with the model's own message"),
+        ({"mesages": USER}, "returned dict, expected a Reply or None"),
+    ],
+)
+def test_what_is_no_reply_ends_the_rollout(reply, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        read_reply(reply, "E")
+    _, (rollout,), _ = run(Say([reply]).environment(), [[ANSWER]])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and message[:20] in str(rollout.error)
+
+
+def test_a_reply_may_be_a_dict():
+    assert read_reply({"stop": True}, "E") == Reply(stop=True)
+
+
+def failing(where, hang=False):
+    def fail(self=None, *args, **kwargs):
+        if hang:
+            threading.Event().wait(5)
+        raise OSError("the disk is gone")
+
+    class Fails(Counter):
+        closed = []
+
+        def close(self):
+            Fails.closed.append(self)
+
+    setattr(Fails, where, fail)
+    return Fails
+
+
+@pytest.mark.parametrize("hang", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "reset", "respond", "get_reward"])
+def test_a_failing_environment_ends_its_rollout(where, hang):
+    cls = failing(where, hang)
+    _, (rollout,), _ = run(cls, [[ANSWER]], environment_timeout=0.2)
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    named = "Fails" if where == "__init__" else f"Fails.{where}"
+    said = (
+        f"{named} took longer than environment_timeout=0.2 s" if hang else f"{named} raised OSError: the disk is gone"
+    )
+    assert said in str(rollout.error)
+    assert len(cls.closed) == (where != "__init__")  # closed whatever happened
+
+
+def test_a_tool_of_an_environment_that_fails_is_an_observation():
+    class Breaks(Counter):
+        def add(self, amount: int) -> str:
+            """Add."""
+            raise OSError("the disk is gone")
+
+    _, (rollout,), _ = run(Breaks, [[call("add", amount=1), ANSWER]])
+    assert rollout.turns[0].error == "tool" and rollout.turns[0].observation == "Error: the disk is gone"
+    assert rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_close_runs_where_the_server_dies():
+    class Closes(Counter):
+        closed = []
+
+        def close(self):
+            Closes.closed.append(self.value)
+
+    class Dies(Scripted):
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            if index == 1:
+                raise ConnectionError("gone")
+            await asyncio.sleep(30)
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Closes)
+    with pytest.raises(ConnectionError):
+        env.generate(["a", "b"], Dies([[], []]), rows=[{"start": 1}, {"start": 2}])
+    assert sorted(Closes.closed) == [1, 2]
+
+
+def test_environments_with_close_are_not_used_again():
+    class Closes(Counter):
+        def close(self):
+            self.value = None
+
+    env, (first,), _ = run(Closes, [[ANSWER]])
+    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert first.environment is not second.environment and first.environment.value is None
+
+
+def test_rows_choose_among_several_environments():
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment={"count": Counter, "board": Board})
+    rows = [{"environment": "board", "n": 1}, {"environment": "count", "start": 4}]
+    rollouts = env.generate(["x", "x"], Scripted([[ANSWER], [ANSWER]]), rows=rows)["rollouts"]
+    assert [type(r.environment) for r in rollouts] == [Board, Counter]
+    with pytest.raises(ValueError, match="environment='chess', expected one of count, board"):
+        env.environments.class_of({"environment": "chess"})
+
+
+def test_async_methods_and_state_keys():
+    class Asks(Counter):
+        async def reset(self, **row):
+            await asyncio.sleep(0)
+            super().reset()
+
+        def state_key(self):
+            return self.value
+
+        async def add(self, amount: int) -> ToolResult:
+            """Add."""
+            self.value += amount
+            return ToolResult(str(self.value), reward=amount / 4)
+
+    _, (rollout,), _ = run(Asks, [[call("add", amount=3), ANSWER]])
+    assert [turn.state_key for turn in rollout.turns] == [0, 3]
+    assert rollout.turns[0].results[0].reward == 0.75 and rollout.turns[0].observation == "3"
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+
+
+class NoDocstring(Counter):
+    def look(self) -> str:
+        return ""
+
+
+class NoHint(Counter):
+    def look(self, where) -> str:
+        """Look."""
+
+
+class Clashes(Counter):
+    def close(self, door: str) -> str:
+        """Close a door."""
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (NoReset, "NoReset has no method reset"),
+        (NoDocstring, "Tool look has no docstring"),
+        (NoHint, "no type hint for 'where'"),
+        (Clashes, r"Clashes.close\(self, door: str\) -> str clashes with the trainer's method close\(self\)"),
+        (Counter(), "expected a class"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(cls, message):
+    with pytest.raises(ValueError, match=message):
+        check_environment(cls, "ENVIRONMENT")
+    with pytest.raises(ValueError, match=message):
+        MultiTurnToolEnv([], environment=cls)
+
+
+def test_the_budget_of_a_prompt_that_reset_makes_too_long():
+    class Long(Counter):
+        def reset(self, **row):
+            self.value = 0
+            return "x" * 400
+
+    _, (rollout,), _ = run(Long, [[ANSWER]], max_model_len=200)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
+
+
+# --- in the trainer --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_environments(random_model, tmp_path):
+    """Their rewards are columns, a failed one is in nobody's statistics, and all are closed behind the rewards."""
+    seen = {}
+
+    class Game:
+        closed = []
+
+        def reset(self, n: int, **row) -> None:
+            self.n = n
+            if n == 3:
+                raise OSError("no board")
+
+        def respond(self, rollout, turn):
+            return Reply(reward=self.n / 10)
+
+        def get_reward(self) -> float:
+            return float(self.n)
+
+        def close(self) -> None:
+            Game.closed.append(self.n)
+
+    def custom(environments, rollout_turns, prompts, **kwargs):
+        seen["environments"], seen["closed"] = [e.n for e in environments], list(Game.closed)
+        seen["prompts"] = prompts
+        return [1.0] * len(environments)
+
+    args = MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=64, max_steps=1, disable_tqdm=True,
+        save_strategy="no", logging_steps=1,
+    )  # fmt: skip
+    numbers = iter([1, 2, 3, 4])
+
+    class Numbered(Game):
+        def reset(self, **row) -> None:
+            super().reset(n=next(numbers))
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None, environment=Numbered), [], [custom], args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 4),
+    )  # fmt: skip
+    trainer.llm = Scripted([[[65, END]]] * 4, tokenizer=trainer.processing_class)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer._generate_and_score_completions([{"prompt": [{"role": "user", "content": "go"}]}] * 4)
+    assert sorted(Game.closed) == [1, 2, 3, 4]
+    assert len(seen["environments"]) == 3 and seen["closed"] == []
+    assert trainer.reward_func_names == ["environment", "tool", "custom", "Numbered"]
+    failed = [r.stop_reason == StopReason.ENVIRONMENT_ERROR for r in trainer._rollouts]
+    assert sum(failed) == 1
+    row = failed.index(True)
+    assert batch["advantages"][row].abs().sum() == 0
+    assert (batch["tool_mask"] * batch["completion_mask"])[row].sum() == 0
+    assert batch["advantages"].abs().sum() > 0
+    rewards = trainer._logged_rewards
+    assert rewards[row].isnan().all()
+    kept = [i for i in range(4) if i != row]
+    assert sorted(rewards[kept, 3].tolist()) == [1.0, 2.0, 4.0]
+    assert sorted(round(v, 4) for v in rewards[kept, 0].tolist()) == [0.1, 0.2, 0.4]
