@@ -100,8 +100,7 @@ class ChatFormat:
     ):
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
-        # Unguessable, so that no tool can echo it. Tokenizers keep its last letter apart from what follows.
-        self._sentinel = f"assistant-{secrets.token_hex(8)}x"
+        self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
         self.setup()
         try:
             closings = self.closings()
@@ -210,7 +209,7 @@ class ChatFormat:
 
     def next_stops(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, ...]:
         """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
-        open_thinking = bool(ids) and self._thinking_length(ids, prompt_ids) is None
+        open_thinking = bool(self.stops and ids) and self._thinking_length(ids, prompt_ids) is None
         return self.thinking[1:] if open_thinking else self.stops
 
     def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
@@ -276,12 +275,13 @@ class ChatFormat:
 
     def _tokenise(self, suffix: str) -> list[int]:
         """Ids of a text that stands behind other text: some tokenizers begin a text with a blank of their own."""
-        text = self._sentinel + suffix
+        before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
+        text = before + suffix
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             starts = [start for start, _ in encoded["offset_mapping"]]
-            first = bisect.bisect_left(starts, len(self._sentinel))
-            if first < len(starts) and starts[first] == len(self._sentinel):
+            first = bisect.bisect_left(starts, len(before))
+            if first < len(starts) and starts[first] == len(before):
                 return encoded["input_ids"][first:]
         return self.tokenizer(suffix, add_special_tokens=False)["input_ids"]
 

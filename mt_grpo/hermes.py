@@ -88,7 +88,7 @@ def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
         schema = get_json_schema(tool)["function"]
     except (DocstringParsingException, TypeHintParsingException):
         parameters = TypeAdapter(tool).json_schema()
-        schema = {"description": inspect.getdoc(tool) or "", "parameters": parameters}
+        schema = {"name": name, "description": inspect.getdoc(tool) or "", "parameters": parameters}
     return {"type": "function", "function": {**schema, "name": name}}
 
 

@@ -47,8 +47,8 @@ class ToolFormat(Protocol):
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it."""
 
-    def parse(self, ids: list[int], prompt_ids: list[int]) -> Parsed:
-        """The text, the calls and the answer of a whole turn."""
+    def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
+        """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must."""
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """The messages with the results of a turn's calls."""

@@ -461,9 +461,8 @@ def test_thinking_of_a_family(name):
     assert parse(fmt, f"{thought}{final}").answer is None
     unclosed = thought[: thought.index(call)] + call
     assert parse(fmt, unclosed) == Parsed(unclosed, [], None, True)
-    assert fmt.next_stops([], prompt_of(fmt)) == () and not fmt.stopped_early(
-        ids(unclosed, fmt.tokenizer), prompt_of(fmt)
-    )
+    assert fmt.next_stops(ids(unclosed, fmt.tokenizer), prompt_of(fmt)) == ()
+    assert not fmt.stopped_early(ids(unclosed, fmt.tokenizer), prompt_of(fmt))
 
 
 @EVERY_FAMILY
@@ -475,6 +474,22 @@ def test_a_family_goes_on_behind_a_result(name):
     prompt = prompt_of(fmt) + turn + fmt.suffix_ids(TWO[:1], fmt.results(TWO[:1], RESULTS), turn)
     opened = family.suffix.endswith("<think>\n")
     assert fmt.parse(ids(text, fmt.tokenizer), prompt, TOOLS) == Parsed(text, [] if opened else TWO[:1], None, opened)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@EVERY_FAMILY
+def test_a_family_with_thinking_on_or_off(name, enabled):
+    """What the template opens or closes for the model is seen, at the start and behind results."""
+    family, fmt = FAMILIES[name], native(name, enable_thinking=enabled)
+    text = family.around % family.first
+    turn = [*ids(text, fmt.tokenizer), sorted(fmt.ends)[0]]
+    prompt = prompt_of(fmt)
+    behind = prompt + turn + fmt.suffix_ids(TWO[:1], fmt.results(TWO[:1], RESULTS), turn)
+    opened = name.startswith(("qwen3_5", "qwen3_6", "qwen3_8", "nemotron")) and enabled
+    # DeepSeek's template opens it at the start alone, whatever is asked; the newest of Gemma 4 behind results alone.
+    at_start, behind_results = opened or name == "deepseekv3", opened or (name == "gemma4_v5" and enabled)
+    for where, expected in ((prompt, at_start), (behind, behind_results)):
+        assert fmt.parse(turn, where, TOOLS) == Parsed(text, [] if expected else TWO[:1], None, expected)
 
 
 def test_the_suffix_of_two_results_in_ids():
