@@ -34,8 +34,13 @@ class Pass(dict):
 
 
 def trained_records(rollout: Rollout) -> list[Record]:
-    """At least one. Where the environment failed it is an empty one (see `loss_lists`)."""
-    return [Record([], [])] if rollout.stop_reason == StopReason.ENVIRONMENT_ERROR else rollout.records
+    """At least one. Without a turn, or where the environment failed, it is an empty one (see `loss_lists`).
+
+    >>> trained_records(Rollout([], [1, 2, 3]))  # a prompt may be longer than what the model can read
+    [Record(prompt_ids=[], turns=[], first_turn=0)]
+    """
+    failed = rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    return rollout.records if rollout.turns and not failed else [Record([], [])]
 
 
 def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool]]:
@@ -127,9 +132,12 @@ def score_rollouts(
     count, log_extra = len(rollouts), columns["log_extra"]
     if len(places) < count:
         columns = {key: [v[i] for i in places] if isinstance(v, list) else v for key, v in columns.items()}
-        columns["log_extra"] = lambda column, values: log_extra(
-            column, [dict(zip(places, values, strict=True)).get(i) for i in range(count)]
-        )
+
+        def log_in_place(column: str, values: list) -> None:
+            placed = dict(zip(places, values, strict=True))
+            log_extra(column, [placed.get(i) for i in range(count)])
+
+        columns["log_extra"] = log_in_place
     funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
     if places:
         values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)

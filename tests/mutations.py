@@ -124,7 +124,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "records: a rollout whose environment failed is trained on",
         "mt_grpo/records.py",
-        "return [Record([], [])] if rollout.stop_reason == StopReason.ENVIRONMENT_ERROR else rollout.records",
+        "return rollout.records if rollout.turns and not failed else [Record([], [])]",
         "return rollout.records",
         "tests/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics",
     ),

@@ -32,6 +32,7 @@ LOGGING = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background", "run_async",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
+    "compare_ranks",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
