@@ -65,7 +65,7 @@ from mt_grpo.environments import (
     tools_of,
 )
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.formats import CLOSING_TAGS, make_format
+from mt_grpo.formats import CALL_FORMAT, CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
@@ -273,7 +273,9 @@ class MultiTurnToolEnv:
             if turn is None:
                 return
             if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
-                turn.results = await self.run_calls(rollout, turn.calls)
+                turn.results = await self.run_calls(
+                    rollout, turn.calls, self.format_of(self._tokenizer(llm)).call_format
+                )
             reply = await self.ask(rollout, turn)
             rollout.stop_reason = self.end(rollout, turn, reply, llm)
             if rollout.stop_reason is not None:
@@ -316,35 +318,40 @@ class MultiTurnToolEnv:
                 break
         length, ended = written.cut(ids, history)
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", "stop" if ended else generation.finish_reason)
-        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history)
+        tools = self.tools if rollout.tools is None else rollout.tools
+        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, tools)
+        if turn.finish_reason == "length":  # what the budget cut off is no answer
+            turn.answer = None
         turn.context, rollout.edited = rollout.edited, None
         turn.state_key, turn.seconds = key, time.perf_counter() - started
         rollout.turns.append(turn)
         return turn
 
-    async def run_calls(self, rollout: Rollout, calls: list[ToolCall]) -> list[ToolResult]:
+    async def run_calls(self, rollout: Rollout, calls: list[ToolCall], call_format: str) -> list[ToolResult]:
         """The results of a turn's calls, in their order. The calls run at the same time."""
         own = asyncio.Lock()  # the methods of one environment share its state, so they run one after another
 
         async def run(call: ToolCall) -> ToolResult:
             if not is_own_method(call, rollout):
-                return await self.call_tool(call, rollout.tools)
+                return await self.call_tool(call, rollout.tools, call_format)
             async with own:
-                return await self.call_tool(call, rollout.tools)
+                return await self.call_tool(call, rollout.tools, call_format)
 
         results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])
         rollout.abandoned |= any(result.error == "timeout" for result in results)
         text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
         return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
 
-    async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
+    async def call_tool(
+        self, call: ToolCall, tools: dict[str, Callable] | None = None, call_format: str = CALL_FORMAT
+    ) -> ToolResult:
         """Run a call. The policy's mistake and a tool's failure become text for the model.
 
         Raises:
             ToolsUnavailable: the machine cannot run tools.
         """
         tools = self.tools if tools is None else tools
-        arguments, mistake = read_call(call, tools)
+        arguments, mistake = read_call(call, tools, call_format)
         if mistake:
             return ToolResult(f"Error: {mistake}", "call")
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent_tools))

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from mt_grpo.ranks import RunError
-from mt_grpo.rollout import Context, StopReason, completion_ids
+from mt_grpo.rollout import Context, Record, StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 LAYOUTS = {  # a batch of eight rollouts: in one step, in two accumulated steps, in two steps of the optimizer
@@ -20,7 +20,7 @@ LAYOUTS = {  # a batch of eight rollouts: in one step, in two accumulated steps,
 
 def no_edit(rollout, k):
     """The history is cut before each turn, and nothing is changed: what the model reads is what it read."""
-    return rollout.prompt_ids + completion_ids(rollout.turns[:k])
+    return rollout.prompt_ids + Record([], rollout.turns[:k]).completion_ids
 
 
 def edit_one(rollout, k):
