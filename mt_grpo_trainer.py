@@ -65,7 +65,7 @@ from mt_grpo.environments import (
     tools_of,
 )
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.formats import CALL_FORMAT, CLOSING_TAGS, make_format
+from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
@@ -332,26 +332,26 @@ class MultiTurnToolEnv:
         own = asyncio.Lock()  # the methods of one environment share its state, so they run one after another
 
         async def run(call: ToolCall) -> ToolResult:
+            if call.error:
+                return ToolResult(f"Error: {call.error}. Expected: {call_format}", "call")
             if not is_own_method(call, rollout):
-                return await self.call_tool(call, rollout.tools, call_format)
+                return await self.call_tool(call, rollout.tools)
             async with own:
-                return await self.call_tool(call, rollout.tools, call_format)
+                return await self.call_tool(call, rollout.tools)
 
         results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])
         rollout.abandoned |= any(result.error == "timeout" for result in results)
         text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
         return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
 
-    async def call_tool(
-        self, call: ToolCall, tools: dict[str, Callable] | None = None, call_format: str = CALL_FORMAT
-    ) -> ToolResult:
+    async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
         """Run a call. The policy's mistake and a tool's failure become text for the model.
 
         Raises:
             ToolsUnavailable: the machine cannot run tools.
         """
         tools = self.tools if tools is None else tools
-        arguments, mistake = read_call(call, tools, call_format)
+        arguments, mistake = read_call(call, tools)
         if mistake:
             return ToolResult(f"Error: {mistake}", "call")
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent_tools))

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.data import make_arithmetic
-from mt_grpo.formats import cut_to_tokens, parse_turn
+from mt_grpo.formats import parse_turn
 from mt_grpo.plugins import load_tools
+from mt_grpo.tool_results import cut_to_tokens
 from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator, then answer."
