@@ -14,11 +14,11 @@ A module imports only from modules that stand above it in this list.
     tool_arguments   a call's arguments as the types of a tool's parameters
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
-    control_tokens   text that can neither open nor close a turn
+    control_tokens   control tokens broken in text from tools and data
     chat_format      what tool formats share: the end of a turn, thinking, the ids behind a turn
     hermes           calls as the chat template writes them, several in one turn
     native           the syntaxes of calls of families of models
-    formats          how a model writes calls and answers: xml; the choice of a format
+    formats          the format xml; the choice of a tool format
     tools            a function as a tool: description, argument check
     environments     one environment per conversation
     sampling         the sampling parameters of a request
