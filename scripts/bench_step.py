@@ -96,18 +96,22 @@ def make_conversations(shape: Shape, seed: int = 0) -> list[Conversation]:
 
 def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: bool) -> dict[str, Any]:
     """A turn whose ids and observation's ids are `length` together, or as few as a call or an answer needs."""
+    from mt_grpo.rollout import ToolResult
+
     expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
     call = f"<tool>{json.dumps({'name': 'calculator', 'args': {'expression': expression}})}</tool>"
     ending = tokenizer(f"<answer>{rng.randint(2, 9999)}</answer>" if last else call)["input_ids"]
     observation = None if last else str(rng.randint(2, 9999)) * max(1, length // 80)
-    observation_ids = [] if last else env.message_ids(observation, tokenizer, ending)
+    written = env.format_of(tokenizer)
+    messages = [] if last else written.results([], [ToolResult(observation)])
+    observation_ids = [] if last else written.suffix_ids([], messages, ending)
     thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(length // 3))
     room = max(0, length - len(ending) - len(observation_ids))
     token_ids = tokenizer(thoughts)["input_ids"][:room] + ending
     return {
         "token_ids": token_ids, "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
         "text": tokenizer.decode(token_ids), "call": None if last else {"expression": expression},
-        "observation": observation, "observation_ids": observation_ids,
+        "observation": observation, "messages": messages, "observation_ids": observation_ids,
     }  # fmt: skip
 
 
@@ -130,7 +134,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step."""
-    from mt_grpo.rollout import Rollout, StopReason, ToolCall, Turn
+    from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 
     return [
         Rollout(
@@ -138,8 +142,9 @@ def as_rollouts(conversations: list[Conversation]) -> list:
             [
                 Turn(
                     list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
-                    turn["call"] and ToolCall("calculator", turn["call"]), turn["observation"],
-                    list(turn["observation_ids"]),
+                    [ToolCall("calculator", turn["call"])] if turn["call"] else [],
+                    [ToolResult(turn["observation"])] if turn["call"] else [], messages=list(turn["messages"]),
+                    observation_ids=list(turn["observation_ids"]),
                 )
                 for turn in conversation["turns"]
             ],
@@ -225,7 +230,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
             outcome_reward_funcs=[outcome_reward], **common,
         )  # fmt: skip
 
-        def roll_out(prompts: list) -> list:
+        def roll_out(rows: list) -> list:
             turns = [turn for rollout in meter.batch for turn in rollout.turns]
             texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
             for turn, text in zip(turns, texts, strict=True):

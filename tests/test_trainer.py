@@ -102,7 +102,8 @@ class FixedTRL(GRPOTrainer):
 class FixedMTGRPO(MTGRPOEnvTrainer):
     advantage_error = 0.0
 
-    def _roll_out(self, prompts):
+    def _roll_out(self, rows):
+        prompts = [row["prompt"] for row in rows]
         prompt_ids, completion_ids = fixed_ids(prompts)
         return [
             Rollout(p, ids, i, [Turn(c, None, "", "stop")], StopReason.NO_TOOL_CALL)
@@ -157,7 +158,9 @@ class TwoTurns(FixedMTGRPO):
         for rollout in rollouts:
             ids = rollout.turns[0].token_ids
             half = (len(ids) + 1) // 2
-            call = Turn(ids[:half], None, "", "stop", observation="6", observation_ids=[1, 2, 3])
+            call = Turn(
+                ids[:half], None, "", "stop", messages=[{"role": "user", "content": "6"}], observation_ids=[1, 2, 3]
+            )
             rollout.turns = [call, Turn(ids[half:], None, "", "stop")]
         return rollouts
 
@@ -734,7 +737,8 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self._prefetched, batch.prompts, self._stop_signal = batch, prompts, signal.SIGTERM
+            self._prefetched, self._stop_signal = batch, signal.SIGTERM
+            batch.prompts = [row["prompt"] for row in prompts]
             if taken:  # and started to wait for
                 self._batch, self._prefetched = batch, None
             return super()._roll_out(prompts)
