@@ -2,6 +2,7 @@
 
 Protects against: programs that do not end, large files and outputs, names that lead out of the folder. Does not
 protect against what a program does: it runs as your user and may leave processes behind. Train in a container.
+Rewards may look into `environments[i].folder`.
 """
 
 import pathlib
@@ -12,7 +13,7 @@ import tempfile
 
 
 class Sandbox:
-    """Rewards may look into `environments[i].folder`; `close` removes it behind them."""
+    seconds = 10  # that one program may take
 
     def reset(self, **row) -> None:
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="sandbox-"))
@@ -23,8 +24,8 @@ class Sandbox:
         return f"{size} characters written"
 
     def run_python(self, name: str) -> str:
-        """Run a Python file for at most 10 seconds, and read the first 4000 bytes of what it prints."""
-        limits = 'ulimit -f 1000; exec timeout -s KILL 10 "$0" "./$1"'
+        """Run a Python file for a few seconds, and read the first 4000 bytes of what it prints."""
+        limits = f'ulimit -f 1000; exec timeout -s KILL {self.seconds} "$0" "./$1"'
         command = ["bash", "-c", limits, sys.executable, pathlib.Path(name).name]
         with tempfile.TemporaryFile() as output:  # a pipe would stay open as long as any process of the program
             files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
