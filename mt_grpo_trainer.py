@@ -14,14 +14,14 @@ has several turns. A good search and the bad answer after it should not share on
     advantage        outcome + coef * turn    -                    outcome
 
 TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file is what lies between: the
-conversation, its tokens, its credit. Left out on purpose: images, several tool calls in one turn, and any
-re-rendering of the history, which would train on tokens that the policy never sampled.
+conversation, its tokens, its credit. Left out on purpose: images. The history is never rendered again, which would
+train on tokens that the policy never sampled. Where an environment edits it, a further record begins.
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
 
 A step starts in section 3 (`_generate_and_score_completions`). It runs conversations by 1, and gives credit by 2:
-    1. the conversation    `MultiTurnToolEnv`: sample a turn, run its call, append the result
+    1. the conversation    `MultiTurnToolEnv`: sample a turn, run its calls, ask the environment, append
     2. credit              pure functions from rewards to one advantage per turn, then per token
     3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss does the rest
     4. the server          `VLLMServerClient`: generate, chat, update_weights
@@ -58,7 +58,6 @@ from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits
 from mt_grpo.environments import (
     Environments,
-    environment_rewards,
     failures_end,
     is_own_method,
     read_reply,
@@ -99,7 +98,7 @@ from mt_grpo.rollout import (
 )
 from mt_grpo.run_log import conversation_metrics, credit_metrics, log_rollouts, mean_per_rollout
 from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
@@ -211,7 +210,9 @@ class MultiTurnToolEnv:
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
         self.tool_format = tool_format
-        self.environments = environment and Environments(environment, environment_timeout)
+        self.environments = None
+        if environment is not None:
+            self.environments = Environments(environment, environment_timeout, self.tools)
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -272,17 +273,18 @@ class MultiTurnToolEnv:
             turn = await self.sample_turn(rollout, llm, sampling_params)
             if turn is None:
                 return
+            tokenizer = self._tokenizer(llm)
             if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
-                turn.results = await self.run_calls(
-                    rollout, turn.calls, self.format_of(self._tokenizer(llm)).call_format
-                )
+                call_format = self.format_of(tokenizer).call_format
+                turn.results = await self.run_calls(rollout, turn.calls, call_format)
+            if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
+                turn.messages = self.result_messages(turn, tokenizer)[1]
             reply = await self.ask(rollout, turn)
             rollout.stop_reason = self.end(rollout, turn, reply, llm)
             if rollout.stop_reason is not None:
-                return
-            tokenizer = self._tokenizer(llm)
-            if reply.history:
-                self.edit(rollout, turn, neutralise_prompt(reply.history, tokenizer), tokenizer)
+                turn.messages = []  # nobody reads them
+            elif reply.history:
+                self.edit(rollout, turn, reply.history, tokenizer)
             elif reply.continuation:
                 self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), tokenizer)
             else:
@@ -292,7 +294,7 @@ class MultiTurnToolEnv:
         """Give a conversation its environment; render what the model reads first."""
         tokenizer = self._tokenizer(llm)
         messages = await self.environments.open(rollout)
-        rollout.tools = {**self.tools, **tools_of(rollout.environment)}
+        rollout.tools = tools_of(rollout.environment, self.tools)
         rollout.first_messages = neutralise_prompt(messages, tokenizer)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
@@ -401,13 +403,13 @@ class MultiTurnToolEnv:
         if fitted is not None:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
-            full = room.context < room.completion
+            full, turn.messages = room.context < room.completion, []
             rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
 
     def continue_turn(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it."""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        turn.continuation = text
+        turn.continuation, turn.messages = text, []
         if turn.token_ids[-1] in self.format_of(tokenizer).ends:
             rollout.edited = Context(rollout.history, rollout.history_ids[:-1] + ids, len(ids))
         else:
@@ -415,8 +417,14 @@ class MultiTurnToolEnv:
 
     def edit(self, rollout: Rollout, turn: Turn, history: list[Message], tokenizer: PreTrainedTokenizerBase) -> None:
         """Have the model read another history: a further record begins with its next turn."""
-        turn.messages = self.format_of(tokenizer).results(turn.calls, turn.results)  # for rewards and the log
+        read = rollout.history  # its messages stay as they are; the environment's are text
+        history = [m if m in read else neutralise_prompt([m], tokenizer)[0] for m in history]
+        turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
         rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))
+
+    def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
+        """A turn's results, each cut to `max_tool_response_tokens`, and the messages with them."""
+        return self.format_of(tokenizer).fit(turn, [], float("inf"), self.max_tool_response_tokens)[:2]
 
     # -- what the conversation reads: its limits, its format, its state --
 
@@ -844,8 +852,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.env, self.backend, self.num_turn_funcs = env, backend_of(args), len(turn_funcs)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-        if self._reads_state and env.state_key is None:
-            warn_without_state_keys(args.credit_assignment)
+        if self._reads_state:
+            warn_without_state_keys(args.credit_assignment, env)
         self._rows: list[dict[str, Any]] = []  # of the data, for the batch being rolled out
         self._rollouts: list[Rollout] = []  # of the batch being scored
         self._failed: list[bool] = []  # of the same batch, all ranks: the environment failed

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, ToolResult
+from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, join
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool
@@ -36,7 +36,7 @@ def tool_methods(cls: type) -> list[str]:
 def check_environment(cls: Any, where: str) -> None:
     """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
     if not isinstance(cls, type):
-        raise ValueError(f"{where} is {cls!r}, expected a class.")
+        raise ValueError(f"{where} is {cls!r}, expected a class, or a dict of classes.")
     if not callable(getattr(cls, "reset", None)):
         raise ValueError(f"{where}: {cls.__name__} has no method reset(self, **row), which begins a conversation.")
     for name, count in METHODS.items():
@@ -53,21 +53,32 @@ def check_environment(cls: Any, where: str) -> None:
             ) from None
     for name in tool_methods(cls):
         check_tool(types.MethodType(getattr(cls, name), cls))
+    if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
+        merged(cls.__name__, [types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)], cls.tools)
 
 
-def tools_of(environment: Any) -> dict[str, Callable]:
-    """The tools of an instance: its public methods, and the functions in its list `tools`.
+def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
+    """The tools of a conversation: the others, an instance's public methods, and the functions in its list `tools`.
 
     Raises `ValueError` for two of one name.
     """
-    tools = [getattr(environment, name) for name in tool_methods(type(environment))]
-    for tool in getattr(environment, "tools", []):
+    methods = [getattr(environment, name) for name in tool_methods(type(environment))]
+    listed = getattr(environment, "tools", [])
+    return merged(type(environment).__name__, others.values(), methods, [] if callable(listed) else listed)
+
+
+def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
+    """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
+    tools: dict[str, Callable] = {}
+    for tool in join(groups):
         check_tool(tool)
-        tools.append(tool)
-    named = {tool.__name__: tool for tool in tools}
-    if len(named) < len(tools):
-        raise ValueError(f"{type(environment).__name__} has two tools of one name: {[t.__name__ for t in tools]}.")
-    return named
+        if tool.__name__ in tools:
+            raise ValueError(
+                f"Two tools are called {tool.__name__!r}, one of them of {name}: the model could not tell them apart. "
+                "Give one another name."
+            )
+        tools[tool.__name__] = tool
+    return tools
 
 
 def is_own_method(call: ToolCall, rollout: Rollout) -> bool:
@@ -132,38 +143,6 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
         raise
 
 
-def environment_rewards(environments: Environments | None, tools: dict[str, Callable]) -> tuple[list, list]:
-    """(turn, outcome) reward functions with what environments and tools give, named as they are logged.
-
-    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class.
-    """
-
-    def environment(rollout_turns: list, **kwargs) -> list:
-        return [[turn.reward for turn in turns] for turns in rollout_turns]
-
-    def tool(rollout_turns: list, **kwargs) -> list:
-        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
-
-    def of_class(cls: type) -> Callable:
-        def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
-            return [r if type(e) is cls else None for e, r in zip(environments, environment_rewards)]
-
-        get_reward.__name__ = cls.__name__
-        return get_reward
-
-    gives = any(inspect.signature(tool).return_annotation in (ToolResult, "ToolResult") for tool in tools.values())
-    if environments is None:
-        return [tool] if gives else [], []
-    classes = [cls for cls in environments.by_name.values() if hasattr(cls, "get_reward")]
-    return [environment, tool], [of_class(cls) for cls in dict.fromkeys(classes)]
-
-
-def summed(rewards: Iterable[float | None]) -> float | None:
-    """The sum of those that are there; None if none is."""
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None
-
-
 class Environments:
     """One environment per conversation.
 
@@ -173,12 +152,19 @@ class Environments:
     Args:
         factories: A class, or classes by the row's column `environment`.
         timeout: Seconds that one call of a method of the protocol may take.
+        tools: Those that conversations have beside their environments' own.
+
+    Raises:
+        ValueError: a class that is no environment, no class at all, two tools of one name.
     """
 
-    def __init__(self, factories: type | dict[str, type], timeout: float):
+    def __init__(self, factories: type | dict[str, type], timeout: float, tools: dict[str, Callable]):
         self.by_name = factories if isinstance(factories, dict) else {None: factories}
+        if not self.by_name:
+            raise ValueError("environment is an empty dict, expected a class for each name in the column environment.")
         for name, cls in self.by_name.items():
             check_environment(cls, f"environment {name!r}" if name else "environment")
+            merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout = timeout
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.environments import check_environment
 from mt_grpo.event_loop import run_async
 from mt_grpo.rollout import Turn
 from mt_grpo.scoring import check_rewards
@@ -65,6 +66,8 @@ def load_environment(reference: str | None, tools_script: str | None, base: type
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
     found = load_class(reference, "environment") if reference else base
+    if declared is not None:
+        check_declared(declared, f"tools_script: ENVIRONMENT of {tools_script!r}")
     if issubclass(found, base):
         return found, declared
     if declared is not None:
@@ -73,6 +76,14 @@ def load_environment(reference: str | None, tools_script: str | None, base: type
             "well. Expected one of them."
         )
     return base, found
+
+
+def check_declared(declared: Any, where: str) -> None:
+    """Raise `ValueError` unless what a file calls ENVIRONMENT is the class of an environment, or a dict of some."""
+    if declared == {}:
+        raise ValueError(f"{where} is an empty dict, expected a class for each name in the column environment.")
+    for name, cls in declared.items() if isinstance(declared, dict) else [("", declared)]:
+        check_environment(cls, f"{where}[{name!r}]" if name else where)
 
 
 def load_class(reference: str, key: str) -> type:

@@ -257,8 +257,11 @@ def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
         raise ValueError(model_error(name, error)) from error
 
 
-def warn_without_state_keys(credit_assignment: str) -> None:
+def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
     """Warn that without `STATE_KEY` a state is the whole conversation so far."""
+    classes = env.environments.by_name.values() if env.environments is not None else []
+    if env.state_key is not None or any(hasattr(cls, "state_key") for cls in classes):
+        return
     logger.warning(
         f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so far, "
         "so turn 0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "

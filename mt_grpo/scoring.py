@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mt_grpo.environments import tool_methods
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.settings import RANGES, in_range
@@ -66,6 +67,44 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
     if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
         raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
     return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
+
+
+def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
+    """(turn, outcome) reward functions with what environments and tools give, named as they are logged.
+
+    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class.
+    """
+
+    def environment(rollout_turns: list, **kwargs) -> list:
+        return [[turn.reward for turn in turns] for turns in rollout_turns]
+
+    def tool(rollout_turns: list, **kwargs) -> list:
+        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
+
+    def of_class(cls: type) -> Callable:
+        def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
+            return [r if type(e) is cls else None for e, r in zip(environments, environment_rewards)]
+
+        get_reward.__name__ = cls.__name__
+        return get_reward
+
+    returned = [inspect.signature(tool).return_annotation for tool in tools.values()]
+    turn_funcs = [tool] if any("ToolResult" in str(hint) for hint in returned) else []
+    if environments is None:
+        return turn_funcs, []
+    classes = list(dict.fromkeys(environments.by_name.values()))
+    methods = [getattr(cls, name) for cls in classes for name in tool_methods(cls)]
+    returned = [inspect.signature(method).return_annotation for method in methods]
+    may_give = any(hint is inspect.Signature.empty or "ToolResult" in str(hint) for hint in returned)
+    if may_give or any(hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes):
+        turn_funcs = [environment, tool]
+    return turn_funcs, [of_class(cls) for cls in classes if hasattr(cls, "get_reward")]
+
+
+def summed(rewards: typing.Iterable[float | None]) -> float | None:
+    """The sum of those that are there; None if none is."""
+    given = [reward for reward in rewards if reward is not None]
+    return sum(given) if given else None
 
 
 def own_copy(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 import contextlib
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
 
@@ -57,6 +59,17 @@ def random_model(tmp_path_factory) -> str:
     embedding += 0.02
     embedding[config.eos_token_id] += 0.08
     model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def hermes_model(random_model, tmp_path_factory) -> str:
+    """Path of the same model with Qwen3's chat template, as TRL ships it: its calls are Hermes."""
+    path = tmp_path_factory.mktemp("hermes-model") / "model"
+    shutil.copytree(random_model, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(path)
     return str(path)
 
