@@ -313,12 +313,12 @@ def warm_start(
     for step in range(steps):
         drawn = [next_conversation() for _ in range(batch_size)]
         batch = [encode(conversation, tool_format) for conversation in drawn]
-        batch.sort(key=lambda pair: len(pair[0]))  # two padded parts of like length: fewer tokens than one
+        batch.sort(key=lambda pair: len(pair[0]))  # padded parts of like length: fewer tokens than one
         num_said = sum(label != -100 for _, labels in batch for label in labels)
         decay = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
         optimizer.param_groups[0]["lr"] = peak_lr * min((step + 1) / warmup, decay)
         loss = 0.0
-        for part in (batch[i : i + batch_size // 2] for i in range(0, batch_size, batch_size // 2)):
+        for part in (batch[i : i + 8] for i in range(0, batch_size, 8)):
             input_ids, labels = pad_right(part, tool_format.tokenizer.pad_token_id)
             part_loss = model(input_ids=input_ids, labels=labels, num_items_in_batch=num_said, use_cache=False).loss
             part_loss.backward()
