@@ -56,13 +56,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits
-from mt_grpo.environments import (
-    Environments,
-    failures_end,
-    is_own_method,
-    read_reply,
-    tools_of,
-)
+from mt_grpo.environments import Environments, failures_end, is_own_method, read_reply, tools_of
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend

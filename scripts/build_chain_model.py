@@ -21,8 +21,9 @@ from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns,
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mt_grpo.chat_format import ChatFormat
 from mt_grpo.data import make_chain
-from mt_grpo.formats import parse_turn
+from mt_grpo.formats import make_format, parse_turn
 from mt_grpo.plugins import load_tools
 from mt_grpo.rollout import result_message
 from mt_grpo.tools import check_call
@@ -115,7 +116,7 @@ def build_tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedToke
     return fast
 
 
-def measure(model, tokenizer, rows: list[dict], do_sample: bool, max_turns: int = 7) -> dict[str, float]:
+def measure(model, tool_format: ChatFormat, rows: list[dict], do_sample: bool, max_turns: int = 7) -> dict[str, float]:
     """Shares over `rows`, each from 0 to 1, and the mean number of assistant turns."""
     model.eval()
     conversations = [
@@ -124,7 +125,7 @@ def measure(model, tokenizer, rows: list[dict], do_sample: bool, max_turns: int 
     active, totals = list(range(len(rows))), Counter()
     right = [0] * len(rows)
     for _ in range(max_turns):
-        turns = next_turns(model, tokenizer, [conversations[i] for i in active], do_sample) if active else []
+        turns = next_turns(model, tool_format, [conversations[i] for i in active], do_sample) if active else []
         still_active = []
         for i, turn in zip(active, turns, strict=True):
             conversations[i].append({"role": "assistant", "content": turn})
@@ -171,15 +172,16 @@ def main() -> None:
     tokenizer = build_tokenizer([make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]])
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
-    warm_start(base, tokenizer, drawing(rows, 1.0, 1.0, rng), args.steps)
-    print(measure(base, tokenizer, held_out, do_sample=False))
+    tool_format = make_format("xml", tokenizer)
+    warm_start(base, tool_format, drawing(rows, 1.0, 1.0, rng), args.steps)
+    print(measure(base, tool_format, held_out, do_sample=False))
     for name, (good_step, good_answer) in MODELS.items():
         model = copy.deepcopy(base)
-        warm_start(model, tokenizer, drawing(rows, good_step, good_answer, rng), args.mixed_steps, peak_lr=1e-3)
+        warm_start(model, tool_format, drawing(rows, good_step, good_answer, rng), args.mixed_steps, peak_lr=1e-3)
         model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
         model.save_pretrained(args.output_dir / name)
         tokenizer.save_pretrained(args.output_dir / name)
-        sampled, greedy = (measure(model.float(), tokenizer, held_out, do_sample) for do_sample in (True, False))
+        sampled, greedy = (measure(model.float(), tool_format, held_out, do_sample) for do_sample in (True, False))
         print_table(f"{name}, {len(held_out)} held-out problems", sampled, greedy)
 
 

@@ -167,7 +167,8 @@ def test_the_bundled_models_are_as_good_as_the_benchmark_says(recipe, low, high,
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     env = mt.build_env(script_args, args, [calculator], tokenizer)
     rows = make_chain(64, seed=1, split="test")
-    batch = [encode(build.make_conversation(row, 1.0, 1.0, random.Random(0)), tokenizer) for row in rows]
+    conversations = [build.make_conversation(row, 1.0, 1.0, random.Random(0)) for row in rows]
+    batch = [encode(conversation, env.format_of(tokenizer)) for conversation in conversations]
     for row, (ids, _) in zip(rows, batch):
         prompt = env.prompt_ids(env.with_system_prompt([{"role": "user", "content": row["question"]}]), tokenizer)
         assert ids[: len(prompt)] == prompt  # what the model was warmed up on is what the recipe shows it

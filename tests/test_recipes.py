@@ -203,6 +203,7 @@ READ_BACK = {
     "tools_script": lambda t: source_of(next(iter(t.env.tools.values()))),
     "reward_fn": lambda t: source_of(t.reward_funcs[0]),
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
+    "tool_format": lambda t: t.env.tool_format,
     "max_env_steps": lambda t: t.env.max_steps,
     "max_completion_length": lambda t: t.env.max_completion_length,
     "max_turn_tokens": lambda t: t.env.max_turn_tokens,
@@ -250,6 +251,9 @@ READ_BACK_VLLM = {
 
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
+    if recipe.get("tool_format", "xml") != "xml":  # the random model's own chat template knows no tools
+        template = ROOT / recipe["model_name_or_path"] / "chat_template.jinja"
+        model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
     original = recipe["reward_fn"]
     data = folder / "train.jsonl"
