@@ -152,8 +152,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "prompts reach rewards in reversed order",
         SCRIPT,
-        '"prompts": prompts, "completions": completions, "completion_ids"',
-        '"prompts": prompts[::-1], "completions": completions, "completion_ids"',
+        "for rollout, prompt in zip(self._rollouts, prompts)]",
+        "for rollout, prompt in zip(self._rollouts, prompts[::-1])]",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -180,14 +180,14 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "restarted rollouts get the first prompts",
         SCRIPT,
-        "self.env.start([prompts[i] for i in indices])",
-        "self.env.start(prompts[: len(indices)])",
+        "chosen = [rows[i] for i in indices]",
+        "chosen = rows[: len(indices)]",
         f"{BATCH}[turn_return]",
     ),
     Mutation(
         "a rollout's index is that within its rank",
         SCRIPT,
-        "rollout.index = self.accelerator.process_index * len(prompts) + i",
+        "rollout.index = self.accelerator.process_index * len(rows) + i",
         "rollout.index = i",
         RANKS,
     ),
@@ -284,8 +284,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "the log has the first rank's rewards",
-        SCRIPT,
-        "mine = slice(rank * len(self._rollouts), rank * len(self._rollouts) + count)",
+        "mt_grpo/run_log.py",
+        "mine = slice(rank * len(rollouts), rank * len(rollouts) + count)",
         "mine = slice(0, count)",
         RANKS,
     ),
@@ -306,22 +306,22 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "groups in evaluation are as large as in training",
         SCRIPT,
-        "group_size = self.num_generations if self.model.training else self.num_generations_eval",
-        "group_size = self.num_generations",
+        "group_size, args = self.num_generations if self.model.training else self.num_generations_eval, self.args",
+        "group_size, args = self.num_generations, self.args",
         f"{BATCH}[evaluation]",
     ),
     Mutation(
         "scale_rewards is ignored",
         SCRIPT,
-        "self.turn_advantage_coef, self.scale_rewards,\n            self.args",
-        'self.turn_advantage_coef, "group",\n            self.args',
+        "self.turn_advantage_coef, self.scale_rewards,\n            args",
+        'self.turn_advantage_coef, "group",\n            args',
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "scale_rewards is always none",
         SCRIPT,
-        "self.turn_advantage_coef, self.scale_rewards,\n            self.args",
-        'self.turn_advantage_coef, "none",\n            self.args',
+        "self.turn_advantage_coef, self.scale_rewards,\n            args",
+        'self.turn_advantage_coef, "none",\n            args',
         f"{BATCH}[outcome]",
     ),
     Mutation(
@@ -334,7 +334,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "turn_discount is ignored",
         SCRIPT,
-        "            self.args.turn_discount,\n        )  # fmt: skip\n        first",
+        "            args.turn_discount,\n        )  # fmt: skip\n        first",
         "            1.0,\n        )  # fmt: skip\n        first",
         f"{BATCH}[turn_return]",
     ),
@@ -397,8 +397,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "the template's end of turn is not in eos_token_ids",
         SCRIPT,
-        "sorted({*self.eos_token_ids, *env.end_of_turn_ids(tokenizer)})",
-        "sorted(self.eos_token_ids)",
+        "self.eos_token_ids = env.end_of_turn_ids(tokenizer)",
+        "self.eos_token_ids = sorted(self.eos_token_ids)",
         END_OF_TURN,
     ),
     Mutation(
@@ -735,9 +735,9 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "rollouts of other prompts are taken",
-        SCRIPT,
-        "        if self._prefetched.prompts != prompts:\n",
-        "        if len(self._prefetched.prompts) != len(prompts):\n",
+        "mt_grpo/resume.py",
+        'if self._prefetched.prompts != [row["prompt"] for row in rows]:',
+        "if len(self._prefetched.prompts) != len(rows):",
         "tests/test_faults.py::test_rollouts_in_the_air_are_of_the_prompts_that_are_trained",
     ),
     Mutation(
@@ -1047,23 +1047,23 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "sampled ids are encoded again from their text",
         SCRIPT,
-        "        ids = generation.token_ids[:length]\n",
-        '        ids = tokenizer(tokenizer.decode(generation.token_ids[:length]))["input_ids"]\n',
+        "turn = Turn(ids[:length], logprobs and",
+        'turn = Turn(self._tokenizer(llm)(written.text(ids[:length]))["input_ids"], logprobs and',
         "tests/test_conversation.py::test_one_token_that_holds_more_than_the_tag_is_kept_whole",
     ),
     Mutation(
         "logprobs are not cut with their ids",
         SCRIPT,
-        "generation.logprobs and generation.logprobs[:length]",
-        "generation.logprobs",
+        "logprobs and logprobs[:length]",
+        "logprobs",
         "tests/test_conversation.py::test_one_token_that_holds_more_than_the_tag_is_kept_whole",
     ),
     Mutation(
-        "a sampled end of turn is added once more",
-        SCRIPT,
-        "        return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in tokenizer.all_special_ids else ids",
-        "        return ids",
-        "tests/test_conversation.py::test_message_ids",
+        "the template's end of turn follows another one that was sampled",
+        "mt_grpo/chat_format.py",
+        "sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing",
+        "closing and sampled[-1] == closing[-1]",
+        "tests/test_formats.py::test_another_end_than_the_templates_takes_its_place",
     ),
     Mutation(
         "observations are trained on",
@@ -1096,20 +1096,20 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "one more observation than max_env_steps",
         SCRIPT,
-        "for t in rollout.turns) >= self.max_steps:",
-        "for t in rollout.turns) > self.max_steps:",
+        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
+        "MAX_TURNS if len(rollout.turns) > self.max_steps + 1 else",
         "tests/test_conversation.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(
         "a mistaken call does not count as an observation",
         SCRIPT,
-        "sum(t.observation is not None for t in rollout.turns) >= self.max_steps",
-        "sum(t.observation is not None and t.error is None for t in rollout.turns) >= self.max_steps",
+        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
+        'MAX_TURNS if sum(t.error != "call" for t in rollout.turns) > self.max_steps else',
         "tests/test_conversation.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(
         "a result is cut without a marker",
-        "mt_grpo/formats.py",
+        "mt_grpo/tool_results.py",
         '.rstrip("\\ufffd") + marker',
         '.rstrip("\\ufffd")',
         "tests/test_conversation.py::test_cut_to_tokens",
@@ -1117,15 +1117,15 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a call that is cut off ends the conversation",
         SCRIPT,
-        'elif turn.tool_call is None and turn.finish_reason == "length":',
-        'elif turn.finish_reason == "length":',
+        'if not turn.calls and not replied and turn.finish_reason == "length":',
+        'if not replied and turn.finish_reason == "length":',
         "tests/test_conversation.py::test_a_call_cut_off_by_the_turn_budget_is_an_observation",
     ),
     Mutation(
         "a turn that its tag ended counts as cut off",
         SCRIPT,
-        'reason = "stop" if length < len(generation.token_ids) else generation.finish_reason',
-        "reason = generation.finish_reason",
+        '"stop" if ended else generation.finish_reason',
+        "generation.finish_reason",
         "tests/test_conversation.py::test_a_call_before_the_budget_is_spent_ended_by_its_tag",
     ),
     Mutation(
@@ -1145,8 +1145,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a state key sees its own turn",
         SCRIPT,
-        "turn.state_key = self._state_key(rollout.turns)",
-        "turn.state_key = self._state_key([*rollout.turns, turn])",
+        "        turn.state_key, turn.seconds = key, time.perf_counter() - started\n        rollout.turns.append(turn)\n",
+        "        rollout.turns.append(turn)\n        turn.state_key, turn.seconds = await self._state_key(rollout), time.perf_counter() - started\n",
         "tests/test_trainer.py::test_the_environment_names_the_state_in_which_each_turn_begins",
     ),
     Mutation(
@@ -1193,9 +1193,9 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "the next turn does not see the result",
-        SCRIPT,
-        "        history = rollout.prompt_ids + rollout.completion_ids\n",
-        "        history = rollout.prompt_ids + join(turn.token_ids for turn in rollout.turns)\n",
+        "mt_grpo/rollout.py",
+        "        return record.prompt_ids + record.completion_ids\n",
+        "        return record.prompt_ids + join(turn.token_ids for turn in record.turns)\n",
         "tests/test_conversation.py::test_two_turns_in_numbers",
     ),
     Mutation(
@@ -1634,7 +1634,7 @@ STOPPING_AND_RESUMING: list[Mutation] = [
     ),
     Mutation(
         "a resumed run trains on beyond its last step",
-        SCRIPT,
+        "mt_grpo/resume.py",
         "        if self.state.global_step >= self.state.max_steps:  # resumed",
         "        if self.state.global_step > self.state.max_steps:  # resumed",
         "tests/test_trainer.py::test_a_run_that_is_resumed_at_its_end_does_nothing_more",
