@@ -65,7 +65,7 @@ KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # where memory counts: what is resident is what is in use
 
 Shape = dict[str, Any]
-Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, observation(_ids)
+Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, call, result, ...
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Canned conversations, made once in the parent
@@ -101,9 +101,9 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
     expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
     call = f"<tool>{json.dumps({'name': 'calculator', 'args': {'expression': expression}})}</tool>"
     ending = tokenizer(f"<answer>{rng.randint(2, 9999)}</answer>" if last else call)["input_ids"]
-    observation = None if last else str(rng.randint(2, 9999)) * max(1, length // 80)
+    results = [] if last else [ToolResult(str(rng.randint(2, 9999)) * max(1, length // 80))]
     written = env.format_of(tokenizer)
-    messages = [] if last else written.results([], [ToolResult(observation)])
+    messages = written.results([], results)
     observation_ids = [] if last else written.suffix_ids([], messages, ending)
     thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(length // 3))
     room = max(0, length - len(ending) - len(observation_ids))
@@ -111,7 +111,7 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
     return {
         "token_ids": token_ids, "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
         "text": tokenizer.decode(token_ids), "call": None if last else {"expression": expression},
-        "observation": observation, "messages": messages, "observation_ids": observation_ids,
+        "result": None if last else results[0].text, "messages": messages, "observation_ids": observation_ids,
     }  # fmt: skip
 
 
@@ -143,7 +143,8 @@ def as_rollouts(conversations: list[Conversation]) -> list:
                 Turn(
                     list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
                     [ToolCall("calculator", turn["call"])] if turn["call"] else [],
-                    [ToolResult(turn["observation"])] if turn["call"] else [], messages=list(turn["messages"]),
+                    [ToolResult(turn["result"])] if turn["call"] else [],
+                    messages=[dict(message) for message in turn["messages"]],
                     observation_ids=list(turn["observation_ids"]),
                 )
                 for turn in conversation["turns"]
@@ -230,7 +231,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
             outcome_reward_funcs=[outcome_reward], **common,
         )  # fmt: skip
 
-        def roll_out(rows: list) -> list:
+        def roll_out(prompts: list) -> list:
             turns = [turn for rollout in meter.batch for turn in rollout.turns]
             texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
             for turn, text in zip(turns, texts, strict=True):
