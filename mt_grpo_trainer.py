@@ -269,8 +269,7 @@ class MultiTurnToolEnv:
                 return
             tokenizer = self._tokenizer(llm)
             if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
-                call_format = self.format_of(tokenizer).call_format
-                turn.results = await self.run_calls(rollout, turn.calls, call_format)
+                turn.results = await self.run_calls(rollout, turn.calls, self.format_of(tokenizer).call_format)
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
             reply = await self.ask(rollout, turn)

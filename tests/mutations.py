@@ -1180,8 +1180,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a method of an environment takes the place of a tool of its name",
         "mt_grpo/environments.py",
-        "            if twice := sorted({*tools} & {*tool_methods(cls)}):\n",
-        "            if twice := []:\n",
+        "            merged(cls.__name__, tools.values(), self.tools_of_class",
+        "            merged(cls.__name__, [], self.tools_of_class",
         "tests/test_environments.py::test_a_tool_of_the_file_with_the_name_of_a_method_is_refused",
     ),
     Mutation(

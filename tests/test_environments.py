@@ -315,7 +315,7 @@ def test_an_environment_whose_call_was_given_up_is_not_used_again():
     assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED
     (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
     (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
-    assert second.environment is not first.environment and second.environment.resets == 1
+    assert second.environment is not first.environment and second.environment.resets == 2
     assert third.environment is second.environment
 
 
@@ -474,7 +474,7 @@ def test_a_tool_of_the_file_with_the_name_of_a_method_is_refused():
     def add(amount: int) -> str:
         """Add."""
 
-    with pytest.raises(ValueError, match="Two tools are called 'add': a method of Counter and a function of TOOL_FUN"):
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Counter"):
         MultiTurnToolEnv([add], environment={"board": Board, "count": Counter})
 
 
