@@ -1440,10 +1440,10 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation, **(args.model_init_kwargs or {}),

@@ -160,10 +160,12 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     return tools
 
 
-def load_rewards(path: str | None) -> tuple[list[Callable], list[Callable]]:
+def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
-    if path is None:
+    if not path and optional:
         return [], []
+    if not path:
+        raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
     check_rewards(turn_funcs, outcome_funcs)
     return turn_funcs, outcome_funcs

@@ -162,7 +162,7 @@ def evaluate(
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
     tools = load_tools(script_args.tools_script, args.isolate_tools)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     rows = load_rows(script_args.dataset_name, split_name(script_args, split), num_problems,
                         script_args.dataset_config)  # fmt: skip
     served = isinstance(model, mt.VLLMServerClient)

@@ -85,7 +85,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
             batch of all processes, which `whole` has.
     """
     tools = load_tools(script_args.tools_script, args.isolate_tools)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
     name, revision = model_args.model_name_or_path, model_args.model_revision

@@ -730,14 +730,14 @@ NUMBERS_OUT_OF_RANGE = {
          "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
          "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
-         "max_concurrent_tools", "max_steps"),
+         "max_concurrent_tools", "max_parallel_calls", "max_steps"),
         (0, -5),
     ),
     **dict.fromkeys(
         ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
          "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
-         "vllm_request_timeout"),
+         "vllm_request_timeout", "environment_timeout"),
         (0.0, -1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(
@@ -757,6 +757,7 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
+    "environment_reward_weight": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip
