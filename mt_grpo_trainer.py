@@ -390,9 +390,8 @@ class MultiTurnToolEnv:
 
         INVARIANT: what was sampled is never rendered or tokenised again. Ids are only put behind it.
         """
-        tokenizer, room = self._tokenizer(llm), self._room(rollout, llm)
-        most = room.tokens - self.MIN_ANSWER_TOKENS  # of what is appended
-        fitted = self.format_of(tokenizer).fit(turn, further, most, self.max_tool_response_tokens)
+        room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
+        fitted = written.fit(turn, further, room.tokens - self.MIN_ANSWER_TOKENS, self.max_tool_response_tokens)
         if fitted is not None:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
@@ -1015,7 +1014,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             for rollout in self._batch.wait():
                 if rollout is not None:
                     rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
-            self.env.close([lost for lost in self._batch.rollouts if lost not in rollouts])
+            kept = {id(rollout) for rollout in rollouts}
+            self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
             retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
             return rollouts.count(None), retries
 

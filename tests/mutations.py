@@ -1320,8 +1320,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a result leaves no room to answer",
         SCRIPT,
-        "most = room.tokens - self.MIN_ANSWER_TOKENS",
-        "most = room.tokens",
+        "fit(turn, further, room.tokens - self.MIN_ANSWER_TOKENS,",
+        "fit(turn, further, room.tokens,",
         "tests/test_conversation.py::test_a_long_result_is_cut_so_that_an_answer_fits",
     ),
     Mutation(
