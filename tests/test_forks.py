@@ -133,6 +133,8 @@ def test_hermes_and_parallel_calls(hermes_model, tmp_path):
     trainer.llm = Says(trainer.processing_class, [three, "So we met"])
     rows, steps = train(trainer)
     assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 2.0]
+    assert steps[0]["tools/call_frequency"] == 3.0
+    assert steps[0]["tools/malformed_frequency"] == pytest.approx(1 / 3)
     said = [(message["role"], message["content"]) for message in rows[0]["messages"]]
     assert said == [
         ("user", said[0][1]), ("assistant", three), ("tool", "a met"), ("tool", "b met"),
