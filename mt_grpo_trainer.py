@@ -204,7 +204,7 @@ class MultiTurnToolEnv:
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
         self.tool_format = tool_format
-        self.environments = None
+        self.environments, self.environment_timeout = None, environment_timeout
         if environment is not None:
             self.environments = Environments(environment, environment_timeout, self.tools)
         self._ends: set[int] = set()

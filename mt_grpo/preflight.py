@@ -105,7 +105,7 @@ def check_env(args: GRPOConfig, env: Any) -> None:
     """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
     for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
         "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools",
-        "max_parallel_calls", "tool_format"))):  # fmt: skip
+        "max_parallel_calls", "tool_format", "environment_timeout"))):  # fmt: skip
         if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
             raise ValueError(
                 f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "

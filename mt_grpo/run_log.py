@@ -31,8 +31,7 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
                 len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),
                 sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
                 reasons.index(r.stop_reason),
-                sum(t.tool_call is not None for t in r.turns), sum(t.error is not None for t in r.turns),
-                sum(t.error == "timeout" for t in r.turns), sum(t.error == "call" for t in r.turns),
+                sum(len(t.calls) for t in r.turns), *num_errors(r),
                 sum(t.tool_seconds for t in r.turns), len(trained_records(r)),
             ]
             for r in rollouts
@@ -64,6 +63,12 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
     }
     return metrics, int(prompt.sum() + trained.sum())
+
+
+def num_errors(rollout: Rollout) -> tuple[int, int, int]:
+    """How many of a rollout's calls failed, ran out of time, and could not be run."""
+    errors = [result.error for turn in rollout.turns for result in turn.results if result.error is not None]
+    return len(errors), errors.count("timeout"), errors.count("call")
 
 
 def credit_metrics(
@@ -138,6 +143,7 @@ def rollout_rows(
             "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
             "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
             "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
+            **({"info": [turn.info for turn in rollout.turns]} if any(turn.info for turn in rollout.turns) else {}),
         }
         for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
     ]  # fmt: skip

@@ -36,8 +36,8 @@ from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
-from mt_grpo.rollout import Rollout, Turn
-from mt_grpo.scoring import check_reward_values, run_rewards
+from mt_grpo.rollout import Rollout, StopReason, Turn
+from mt_grpo.scoring import check_reward_values, environment_rewards, run_rewards
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
 
@@ -179,11 +179,16 @@ def evaluate(
     else:
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
-    prompts = [prompt for prompt in rows["prompt"] for _ in range(k)]
-    with tqdm(total=len(prompts), desc="conversations", disable=not progress, file=sys.stderr) as bar:
-        rollouts = roll_out(backend, env, prompts, sampling_params(args), seed, batch_size, bar)
+    own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
+    turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
+    repeated = [row for row in rows for _ in range(k)]
+    with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
+        rollouts = roll_out(backend, env, repeated, sampling_params(args), seed, batch_size, bar)
     columns = {key: [v for v in rows[key] for _ in range(k)] for key in rows.column_names if key != "prompt"}
-    scores = score(turn_funcs + outcome_funcs, rollouts, columns, args.reward_timeout)
+    try:
+        scores = score(turn_funcs + outcome_funcs, rollouts, columns, args.reward_timeout)
+    finally:
+        env.close(rollouts)
 
     exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
     found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
@@ -216,10 +221,10 @@ def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
 
 
 def roll_out(
-    backend: Any, env: mt.MultiTurnToolEnv, prompts: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
+    backend: Any, env: mt.MultiTurnToolEnv, rows: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
 ) -> list[Rollout]:
-    """All conversations to their ends, `batch_size` at a time."""
-    rollouts = env.start(prompts)
+    """The conversations of all rows to their ends, `batch_size` at a time."""
+    rollouts = env.start([row["prompt"] for row in rows], rows=rows)
 
     async def converse(rollout: Rollout) -> None:
         await env.converse(rollout, backend, sampling)
@@ -240,16 +245,29 @@ def roll_out(
 def score(
     funcs: list[Callable], rollouts: list[Rollout], columns: dict[str, list], timeout: float
 ) -> dict[str, list[float | None]]:
-    """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply."""
+    """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
+
+    No function sees a rollout whose environment failed. Raises `RuntimeError` if all failed.
+    """
+    places = [i for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]
+    if not places:
+        raise RuntimeError(
+            f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"
+        )
+    all_rollouts, rollouts = rollouts, [rollouts[i] for i in places]
+    columns = {key: [values[i] for i in places] for key, values in columns.items()}
     columns = {
-        "prompts": [r.prompt_messages for r in rollouts], "completions": [r.messages for r in rollouts],
+        "prompts": [r.first_messages or r.prompt_messages for r in rollouts],
+        "completions": [r.messages for r in rollouts], "environments": [r.environment for r in rollouts],
+        "environment_rewards": [r.reward for r in rollouts],
         "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
         "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,
     }  # fmt: skip
     outputs = run_rewards(funcs, columns, timeout, torch.device("cpu"))
     for func, values in zip(funcs, outputs, strict=True):
         check_reward_values(values, func.__name__, rollouts, per_turn=True)
-    return {func.__name__: [total(value) for value in values] for func, values in zip(funcs, outputs, strict=True)}
+    of_places = [dict(zip(places, map(total, values), strict=True)) for values in outputs]
+    return {func.__name__: [v.get(i) for i in range(len(all_rollouts))] for func, v in zip(funcs, of_places)}
 
 
 def total(value: float | list[float | None] | None) -> float | None:

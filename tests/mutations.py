@@ -980,7 +980,66 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     ),
 ]
 
+SHORT_MEMORY = "tests/test_forks.py::test_what_a_short_memory_reads[xml]"
+BAD_ENVIRONMENT = "tests/test_recipes.py::test_bad_environment"
+
 CONVERSATION_AND_TOOLS: list[Mutation] = [
+    Mutation(
+        "forks: an environment that edits a history does not see the turn's results in it",
+        SCRIPT,
+        "turn.messages = self.result_messages(turn, tokenizer)[1]",
+        "pass",
+        SHORT_MEMORY,
+    ),
+    Mutation(
+        "forks: a result that stays in an edited history loses its closing tag",
+        SCRIPT,
+        "[m if m in read else neutralise_prompt([m], tokenizer)[0] for m in history]",
+        "neutralise_prompt(history, tokenizer)",
+        SHORT_MEMORY,
+    ),
+    Mutation(
+        "forks: results that nobody reads stay in a conversation that ended",
+        SCRIPT,
+        "turn.messages = []  # nobody reads them",
+        "pass",
+        "tests/test_environments.py::test_a_reply_can_stop",
+    ),
+    Mutation(
+        "forks: a method of an environment takes the place of a function of its name",
+        "mt_grpo/environments.py",
+        "if tool.__name__ in tools:",
+        "if False:",
+        BAD_ENVIRONMENT,
+    ),
+    Mutation(
+        "forks: an environment without any reward trains on nothing",
+        "mt_grpo/scoring.py",
+        "if may_give or any(",
+        "if True or any(",
+        BAD_ENVIRONMENT,
+    ),
+    Mutation(
+        "forks: several calls of a turn are counted as one",
+        "mt_grpo/run_log.py",
+        "sum(len(t.calls) for t in r.turns), *num_errors(r),",
+        "sum(bool(t.calls) for t in r.turns), *num_errors(r),",
+        "tests/test_forks.py::test_hermes_and_parallel_calls",
+    ),
+    Mutation(
+        "forks: a program in the sandbox reads the environment's secrets",
+        "tools/sandbox.py",
+        "cwd=self.folder, env={}, **files",
+        "cwd=self.folder, **files",
+        "tests/test_forks.py::test_what_a_sandbox_bounds",
+    ),
+    Mutation(
+        "forks: an evaluated environment does not get its row",
+        "scripts/evaluate.py",
+        'env.start([row["prompt"] for row in rows], rows=rows)',
+        'env.start([row["prompt"] for row in rows])',
+        "tests/test_scripts.py::test_an_environment_is_evaluated",
+    ),
     Mutation(
         "a format reads calls and answers inside thinking",
         "mt_grpo/chat_format.py",

@@ -28,6 +28,10 @@ from trl import GRPOConfig, ScriptArguments
 
 import mt_grpo
 import mt_grpo_trainer as mt
+from mt_grpo.environments import METHODS
+from mt_grpo.formats import TOOL_FORMATS
+from mt_grpo.plugins import load_environment, load_tools
+from mt_grpo.rollout import Reply
 from mt_grpo.settings import default_of, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +124,8 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
     for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
         assert f'"{name}"' in source, name
-    own = {name for name in logged if name.startswith(("turns/", "tools/", "stop/", "credit/", "rollout/"))}
+    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/")
+    own = {name for name in logged if name.startswith(groups)}
     assert own <= documented
     rows = section(ENVIRONMENTS, "One conversation").splitlines()
     ends = re.findall(r"`(\w+)`", " ".join(row.split("|")[-2] for row in rows if row.startswith("| ")))
@@ -138,7 +143,14 @@ def test_every_estimator_has_its_row(page, title):
 
 
 def test_every_python_block_is_run_here():
-    known = ("TURN_REWARD_FUNCS", "class TerseErrors", "VLLMServerClient(", "doctest_batch()", "import Turn")
+    known = (
+        "TURN_REWARD_FUNCS",
+        "class TerseErrors",
+        "VLLMServerClient(",
+        "doctest_batch()",
+        "import Turn",
+        *EXAMPLES,
+    )
     for page, text in PAGES.items():
         for body in blocks(text, "python"):
             assert any(word in body for word in known), f"{page}: no test runs\n{body}"
@@ -184,6 +196,74 @@ def test_the_environment_example_runs(random_model):
     out = space["TerseErrors"]([echo], None).generate(["Say hi."], llm)
     said = [message["content"] for message in out["messages"][0] if message["role"] == "user"]
     assert said == ["Say hi.", "<result>\nhi\n</result>", "<result>\nError: the call failed.\n</result>"]
+
+
+def say(*turns) -> list[str]:
+    """Turns as the model writes them: text, or a call as (tool, arguments)."""
+    calls = [turn if isinstance(turn, str) else {"name": turn[0], "args": turn[1]} for turn in turns]
+    return [call if isinstance(call, str) else f"<tool>{json.dumps(call)}</tool>" for call in calls]
+
+
+# Of docs/environments.md: what stands in the block -> (row, what the model says, what it reads, reason, rewards).
+EXAMPLES = {
+    "def population": ({}, say(("population", {"city": "Oslo"}), "<answer>717710</answer>"),
+                       ["717710"], "answered", (None, [None, None])),
+    "class Door": ({"seed": 1}, say(("enter", {"digit": 1}), ("enter", {"digit": 2}), "<answer>2</answer>"),
+                   ["higher", "open"], "answered", (0.5, [None] * 3)),
+    "class Notes": ({}, say(("write", {"line": "a"}), ("write", {"line": "b"}), "<answer>ab</answer>"),
+                    ["1", "2"], "answered", (None, [None] * 3)),
+    "class Doubts": ({}, say("<answer>3</answer>", "<answer>4</answer>"),
+                     ["Are you sure?"], "answered", (None, [None] * 2)),
+    "class LastOnly": ({}, say(("echo", {"text": "a"}), ("echo", {"text": "b"}), "<answer>b</answer>"),
+                       ["a", "b"], "answered", (None, [None] * 3)),
+    "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
+                        ["1 left"], "environment_stop", (None, [0.1, 1.0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", EXAMPLES)
+def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
+    """As a tools file, or by `environment: path.py:Class`, with the conversation that the page describes."""
+    row, turns, read, reason, rewards = EXAMPLES[word]
+    (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", word))
+    path = str(tmp_path / "example.py")
+    if word in ("def population", "class Door", "class Notes"):
+        tools, (_, cls) = load_tools(path), load_environment(None, path, mt.MultiTurnToolEnv)
+    else:
+        tools, (_, cls) = [], load_environment(f"{path}:{word.split()[1]}", None, mt.MultiTurnToolEnv)
+
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    tokenizer, prompts = AutoTokenizer.from_pretrained(random_model), []
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        prompts.append(tokenizer.decode(prompt_ids))
+        ids = tokenizer(turns[len(prompts) - 1], add_special_tokens=False)["input_ids"]
+        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+
+    env = mt.MultiTurnToolEnv([*tools, *([echo] if word == "class LastOnly" else [])], None, 3, environment=cls)
+    llm = SimpleNamespace(generate=generate, tokenizer=tokenizer)
+    (rollout,) = env.generate(["Begin."], llm, rows=[row])["rollouts"]
+    assert [turn.observation for turn in rollout.turns if turn.observation] == read
+    assert rollout.stop_reason == reason
+    assert (rollout.reward, [turn.reward for turn in rollout.turns]) == rewards
+    if word == "class Notes":
+        space = run(block(ENVIRONMENTS, "python", word))
+        assert space["OUTCOME_REWARD_FUNCS"][0](environments=[rollout.environment]) == [2.0]
+    if word == "class LastOnly":
+        assert prompts[2].count("<result>") == 1 and "Begin." in prompts[2] and '"a"' not in prompts[2]
+        assert len(rollout.records) == 3
+    if word in ("class Door", "class Countdown"):
+        assert rollout.prompt_messages[0]["content"].startswith("Begin. T")
+
+
+def test_the_page_says_what_the_protocol_has():
+    rows = section(ENVIRONMENTS, "An environment for each conversation")
+    assert set(METHODS) <= set(re.findall(r"^\| `(\w+)\(", rows, re.M))
+    assert set(re.findall(r"^\| `(\w+)=", rows, re.M)) == {field.name for field in dataclasses.fields(Reply)}
+    assert first_column(ENVIRONMENTS, "The tool format")[1:] == list(TOOL_FORMATS)
 
 
 def test_the_notebook_example_runs(random_model, capsys):

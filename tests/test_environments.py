@@ -6,12 +6,15 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+import torch
 from datasets import Dataset
 from test_conversation import CHATML_TOKENIZER, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer, result
 from tokenizers import pre_tokenizers
 
 from mt_grpo.environments import EnvironmentFailure, check_environment, read_reply
+from mt_grpo.preflight import check_env
 from mt_grpo.rollout import Reply, StopReason, ToolResult
+from mt_grpo.run_log import rollout_rows
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ANSWER = "<answer>5</answer>"
@@ -138,6 +141,38 @@ def test_messages_go_behind_an_answer_and_behind_results():
     assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
     assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
     assert len(rollout.records) == 1
+
+
+def test_what_a_reply_says_stands_in_the_log():
+    table = torch.zeros(1, 2)
+    _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
+    (row,) = rollout_rows(rollouts, [{}], ["x", "y"], table, table, table)
+    assert row["info"] == [{"a": 1}, {}]
+    _, rollouts, _ = run(Counter, [[ANSWER]])
+    assert "info" not in rollout_rows(rollouts, [{}], ["x", "y"], table, table, table)[0]
+
+
+def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
+    env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    check_env(MTGRPOConfig(**settings, environment_timeout=7), env)
+    with pytest.raises(ValueError, match="environment_timeout=5, but the environment has environment_timeout=7"):
+        check_env(MTGRPOConfig(**settings, environment_timeout=5), env)
+
+
+def test_two_tools_of_one_name_are_refused():
+    def add(a: int) -> int:
+        """Add."""
+
+    class Lists(Counter):
+        def __init__(self):
+            super().__init__()
+            self.tools = [add]
+
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Counter"):
+        MultiTurnToolEnv([add], None, environment=Counter)
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Lists"):
+        run(Lists, [[ANSWER]])  # known only when there is an instance
 
 
 def test_a_reply_can_stop():

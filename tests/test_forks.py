@@ -133,6 +133,8 @@ def test_hermes_and_parallel_calls(hermes_model, tmp_path):
     trainer.llm = Says(trainer.processing_class, [three, "So we met"])
     rows, steps = train(trainer)
     assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 2.0]
+    assert steps[0]["tools/call_frequency"] == 3.0
+    assert steps[0]["tools/malformed_frequency"] == pytest.approx(1 / 3)
     said = [(message["role"], message["content"]) for message in rows[0]["messages"]]
     assert said == [
         ("user", said[0][1]), ("assistant", three), ("tool", "a met"), ("tool", "b met"),
@@ -304,11 +306,11 @@ def test_a_sandbox(random_model, tmp_path):
     trainer = build(tmp_path, random_model, **files, system_prompt="{tool_descriptions}", max_completion_length=900)
     trainer.llm = Says(trainer.processing_class, [
         in_tags("write_file", {"name": "main.py", "content": "import os\nprint(6 * 7, os.listdir())"}),
-        in_tags("run_python", {"name": "main.py"}), "<answer>42</answer>",
+        in_tags("run_python", {"name": "main.py"}), "It is 42",
     ])  # fmt: skip
     rows, _ = train(trainer)
     said = [message["content"] for message in rows[0]["messages"] if message["role"] == "user"][1:]
-    assert said == ["<result>\n39 characters written\n</result>", "<result>\n42 ['main.py']\n[exit code 0]\n</result>"]
+    assert said == ["<result>\n36 characters written\n</result>", "<result>\n42 ['main.py']\n[exit code 0]\n</result>"]
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len({folder for folder, _ in seen}) == len(seen) == 8
     assert all(names == ["main.py"] for _, names in seen)

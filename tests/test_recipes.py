@@ -1037,6 +1037,105 @@ def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
     assert code is not None or f"{key}: {str(path)!r}" in str(error.value)
 
 
+GAME = """
+class Game:
+    def reset(self, **row) -> None:
+        self.made = 0
+
+    def move(self, to: str) -> str:
+        "Move."
+        self.made += 1
+        return to
+
+    def get_reward(self) -> float:
+        return float(self.made)
+
+
+class NoReset:
+    def move(self, to: str) -> str:
+        "Move."
+
+
+class NoDocstring(Game):
+    def look(self) -> str:
+        return "grass"
+
+
+class NoReward:
+    def reset(self, **row) -> None:
+        pass
+
+    def move(self, to: str) -> str:
+        "Move."
+
+
+class Lists(Game):
+    tools = [Game.get_reward]
+
+
+class Twice(NoReward):
+    def get_reward(self) -> float:
+        return 0.0
+
+    def calculator(self, expression: str) -> str:
+        "Another one."
+"""
+ALONE = {"tools_script": ..., "reward_fn": ...}
+
+
+@pytest.mark.parametrize("where", ["environment", "tools_script"])
+def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
+    (tmp_path / "game.py").write_text(GAME + "\n\nENVIRONMENT = Game\n" * (where == "tools_script"))
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    recipe = {key: value for key, value in recipe.items() if key not in ALONE}
+    recipe[where] = f"{tmp_path}/game.py" + ":Game" * (where == "environment")
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    assert trainer.reward_func_names == ["Game"] and trainer.reward_weights.tolist() == [1.0]
+    assert [cls.__name__ for cls in trainer.env.environments.by_name.values()] == ["Game"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "declared", "message"),
+    [
+        ({"environment": "NoReset", **ALONE}, "", r"NoReset has no method reset\(self, \*\*row\)"),
+        ({"environment": "NoDocstring", **ALONE}, "", "Tool look has no docstring. Write one"),
+        ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
+        ({"environment": "Nothing", **ALONE}, "", "environment: 'Nothing' of .*game.py' is None, expected a class"),
+        ({"environment": "Twice"}, "", "Two tools are called 'calculator', one of them of Twice"),
+        ({"environment": "Lists", **ALONE}, "", "Tool get_reward has no docstring"),
+        ({"environment": "Game"}, "ENVIRONMENT = Game", "'.*:Game' is the class of an environment, and .* as well"),
+        (
+            {},
+            "ENVIRONMENT = 5",
+            "tools_script: ENVIRONMENT of .*game.py' is 5, expected a class, or a dict of classes",
+        ),
+        (
+            {},
+            "ENVIRONMENT = {}",
+            "tools_script: ENVIRONMENT of .*game.py' is an empty dict, expected a class for each",
+        ),
+        ({}, "ENVIRONMENT = {'a': NoReset}", r"ENVIRONMENT of .*game.py'\['a'\]: NoReset has no method reset"),
+        ({}, "ENVIRONMENT = {'a': Game}", "A row has environment=None, expected one of a"),
+        ({"tool_format": "json"}, "", "tool_format: 'json' .*Expected one of: xml, hermes, native"),
+        ({"tool_format": "hermes"}, "", "The chat template of .* has no tool support: it leaves calls out. Choose"),
+        (
+            {"environment": "Game", "isolate_tools": True, **ALONE},
+            "",
+            "isolate_tools: none of the environment's tools",
+        ),
+    ],
+)
+def test_bad_environment(changes, declared, message, build, tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(f"{GAME}\n\n{declared}\n")
+    if "environment" in changes:
+        changes = {**changes, "environment": f"{path}:{changes['environment']}"}
+    if declared:
+        changes = {**changes, "tools_script": str(path)}
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
 ROW = '{"question": "1+1?", "answer": "2"}\n'
 
 

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import mt_grpo_trainer as mt
-from mt_grpo.plugins import load_tools
+from mt_grpo.data import load_rows
+from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).parent.parent
@@ -137,6 +138,43 @@ def scripted_client(monkeypatch, texts):
 
     monkeypatch.setattr(client, "generate", generate)
     return client
+
+
+GAME = """
+class Game:
+    closed = []
+
+    def reset(self, answer: str, **row) -> None:
+        self.answer = answer
+        if answer == "-286":
+            raise OSError("no board")
+
+    def move(self, to: str) -> str:
+        "Move."
+
+    def get_reward(self) -> float:
+        return float(len(self.answer))
+
+    def close(self) -> None:
+        Game.closed.append(self.answer)
+
+
+ENVIRONMENT = Game
+"""
+
+
+def test_an_environment_is_evaluated(random_model, recipe, tmp_path):
+    """It gets its row, its reward counts where it did not fail, and all are closed."""
+    (tmp_path / "game.py").write_text(GAME)
+    parsed = ev.load_recipe(recipe, ["--tools_script", str(tmp_path / "game.py")])
+    parsed[0].reward_fn = None
+    result = ev.evaluate(random_model, parsed, num_problems=3, split="train", progress=False)
+    answers = [row["answer"] for row in load_rows("arithmetic", "train", 3)]
+    assert answers[0] == "-286" and result["rewards"]["turn"] == {}
+    assert result["rewards"]["outcome"] == {"Game": sum(map(len, answers[1:])) / 2}
+    assert result["stop_reasons"]["environment_error"] == pytest.approx(1 / 3)
+    game = sys.modules[module_name(str(tmp_path / "game.py"), "tools_script")].Game
+    assert sorted(game.closed) == sorted(answers)
 
 
 def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe):
