@@ -99,7 +99,8 @@ def test_the_text_of_a_conversation_with_two_calls_in_a_turn():
     assert form.tokenizer.decode(ids) == PROMPT + turn.text + RESULTS
     assert form.tokenizer.decode([i for i in labels if i != -100]) == turn.text + "<|im_end|>"
     prompt, _ = build.encode(messages[:2], form)
-    assert len(prompt) < 60  # 180 in the vocabulary of the xml model: every turn reads them
+    assert len(prompt) < 60  # 318 in the vocabulary of the xml model: every turn reads them
+    assert form.tokenizer.chat_template == build.HERMES_TEMPLATE
 
 
 def test_a_warm_start_has_every_kind_of_mistake():
