@@ -1,8 +1,8 @@
 r"""Build a bundled tiny model: a 0.9M-parameter Qwen3 that can call a calculator and often does it badly.
 
     PYTHONPATH=. python scripts/build_tiny_model.py --output_dir hf_recipes/tiny/calculator-model
-    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes \
-        --output_dir hf_recipes/tiny/calculator-hermes-model
+    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 150 \
+        --initial_model hf_recipes/tiny/calculator-model --output_dir hf_recipes/tiny/calculator-hermes-model
 
 The warm start is supervised: the model imitates synthetic conversations in which every turn is right or has one known
 mistake. It then knows the right behaviour (greedy) and samples it only some of the time (temperature 1): that gap is
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.chat_format import ChatFormat
 from mt_grpo.data import make_arithmetic
@@ -270,6 +270,19 @@ def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_hea
     return model
 
 
+def take_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """The weights of a model of the same shape, with the embeddings of tokens that both vocabularies have."""
+    known = AutoTokenizer.from_pretrained(path).get_vocab()
+    weights = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    name = "model.embed_tokens.weight"
+    old, weights[name] = weights[name], model.state_dict()[name].clone()
+    for token, i in tokenizer.get_vocab().items():
+        if token in known:
+            weights[name][i] = old[known[token]]
+    weights["lm_head.weight"] = weights[name]  # tied
+    model.load_state_dict(weights)
+
+
 def encode(messages: list[Message], tool_format: ChatFormat) -> tuple[list[int], list[int]]:
     """Ids and labels of one conversation; labels are -100 except on what the assistant says and its `<|im_end|>`.
 
@@ -400,6 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("hf_recipes/tiny/calculator-model"))
     parser.add_argument("--tool_format", choices=WRITINGS, default="xml")
+    parser.add_argument("--initial_model", type=Path, help="start from its weights: then 150 steps are enough")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -412,6 +426,8 @@ def main() -> None:
     tokenizer, writing = build_tokenizer(questions[:2000], args.tool_format, rng), WRITINGS[args.tool_format]
     tool_format = make_format(args.tool_format, tokenizer)
     model = build_model(tokenizer)
+    if args.initial_model:
+        take_weights(model, tokenizer, args.initial_model)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
     def next_conversation() -> list[Message]:

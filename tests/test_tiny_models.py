@@ -99,7 +99,8 @@ def test_the_text_of_a_conversation_with_two_calls_in_a_turn():
     assert form.tokenizer.decode(ids) == PROMPT + turn.text + RESULTS
     assert form.tokenizer.decode([i for i in labels if i != -100]) == turn.text + "<|im_end|>"
     prompt, _ = build.encode(messages[:2], form)
-    assert len(prompt) < 60  # 180 in the vocabulary of the xml model: every turn reads them
+    assert len(prompt) < 60  # 318 in the vocabulary of the xml model: every turn reads them
+    assert form.tokenizer.chat_template == build.HERMES_TEMPLATE
 
 
 def test_a_warm_start_has_every_kind_of_mistake():
@@ -119,10 +120,9 @@ def test_a_warm_start_has_every_kind_of_mistake():
 
 
 def test_the_hermes_model_calls_its_tool_and_has_room_to_learn():
-    result = evaluate(
-        str(ROOT / "hf_recipes/tiny/calculator-hermes-model"), str(ROOT / RECIPES["hermes"]), 128, progress=False
-    )
-    assert 0.2 < result["exact_match"] < 0.55 < result["tool_executed"] < 0.9
+    model = str(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+    result = evaluate(model, str(ROOT / RECIPES["hermes"]), num_problems=64, progress=False)
+    assert 0.1 < result["exact_match"] < 0.6 and 0.5 < result["tool_executed"] < 0.9
 
 
 @pytest.mark.slow
