@@ -41,7 +41,7 @@ TEXTS = {  # calls, results and control tokens as text
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "_before", "_end_of_turn", "results", "with_turns", "observation", "error", "tool_call", "tool_seconds",
+    "_before", "_end_of_turn", "results", "with_turns", "observation", "tool_seconds",
     "is_json_type", "strict_schema", "as_result",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
