@@ -25,6 +25,7 @@ LOGGING = {
     "_log_step",
     "log_rollouts",
     "mean_per_rollout",
+    "num_errors",
     "rollout_rows",
     "_mode",
     "_note_end",
@@ -139,7 +140,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
-    assert len(way) <= 20, sorted(way.values())
+    assert len(way) <= 20, " ".join(sorted(way.values()))
     assert sum(length_of(*place) for place in way) <= 400
     script = {name: line for (file, line), name in way.items() if file == "mt_grpo_trainer.py"}
     assert script["start"] < script["take_turn"] < script["append"] < script["token_advantages"]
