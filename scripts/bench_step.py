@@ -65,7 +65,7 @@ KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # where memory counts: what is resident is what is in use
 
 Shape = dict[str, Any]
-Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, observation(_ids)
+Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, call, result, ...
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Canned conversations, made once in the parent
@@ -96,18 +96,22 @@ def make_conversations(shape: Shape, seed: int = 0) -> list[Conversation]:
 
 def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: bool) -> dict[str, Any]:
     """A turn whose ids and observation's ids are `length` together, or as few as a call or an answer needs."""
+    from mt_grpo.rollout import ToolResult
+
     expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
     call = f"<tool>{json.dumps({'name': 'calculator', 'args': {'expression': expression}})}</tool>"
     ending = tokenizer(f"<answer>{rng.randint(2, 9999)}</answer>" if last else call)["input_ids"]
-    observation = None if last else str(rng.randint(2, 9999)) * max(1, length // 80)
-    observation_ids = [] if last else env.message_ids(observation, tokenizer, ending)
+    results = [] if last else [ToolResult(str(rng.randint(2, 9999)) * max(1, length // 80))]
+    written = env.format_of(tokenizer)
+    messages = written.results([], results)
+    observation_ids = [] if last else written.suffix_ids([], messages, ending)
     thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(length // 3))
     room = max(0, length - len(ending) - len(observation_ids))
     token_ids = tokenizer(thoughts)["input_ids"][:room] + ending
     return {
         "token_ids": token_ids, "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
         "text": tokenizer.decode(token_ids), "call": None if last else {"expression": expression},
-        "observation": observation, "observation_ids": observation_ids,
+        "result": None if last else results[0].text, "messages": messages, "observation_ids": observation_ids,
     }  # fmt: skip
 
 
@@ -130,7 +134,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step."""
-    from mt_grpo.rollout import Rollout, StopReason, ToolCall, Turn
+    from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 
     return [
         Rollout(
@@ -138,8 +142,10 @@ def as_rollouts(conversations: list[Conversation]) -> list:
             [
                 Turn(
                     list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
-                    turn["call"] and ToolCall("calculator", turn["call"]), turn["observation"],
-                    list(turn["observation_ids"]),
+                    [ToolCall("calculator", turn["call"])] if turn["call"] else [],
+                    [ToolResult(turn["result"])] if turn["call"] else [],
+                    messages=[dict(message) for message in turn["messages"]],
+                    observation_ids=list(turn["observation_ids"]),
                 )
                 for turn in conversation["turns"]
             ],
