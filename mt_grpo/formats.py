@@ -17,22 +17,6 @@ CLOSING_TAGS = ("</tool>", "</answer>")
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> int:
-    """How many of the sampled ids make the turn: up to the token that completes the first `</tool>` or `</answer>`.
-
-    Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids. A
-    prefix of a sample is still on-policy.
-    """
-
-    def closed(length: int) -> bool:
-        text = tokenizer.decode(token_ids[:length])
-        return any(tag in text for tag in CLOSING_TAGS)
-
-    if not closed(len(token_ids)) or not closed(len(token_ids) - 1):  # the second where a server's `stop` ended it
-        return len(token_ids)
-    return 1 + bisect.bisect_left(range(1, len(token_ids) + 1), True, key=closed)
-
-
 def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
     """(tool call or None, answered) of one turn's text. The tag that closes first counts.
 

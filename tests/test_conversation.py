@@ -35,7 +35,7 @@ from typing_extensions import TypedDict
 import mt_grpo_trainer as mt
 from mt_grpo.control_tokens import neutralise
 from mt_grpo.event_loop import background_loop, run_async
-from mt_grpo.formats import end_of_turn, parse_call, parse_turn
+from mt_grpo.formats import parse_call, parse_turn
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
@@ -471,7 +471,8 @@ def test_qwen3_three_turns_with_a_sampled_end_of_turn():
     ],
 )
 def test_end_of_turn(sampled, length):
-    assert end_of_turn(CHATML_TOKENIZER, sampled) == length
+    cut = make_env().format_of(CHATML_TOKENIZER).cut(sampled, ids("<|im_start|>assistant\n"))
+    assert cut == (length, any(tag in CHATML_TOKENIZER.decode(sampled) for tag in ("</tool>", "</answer>")))
 
 
 def test_a_sample_that_runs_on_is_cut_after_the_token_that_completes_the_tag():
