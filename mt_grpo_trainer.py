@@ -211,7 +211,7 @@ class MultiTurnToolEnv:
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
         self.tool_format = tool_format
-        self.environments = environment and Environments(environment, environment_timeout)
+        self.environments = environment and Environments(environment, environment_timeout, self.tools)
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -284,7 +284,7 @@ class MultiTurnToolEnv:
             if reply.history:
                 self.edit(rollout, turn, neutralise_prompt(reply.history, tokenizer), tokenizer)
             elif reply.continuation:
-                self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), tokenizer)
+                self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), llm)
             else:
                 self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
 
@@ -401,14 +401,20 @@ class MultiTurnToolEnv:
         if fitted is not None:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
-            full = room.context < room.completion
-            rollout.stop_reason = StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+            rollout.stop_reason = room.reason
 
-    def continue_turn(self, rollout: Rollout, turn: Turn, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it."""
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    def continue_turn(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
+        """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it.
+
+        If no answer fits behind the text, this is the end.
+        """
+        written, room = self.format_of(self._tokenizer(llm)), self._room(rollout, llm)
+        ids = written.text_ids(text)
+        if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
+            rollout.stop_reason = room.reason
+            return
         turn.continuation = text
-        if turn.token_ids[-1] in self.format_of(tokenizer).ends:
+        if turn.token_ids and turn.token_ids[-1] in written.ends:
             rollout.edited = Context(rollout.history, rollout.history_ids[:-1] + ids, len(ids))
         else:
             turn.observation_ids = ids

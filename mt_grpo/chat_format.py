@@ -108,10 +108,10 @@ class ChatFormat:
         except Exception as error:
             raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
         # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
-        self._closing = frozenset(i for text in closings for i in self._end_of_turn(self._tokenise(text))[-1:])
+        self._closing = frozenset(i for text in closings for i in self._end_of_turn(self.text_ids(text))[-1:])
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
         self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
-        ids = self._tokenise(asked.rpartition(self._sentinel)[2].partition(self.thinking[0])[0])
+        ids = self.text_ids(asked.rpartition(self._sentinel)[2].partition(self.thinking[0])[0])
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
         self._headers = [text for text in (header, *self.headers) if text]
         self.check()
@@ -142,7 +142,7 @@ class ChatFormat:
         A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
         Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
         """
-        ids = self._tokenise(self.suffix(calls, messages))
+        ids = self.text_ids(self.suffix(calls, messages))
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
         there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
@@ -273,7 +273,7 @@ class ChatFormat:
         end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), len(ids))
         return ids[: end + 1] if end < len(ids) and ids[end] in added else []
 
-    def _tokenise(self, suffix: str) -> list[int]:
+    def text_ids(self, suffix: str) -> list[int]:
         """Ids of a text that stands behind other text: some tokenizers begin a text with a blank of their own."""
         before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
         text = before + suffix

@@ -173,12 +173,21 @@ class Environments:
     Args:
         factories: A class, or classes by the row's column `environment`.
         timeout: Seconds that one call of a method of the protocol may take.
+        tools: The names of the tools that all conversations have beside those of their environments.
+
+    Raises:
+        ValueError: a class that is no environment, or a tool of a name that is taken.
     """
 
-    def __init__(self, factories: type | dict[str, type], timeout: float):
+    def __init__(self, factories: type | dict[str, type], timeout: float, tools: Iterable[str] = ()):
         self.by_name = factories if isinstance(factories, dict) else {None: factories}
         for name, cls in self.by_name.items():
             check_environment(cls, f"environment {name!r}" if name else "environment")
+            if twice := sorted({*tools} & {*tool_methods(cls)}):
+                raise ValueError(
+                    f"Two tools are called {twice[0]!r}: a method of {cls.__name__} and a function of TOOL_FUNCTIONS. "
+                    "The model could not tell them apart. Rename one of them."
+                )
         self.timeout = timeout
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back

@@ -61,6 +61,9 @@ class ToolFormat(Protocol):
     def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
         """Ids from the end of a sampled turn, over the messages behind it, to the next generation prompt."""
 
+    def text_ids(self, suffix: str) -> list[int]:
+        """Ids of a text that stands behind other text."""
+
 
 class Backend(Protocol):
     """Token ids in, sampled ids out."""

@@ -68,6 +68,11 @@ class Room(typing.NamedTuple):
         """Of both."""
         return min(self)
 
+    @property
+    def reason(self) -> StopReason:
+        """Why a conversation ends that lacks room."""
+        return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -1,12 +1,14 @@
 """One environment per conversation: its tools, its replies, its end, and what happens when it fails."""
 
 import asyncio
+import json
 import threading
 from dataclasses import dataclass
 
 import pytest
 from datasets import Dataset
-from test_conversation import CHATML_TOKENIZER, END, Scripted, call, ids, result
+from test_conversation import CHATML_TOKENIZER, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer, result
+from tokenizers import pre_tokenizers
 
 from mt_grpo.environments import EnvironmentFailure, check_environment, read_reply
 from mt_grpo.rollout import Reply, StopReason, ToolResult
@@ -166,6 +168,37 @@ def test_a_continuation_without_one_is_appended():
     assert rollout.messages == [{"role": "assistant", "content": f"{ANSWER} No:{ANSWER}"}]
 
 
+def test_a_continuation_of_an_empty_turn():
+    """Some servers leave out the id that ended a turn."""
+    _, (rollout,), backend = run(Say([Reply(continuation="So")]).environment(), [[[], ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids("So")
+    assert rollout.messages == [{"role": "assistant", "content": "So" + ANSWER}]
+
+
+def test_a_continuation_begins_with_no_blank_of_the_tokenizers_own():
+    tokenizer = make_tokenizer(CHATML_TOKENIZER.chat_template)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    assert tokenizer("No:", add_special_tokens=False)["input_ids"] == ids(" No:")
+    replies = [Reply(continuation="No:")]
+    _, (rollout,), _ = run(Say(replies).environment(), [[ANSWER, ANSWER]], tokenizer=tokenizer)
+    assert rollout.turns[0].observation_ids == ids("No:")
+
+
+@pytest.mark.parametrize("turn", [ANSWER, "So<|im_end|>"])
+@pytest.mark.parametrize(
+    "limits, reason",
+    [
+        ({"max_completion_length": 60}, StopReason.MAX_TOKENS),
+        ({"max_model_len": 100}, StopReason.CONTEXT_LENGTH),
+    ],
+)
+def test_a_continuation_without_room_ends_the_conversation(turn, limits, reason):
+    """It is not in the completion: its tokens would be computed, and nothing would be trained on behind them."""
+    _, (rollout,), _ = run(Say([Reply(continuation="x" * 100)]).environment(), [[turn]], **limits)
+    assert rollout.stop_reason == reason and rollout.completion_ids == ids(turn)
+    assert len(rollout.records) == 1 and rollout.messages == [{"role": "assistant", "content": rollout.turns[0].text}]
+
+
 def test_an_edited_history_begins_a_record():
     history = [{"role": "user", "content": "In short: grass."}]
     _, (rollout,), backend = run(Say([Reply(history=history)]).environment(), [[call("look"), ANSWER]])
@@ -270,6 +303,108 @@ def test_environments_with_close_are_not_used_again():
     assert first.environment is not second.environment and first.environment.value is None
 
 
+def test_an_environment_whose_call_was_given_up_is_not_used_again():
+    """The call may still change it."""
+
+    class Hangs(Counter):
+        def wait(self) -> str:
+            """Wait."""
+            threading.Event().wait(5)
+
+    env, (first,), _ = run(Hangs, [[call("wait"), ANSWER]], tool_timeout=0.1)
+    assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED
+    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert second.environment is not first.environment and second.environment.resets == 1
+    (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert third.environment is second.environment
+
+
+def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():
+    class Strict(Counter):
+        def reset(self, start: int) -> None:
+            super().reset(start)
+
+    rows = [{"environment": "strict", "start": 4}]
+    _, (rollout,), _ = run({"strict": Strict}, [[ANSWER]], rows)
+    assert rollout.error is None and rollout.reward == 4.0
+
+    class Reads(Counter):
+        def reset(self, environment: str) -> str:
+            super().reset()
+            return environment
+
+    _, (rollout,), _ = run(Reads, [[ANSWER]], [{"environment": "forest"}], prompt="In the ")  # it chooses nothing
+    assert rollout.first_messages == [{"role": "user", "content": "In the forest"}]
+
+
+# --- several calls in one turn ---------------------------------------------------------------------------------------
+
+
+def hermes(*calls):
+    """A turn with these calls, (name, arguments) each, as Qwen3 writes it."""
+    bodies = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies) + "<|im_end|>"
+
+
+def run_hermes(cls, *turns, **settings):
+    _, (rollout,), backend = run(cls, [list(turns)], tokenizer=QWEN3_TOKENIZER, tool_format="hermes", **settings)
+    return rollout, backend
+
+
+def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_the_same_time():
+    def pair(seconds):
+        barrier = threading.Barrier(2)
+
+        def meet() -> str:
+            try:
+                barrier.wait(seconds)
+            except threading.BrokenBarrierError:
+                return "alone"
+            return "together"
+
+        return meet
+
+    own, other = pair(0.3), pair(10)  # the second only bounds a hang
+
+    class Meets(Counter):
+        def own(self) -> str:
+            """Meet another call of the environment."""
+            return own()
+
+    def shared() -> str:
+        """Meet another call of the file's tool."""
+        return other()
+
+    calls = [("own", {}), ("shared", {}), ("own", {}), ("shared", {})]
+    rollout, _ = run_hermes(Meets, hermes(*calls), "Done.<|im_end|>", tools=[shared])
+    assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]
+
+
+def test_calls_beyond_max_parallel_calls_are_answered_with_an_error():
+    class Slow(Counter):
+        async def late(self) -> str:
+            """Come late."""
+            await asyncio.sleep(0.05)
+            return "late"
+
+    turn = hermes(("late", {}), ("add", {"amount": 2}), ("add", {"amount": 3}))
+    rollout, backend = run_hermes(Slow, turn, "Done.<|im_end|>", max_parallel_calls=2)
+    error = "Error: not run, since a turn may have at most 2 calls. Call it again."
+    assert [(r.text, r.error) for r in rollout.turns[0].results] == [("late", None), ("2", None), (error, "call")]
+    assert rollout.reward == 2.0  # the third was not run
+    results = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in ("late", "2", error))
+    read = f"\n<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n"
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(turn) + ids(read)
+
+
+def test_a_text_that_the_budget_cut_off_is_no_answer():
+    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=5)
+    assert rollout.turns[0].text == "It is" and rollout.turns[0].answer is None
+    assert rollout.stop_reason == StopReason.MAX_TOKENS
+    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>")
+    assert rollout.turns[0].answer == "It is five." and rollout.stop_reason == StopReason.ANSWERED
+
+
 def test_rows_choose_among_several_environments():
     env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment={"count": Counter, "board": Board})
     rows = [{"environment": "board", "n": 1}, {"environment": "count", "start": 4}]
@@ -333,6 +468,14 @@ def test_a_class_that_is_no_environment_is_refused(cls, message):
         check_environment(cls, "ENVIRONMENT")
     with pytest.raises(ValueError, match=message):
         MultiTurnToolEnv([], environment=cls)
+
+
+def test_a_tool_of_the_file_with_the_name_of_a_method_is_refused():
+    def add(amount: int) -> str:
+        """Add."""
+
+    with pytest.raises(ValueError, match="Two tools are called 'add': a method of Counter and a function of TOOL_FUN"):
+        MultiTurnToolEnv([add], environment={"board": Board, "count": Counter})
 
 
 def test_the_budget_of_a_prompt_that_reset_makes_too_long():

@@ -44,7 +44,7 @@ TEXTS |= {  # where a turn ends, and what it says
     "_before", "_end_of_turn", "results", "with_turns", "observation", "error", "tool_call", "tool_seconds",
     "is_json_type", "strict_schema", "as_result",
 }  # fmt: skip
-TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "_tokenise", "_decode"}
+TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
 ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
 LISTS = {"join", "loss_mask", "logprobs", "trained_records", "compare_ranks"}  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
