@@ -54,6 +54,8 @@ def check_environment(cls: Any, where: str) -> None:
     for name in tool_methods(cls):
         check_tool(types.MethodType(getattr(cls, name), cls))
     if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
+        for tool in cls.tools:
+            check_tool(tool)
         merged(cls.__name__, [types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)], cls.tools)
 
 
@@ -64,14 +66,16 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
     listed = getattr(environment, "tools", [])
-    return merged(type(environment).__name__, others.values(), methods, [] if callable(listed) else listed)
+    listed = [] if callable(listed) else listed
+    for tool in listed:  # the others were checked once, before the run: it takes milliseconds
+        check_tool(tool)
+    return merged(type(environment).__name__, others.values(), methods, listed)
 
 
 def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
-    """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
+    """Tools by their names. Raises `ValueError` for two of one name."""
     tools: dict[str, Callable] = {}
     for tool in join(groups):
-        check_tool(tool)
         if tool.__name__ in tools:
             raise ValueError(
                 f"Two tools are called {tool.__name__!r}, one of them of {name}: the model could not tell them apart. "
