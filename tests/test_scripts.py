@@ -117,7 +117,8 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     def sample(seed, batch_size=4):
         backend = ev.in_process_backend(model, tokenizer, args, [])
         bar = ev.tqdm(disable=True)
-        rollouts = ev.roll_out(backend, env, prompts, ev.sampling_params(args), seed, batch_size, bar)
+        rows = [{"prompt": prompt} for prompt in prompts]
+        rollouts = ev.roll_out(backend, env, rows, ev.sampling_params(args), seed, batch_size, bar)
         return [r.completion_ids for r in rollouts]
 
     assert sample(1) == sample(1)
