@@ -217,18 +217,19 @@ def test_values_keep_the_order_of_the_rollouts(func):
     ids=lambda text: f"{text[:20].strip()}..{text[-12:].strip()}",
 )
 def test_huge_text_is_fast(func, text):
-    start = time.perf_counter()
+    """By the time of this process: another one may hold the core."""
+    start = time.process_time()
     one(func, [says(SUM), gets(text), says(text)])
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize("module", [calculator, gsm8k], ids=lambda module: module.__name__)
 def test_a_number_of_ten_thousand_digits_is_compared_exactly(module):
     gold = "9" * 10_000
-    start = time.perf_counter()
+    start = time.process_time()
     assert one(module.exact_match_reward_func, [answers("9" * 10_000)], gold) == 1.0
     assert one(module.exact_match_reward_func, [answers("9" * 9_999 + "8")], gold) == 0.0
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 # --- Which text is the answer ----------------------------------------------------------------------------------------
