@@ -98,7 +98,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_tool, fill_in_tools, read_call
+from mt_grpo.tools import check_tool, fill_in_tools, read_call, unreadable
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
@@ -328,7 +328,7 @@ class MultiTurnToolEnv:
 
         async def run(call: ToolCall) -> ToolResult:
             if call.error:
-                return ToolResult(f"Error: {call.error}. Expected: {call_format}", "call")
+                return ToolResult(f"Error: {unreadable(call, call_format)}", "call")
             if not is_own_method(call, rollout):
                 return await self.call_tool(call, rollout.tools)
             async with own:
@@ -803,14 +803,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         model: Name, path, or model.
         env: The conversations. Its `max_completion_length` is set from `args`; its other limits stay as they are.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
-            `completion_ids`, `rollout_turns` (list of `Turn` per rollout), the dataset's columns, `trainer_state`,
-            `log_extra` and `log_metric`. A turn function returns per rollout a number, None, or a list with a number
-            or None per turn; an outcome function a number or None. Both may be async; `reward_timeout` bounds both.
+            `completion_ids`, `rollout_turns` (list of `Turn` per rollout), `environments` (instances or None), the
+            data's columns, `trainer_state`, `log_extra`, `log_metric`. A turn function returns per rollout a number,
+            None, or a list of these per turn; an outcome function a number or None. They may be async.
         turn_reward_weights, outcome_reward_weights: One per function. None: those of `args`, else 1 each.
         turn_advantage_coef: Weight of a turn's own advantage. None: that of `args`.
         vllm_server_host, vllm_server_port: In place of those of `args`.
 
-    The rest is as in `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
+    The others are as in `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]

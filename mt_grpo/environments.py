@@ -33,6 +33,11 @@ def tool_methods(cls: type) -> list[str]:
     return [name for name in names if not name.startswith("_") and name not in METHODS]
 
 
+def class_tools(cls: type) -> dict[str, Callable]:
+    """A class's tools by name, as an instance would have them: for their descriptions, not to be called."""
+    return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
+
+
 def check_environment(cls: Any, where: str) -> None:
     """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
     if not isinstance(cls, type):
@@ -51,12 +56,12 @@ def check_environment(cls: Any, where: str) -> None:
                 f"{where}: {cls.__name__}.{name}{inspect.signature(method)} clashes with the trainer's method "
                 f"{name}({takes}): {error}. Give the tool another name, such as {name}_it."
             ) from None
-    for name in tool_methods(cls):
-        check_tool(types.MethodType(getattr(cls, name), cls))
+    for tool in class_tools(cls).values():
+        check_tool(tool)
     if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
         for tool in cls.tools:
             check_tool(tool)
-        merged(cls.__name__, [types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)], cls.tools)
+        merged(cls.__name__, class_tools(cls).values(), cls.tools)
 
 
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
@@ -186,8 +191,7 @@ class Environments:
 
     def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
-        cls = self.class_of(row)
-        return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
+        return class_tools(self.class_of(row))
 
     async def open(self, rollout: Rollout) -> list[Message]:
         """Give a rollout its environment, and begin. Returns the prompt. Raises `EnvironmentFailure`."""

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and answers: the paper's XML tags, the choice of a format; cutting long results."""
+"""How a model writes tool calls and answers: the paper's XML tags, and the choice of a format."""
 
 from __future__ import annotations
 

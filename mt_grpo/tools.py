@@ -118,21 +118,23 @@ def signature_of(tool: Callable) -> inspect.Signature:
     )
 
 
-def check_call(call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT) -> str | None:
+def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
+    """What is wrong with a call that is no call, and an example of the tool format."""
+    return f"{call.error}. Expected: {call_format}"
+
+
+def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
     """Why this call cannot be run (the policy's mistake), or None."""
-    return read_call(call, tools, call_format)[1]
+    return read_call(call, tools)[1]
 
 
-def read_call(
-    call: ToolCall, tools: dict[str, Callable], call_format: str = CALL_FORMAT
-) -> tuple[dict[str, Any], str | None]:
+def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
     """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
 
-    `call_format` is an example of the tool format, for a call that cannot be read.
     It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
     """
     if call.error:
-        return {}, f"{call.error}. Expected: {call_format}"
+        return {}, unreadable(call)
     if call.name not in tools:
         return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
     tool, arguments = tools[call.name], {}
