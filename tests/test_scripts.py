@@ -522,8 +522,10 @@ def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
         line.split("--port ")[1].split()[0] for line in launch.calls.read_text().splitlines() if line[:4] == "vllm"
     ]
     assert len(ports) == 2 and ports[0] == ports[1]
-    engines = [line for line in launch.living() if b"time.sleep(600)" in line]
-    assert len(engines) == 2  # that of the second server, and the worker of the trainer
+    sleepers = 0  # the engine of the second server, which it starts after its call is noted, and the trainer's worker
+    while sleepers < 2 and time.monotonic() < deadline:
+        sleepers = sum(b"time.sleep(600)" in line for line in launch.living())
+    assert sleepers == 2
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n" * 2
