@@ -55,8 +55,8 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
-from mt_grpo.data import load_splits
-from mt_grpo.environments import Environments, failures_end, is_own_method, read_reply, tools_of
+from mt_grpo.data import load_splits, with_prompts
+from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
@@ -69,6 +69,7 @@ from mt_grpo.preflight import (
     model_errors,
     prepare_env,
     prompt_ids_of,
+    rows_of_environment,
     warn_without_state_keys,
 )
 from mt_grpo.protocols import ToolFormat
@@ -76,6 +77,7 @@ from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
+from mt_grpo.replies import read_reply
 from mt_grpo.resume import ResumableTrainer, train_or_save
 from mt_grpo.rollout import (
     Context,
@@ -98,7 +100,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_tool, fill_in_tools, read_call, unreadable
+from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
@@ -132,7 +134,7 @@ class MultiTurnToolEnv:
     """The conversation between a model, its tools and, if there is one, an environment of its own.
 
     Args:
-        tools: Typed functions with docstrings, synchronous or async.
+        tools: Typed functions with docstrings, synchronous or async; or objects (`mt_grpo.tools.as_tool`).
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
@@ -178,12 +180,7 @@ class MultiTurnToolEnv:
         environment: type | dict[str, type] | None = None,
         environment_timeout: float = 120.0,
     ):
-        self.tools: dict[str, Callable] = {}
-        for tool in tools:
-            check_tool(tool)
-            if tool.__name__ in self.tools:
-                raise ValueError(f"Two tools are called {tool.__name__!r}: the model could not tell them apart.")
-            self.tools[tool.__name__] = tool
+        self.tools = named_tools(tools)
         if max_tool_response_tokens < 10:
             raise ValueError(
                 f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
@@ -238,10 +235,11 @@ class MultiTurnToolEnv:
 
     def with_system_prompt(self, messages: list[Message], tools: dict[str, Callable] | None = None) -> list[Message]:
         """The messages with the system prompt in front, unless they bring their own."""
-        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
-            text = self.system_prompt if tools is None else fill_in_tools(self._prompt_template, tools)
-            return [{"role": "system", "content": text}, *messages]
-        return messages
+        if messages and messages[0]["role"] == "system":
+            return messages
+        template = self._prompt_template
+        text = self.system_prompt if tools is None else template and fill_in_tools(template, tools)
+        return [{"role": "system", "content": text}, *messages] if text else messages
 
     def prompt_ids(
         self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Callable] | None = None
@@ -368,7 +366,7 @@ class MultiTurnToolEnv:
             return Reply()
         answer = await self.environments.call(rollout, "respond", rollout, turn)
         reply = read_reply(answer, type(rollout.environment).__name__) or Reply()
-        turn.reward, turn.info = reply.reward, dict(reply.info)
+        turn.reward, turn.info = reply.reward, dict(reply.info or {})
         return reply
 
     def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:
@@ -839,6 +837,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
         own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
         check_rewards(turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs)
+        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
         )
@@ -942,7 +941,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         if self.args.overlap_rollouts and self.model.training:
             self._look_ahead()
-        self._rows = inputs = [{"prompt": [], **row} for row in inputs]  # an environment may bring the whole prompt
+        self._rows = inputs = with_prompts(inputs)
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -1440,9 +1439,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools)
-    train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
+    train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments is None)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,

@@ -9,6 +9,7 @@ A module imports only from modules that stand above it in this list.
     locks            lock files in places where others may write
     output           the output directory of one run; streams that outlive their readers
     json_types       type hints: those of JSON itself, their names, values from YAML
+    data             training and test rows
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
     tool_arguments   a call's arguments as the types of a tool's parameters
@@ -20,6 +21,7 @@ A module imports only from modules that stand above it in this list.
     native           the syntaxes of calls of families of models
     formats          the format xml; the choice of a tool format
     tools            a function as a tool: description, argument check
+    replies          what an environment says, checked
     environments     one environment per conversation
     sampling         the sampling parameters of a request
     server_errors    errors of a server; checks of its address and answers
@@ -40,7 +42,6 @@ A module imports only from modules that stand above it in this list.
     saving           checkpoints and the trained model on disks that may be full
     resume           stop on a signal or an error, save, continue
     refusals         settings that are refused before a model is loaded
-    data             training and test rows
     preflight        checks that need model, data or server
     recipes          YAML and command line into checked dataclasses
     plugins          files loaded by path

@@ -87,10 +87,10 @@ def plain_content(content: Any, where: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+def to_row(row: dict[str, Any], where: str, needs_prompt: bool = True) -> dict[str, Any]:
     """One training row from a row of TriviaQA, of GSM8K, with a plain question and answer, or with a prompt.
 
-    Raises `ValueError` for a row of any other form; `where` names the row in the message.
+    Raises `ValueError` for a row of any other form, unless it needs no prompt; `where` names the row in the message.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
     '4'
@@ -99,6 +99,8 @@ def to_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where} is {row!r:.100}, expected an object with 'question' and 'answer', or 'prompt'.")
+    if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
+        return row
     if "prompt" in row:
         prompt = row["prompt"]
         if isinstance(prompt, str):
@@ -138,7 +140,9 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 }
 
 
-def load_rows(name: str, split: str, size: int | None = None, config: str | None = None) -> Dataset:
+def load_rows(
+    name: str, split: str, size: int | None = None, config: str | None = None, needs_prompt: bool = True
+) -> Dataset:
     """Training or test rows with `prompt` (messages), `question` and `answer`.
 
     Args:
@@ -147,6 +151,7 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
         split: `train`, `test`, or another name of a split of the dataset.
         size: How many rows to take from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
+        needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
 
     Raises:
         ValueError: The dataset does not exist or is empty, a line is not JSON, or a column is missing.
@@ -172,21 +177,53 @@ def load_rows(name: str, split: str, size: int | None = None, config: str | None
         raise ValueError(f"dataset_config={config!r} has no effect with dataset_name: {name!r}. Remove it.")
     if not len(rows):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
-    return to_dataset([to_row(row, f"dataset {name!r}, row {i}") for i, row in enumerate(rows)], name)
+    return to_dataset([to_row(row, f"dataset {name!r}, row {i}", needs_prompt) for i, row in enumerate(rows)], name)
 
 
-def load_splits(script_args: Any, eval_strategy: str) -> tuple[Dataset, Dataset | None]:
-    """(training rows, test rows) of a recipe. The test rows are None if `eval_strategy` is `no`.
+def empty_prompts(num_rows: int) -> Dataset:
+    """Rows for an environment that brings all prompts: with nothing in them, as TRL's placeholders."""
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_rows})
 
-    Raises `ValueError` as `load_rows` does.
+
+def with_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with the key `prompt`, which is empty where an environment brings the prompt."""
+    return [{**row, "prompt": row.get("prompt") or []} for row in rows]
+
+
+def load_splits(
+    script_args: Any, eval_strategy: str, needs_prompt: bool = True
+) -> tuple[Dataset | None, Dataset | None]:
+    """(training rows, test rows) of a recipe.
+
+    The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
+    environment that brings the prompts does not need. Raises `ValueError` as `load_rows` does.
     """
     name, config = script_args.dataset_name, script_args.dataset_config
-    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, config)
+    if not name:
+        check_no_data(script_args, eval_strategy, needs_prompt)
+        return None, None
+    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, config, needs_prompt)
     if eval_strategy != "no":
-        return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, config)
+        size = script_args.eval_dataset_size
+        return train_rows, load_rows(name, script_args.dataset_test_split, size, config, needs_prompt)
     if script_args.eval_dataset_size is not None:
         raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     return train_rows, None
+
+
+def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> None:
+    """Raise `ValueError` unless a recipe can do without `dataset_name`."""
+    if needs_prompt:
+        raise ValueError(
+            "dataset_name is not set. Add a line `dataset_name: ...` to the recipe; hf_recipes/ has examples."
+        )
+    if eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy={eval_strategy} needs test rows, and dataset_name is not set. Set one of them."
+        )
+    for key in ("dataset_config", "dataset_size", "eval_dataset_size"):
+        if getattr(script_args, key) is not None:
+            raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
 
 
 def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:

@@ -6,25 +6,20 @@ import asyncio
 import atexit
 import functools
 import inspect
-import math
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, join
+from mt_grpo.replies import EnvironmentFailure, is_number, joined
+from mt_grpo.rollout import Message, Rollout, StopReason, ToolCall, join
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import check_tool
+from mt_grpo.tools import check_tool, named_tools
 
 # Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
 METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0}
-REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
-
-
-class EnvironmentFailure(Exception):
-    """An environment raised, hung, or returned what it may not: the end of its rollout, which is not trained on."""
 
 
 def tool_methods(cls: type) -> list[str]:
@@ -59,21 +54,18 @@ def check_environment(cls: Any, where: str) -> None:
     for tool in class_tools(cls).values():
         check_tool(tool)
     if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
-        for tool in cls.tools:
-            check_tool(tool)
-        merged(cls.__name__, class_tools(cls).values(), cls.tools)
+        merged(cls.__name__, class_tools(cls).values(), named_tools(cls.tools).values())
 
 
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
-    """The tools of a conversation: the others, an instance's public methods, and the functions in its list `tools`.
+    """The tools of a conversation: the others, an instance's public methods, and those in its list `tools`.
 
     Raises `ValueError` for two of one name.
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
     listed = getattr(environment, "tools", [])
-    listed = [] if callable(listed) else listed
-    for tool in listed:  # the others were checked once, before the run: it takes milliseconds
-        check_tool(tool)
+    # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
+    listed = named_tools([] if callable(listed) else listed).values()
     return merged(type(environment).__name__, others.values(), methods, listed)
 
 
@@ -95,49 +87,6 @@ def is_own_method(call: ToolCall, rollout: Rollout) -> bool:
     tool = (rollout.tools or {}).get(call.name)
     own = rollout.environment is not None and getattr(tool, "__self__", None) is rollout.environment
     return own and not inspect.iscoroutinefunction(tool)
-
-
-def read_reply(reply: Any, name: str) -> Reply | None:
-    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
-    if isinstance(reply, dict) and reply.keys() <= Reply.__dataclass_fields__.keys():
-        reply = Reply(**reply)
-    if reply is None:
-        return None
-    if not all(hasattr(reply, key) for key in Reply.__dataclass_fields__):
-        raise EnvironmentFailure(f"{name}.respond returned {type(reply).__name__}, expected a Reply or None.")
-    given = [key for key in REPLIES if getattr(reply, key)]
-    if len(given) > 1:
-        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}, expected one of them.")
-    for key in ("messages", "history"):
-        for message in getattr(reply, key) or []:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise EnvironmentFailure(f"{name}.respond: {key} has {message!r}, expected role and content.")
-    if reply.history and reply.history[-1]["role"] == "assistant":
-        raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
-    return reply
-
-
-def joined(prompt: list[Message], observation: str | list | None) -> list[Message]:
-    """The prompt with what `reset` returned: text goes to its last message, messages replace it.
-
-    >>> joined([{"role": "user", "content": "Play. "}], "A board.")
-    [{'role': 'user', 'content': 'Play. A board.'}]
-    >>> joined([{"role": "user", "content": "Play."}], [{"role": "user", "content": "Guess."}])
-    [{'role': 'user', 'content': 'Guess.'}]
-    """
-    if not observation:
-        return prompt
-    if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
-        return observation
-    prompt = prompt or [{"role": "user", "content": ""}]
-    content = prompt[-1]["content"]
-    if isinstance(observation, list) and isinstance(content, str):  # content parts
-        content = [{"type": "text", "text": content}]
-    if isinstance(observation, str) and isinstance(content, list):
-        observation = [{"type": "text", "text": observation}]
-    if type(observation) is not type(content):
-        raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
-    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
 @contextmanager
@@ -198,12 +147,19 @@ class Environments:
         cls = self.class_of(rollout.row)
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
+            self._open[id(rollout)] = rollout
         else:
-            rollout.environment = await self._run(rollout, cls.__name__, cls)
-        self._open[id(rollout)] = rollout
+            await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
         row = {k: v for k, v in rollout.row.items() if k != "environment" or None in self.by_name}
         observation = await self.call(rollout, "reset", **row)
         return joined(rollout.prompt_messages, observation)
+
+    def _make(self, rollout: Rollout, cls: type) -> None:
+        """Make a rollout's environment. It is closed where nobody waits for it any more."""
+        rollout.environment = cls()
+        self._open[id(rollout)] = rollout
+        if rollout.abandoned:
+            self._close_now(rollout)
 
     async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
@@ -239,7 +195,7 @@ class Environments:
         value = await self.call(rollout, "get_reward")
         if value is None:
             return None
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_number(value):
             name = type(rollout.environment).__name__
             raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
         return float(value)
@@ -260,15 +216,20 @@ class Environments:
         elif not rollout.abandoned and rollout.error is None:
             self._free[type(rollout.environment)].append(rollout.environment)
 
+    def _close_now(self, rollout: Rollout) -> None:
+        """Close an environment, unless that was done, in a thread without a loop. Nobody is left to hear of errors."""
+        if self._open.pop(id(rollout), None) is not None:
+            with suppress(Exception):
+                closing = getattr(rollout.environment, "close", lambda: None)()
+                if inspect.isawaitable(closing):
+                    asyncio.run(_awaited(closing))
+
     def _close_at_exit(self) -> None:
         """What an error or a signal left open. No loop and no new threads of a pool are left here."""
 
         def close_all() -> None:
             for rollout in list(self._open.values()):
-                with suppress(Exception):
-                    closing = getattr(rollout.environment, "close", lambda: None)()
-                    if inspect.isawaitable(closing):
-                        asyncio.run(_awaited(closing))
+                self._close_now(rollout)
 
         if self._open:
             thread = threading.Thread(target=close_all, daemon=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.chat_format import ChatFormat, parse_call, thinking_length
 from mt_grpo.hermes import HermesFormat
-from mt_grpo.native import NativeFormat
+from mt_grpo.native import SYNTAXES, NativeFormat
 from mt_grpo.rollout import Message, ToolCall, ToolResult, result_message
 
 CLOSING_TAGS = ("</tool>", "</answer>")
@@ -57,6 +57,12 @@ class XmlFormat(ChatFormat):
 
     call_format = CALL_FORMAT
     stops = CLOSING_TAGS
+
+    def setup(self) -> None:
+        """Thinking stands between the tags of the model's family, which its chat template writes."""
+        template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
+        marks = (syntax.thinking for syntax in SYNTAXES)
+        self.thinking = next((pair for pair in marks if pair[0].strip() in template), ChatFormat.thinking)
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         return [{"role": "user", "content": result_message(result.text)} for result in results]

@@ -83,7 +83,12 @@ HERMES = CallSyntax(
 
 
 def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
-    """A tool as the JSON schema that chat templates take. Pydantic's, where the docstring has no Google style."""
+    """A tool as the JSON schema that chat templates take. Pydantic's, where the docstring has no Google style.
+
+    A tool that is an object brings its own.
+    """
+    if given := getattr(tool, "json_schema", None):
+        return {"type": "function", "function": {**given, "name": name}}
     try:
         schema = get_json_schema(tool)["function"]
     except (DocstringParsingException, TypeHintParsingException):
@@ -111,6 +116,7 @@ class HermesFormat(ChatFormat):
         except Exception as error:
             raise self.refusal(f"cannot render tools: {error}") from error
         self.describes_tools = "get_total" in prompt
+        self.keeps_results = self._keeps_results(self.syntax.example(written))
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
         # Some tokenizers have a template of their own for conversations with tools.
@@ -138,6 +144,14 @@ class HermesFormat(ChatFormat):
             raise self.refusal("has no tool support: it leaves calls out")
         raise self.refusal(f"writes calls in another syntax than this tool_format reads: ...{written[-300:]!r}")
 
+    def _keeps_results(self, call: str) -> bool:
+        """Whether results reach the model behind a turn whose call is written in its text alone."""
+        turn, results = {"role": "assistant", "content": call}, self.results(self.probes[:1], [ToolResult("result-1")])
+        try:
+            return "result-1" in self._render([{"role": "user", "content": "."}, turn, *results])
+        except Exception:  # whatever a template raises
+            return False
+
     def closings(self) -> list[str]:
         results = self.results(self.probes[:1], [ToolResult("0")])
         return [*super().closings(), self.suffix(self.probes[:1], results)]
@@ -153,7 +167,23 @@ class HermesFormat(ChatFormat):
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
             )
         schemas = [tool_schema(name, tool) for name, tool in tools.items()]
+        messages = messages if self.keeps_results else self.with_calls(messages, tools)
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
+
+    def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
+        """The messages for a template that loses results behind calls in a text: those go into `tool_calls`.
+
+        Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
+        """
+        messages, written = list(messages), []
+        for k, message in enumerate(messages):
+            count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
+            if message["role"] == "assistant" and count and "tool_calls" not in message:
+                calls, beside = self.syntax.split(message["content"], tools)
+                calls = (calls + [ToolCall(None, {})] * count)[:count]
+                message = {**self.turn_message(calls), "content": beside.strip()}
+            written.append(message)
+        return written
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         return [

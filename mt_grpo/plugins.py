@@ -18,7 +18,7 @@ from mt_grpo.scoring import check_rewards
 from mt_grpo.settings import absolute
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_results import error_text
-from mt_grpo.tools import check_tool
+from mt_grpo.tools import as_tool, check_tool
 
 
 def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
@@ -133,6 +133,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
+    tools = [as_tool(tool) for tool in tools]
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     for tool in tools:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
 
 from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
-from mt_grpo.data import check_prompt
+from mt_grpo.data import check_prompt, empty_prompts, with_prompts
 from mt_grpo.refusals import backend_of, check_ddp_timeout
 from mt_grpo.scoring import check_reward_columns
 from mt_grpo.server_errors import ServerError
@@ -42,7 +42,20 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty.")
     for i, prompt in enumerate(dataset["prompt"]):
-        check_prompt(prompt, f"{name}, row {i}")
+        if prompt or environments is None:
+            check_prompt(prompt, f"{name}, row {i}")
+
+
+def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
+    """What a run without data steps through: empty prompts for one batch of rollouts, as in TRL.
+
+    Raises `ValueError` unless an environment brings the prompts and `max_steps` says where the run ends.
+    """
+    if env.environments is None:
+        raise ValueError("train_dataset is None, and there is no environment whose reset brings the prompts.")
+    if args.max_steps <= 0:
+        raise ValueError(f"max_steps={args.max_steps}, expected at least 1: without a dataset it says where to end.")
+    return empty_prompts(args.generation_batch_size // args.num_generations)
 
 
 def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
@@ -60,7 +73,7 @@ def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
 def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
-    messages = neutralise_prompt(row.get("prompt") or [{"role": "user", "content": ""}], env.tokenizer)
+    messages = neutralise_prompt(row.get("prompt") or empty_prompts(1)[0]["prompt"], env.tokenizer)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 
 
@@ -69,12 +82,13 @@ def longest_prompt(env: Any, dataset: Any) -> int:
 
     Raises `ValueError` if the chat template refuses one of them.
     """
-    rows = dataset.select_columns([c for c in ("prompt", "environment") if c in dataset.column_names])
-    rows = sorted(rows, key=lambda row: -sum(len(m["content"]) for m in row.get("prompt", [])))[:32]
+    columns = [c for c in ("prompt", "environment") if c in dataset.column_names]
+    rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
+    rows = sorted(with_prompts(rows), key=lambda row: -sum(len(m["content"]) for m in row["prompt"]))[:32]
     try:
         return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:
-        roles = sorted({message["role"] for row in rows for message in row.get("prompt", [])})
+        roles = sorted({message["role"] for row in rows for message in row["prompt"]})
         raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
 
 
@@ -82,7 +96,7 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     """Warn once of prompts that hold control tokens as text. The model reads these tokens with a space inside."""
     found = {}  # row -> its first control token
     for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
-        contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
+        contents = [m["content"] for m in prompt or [] if m["role"] not in AUTHORS and isinstance(m["content"], str)]
         if token := next(filter(None, (find_control(text, env.tokenizer) for text in contents)), None):
             found[row] = token[0]
     if found:

@@ -151,7 +151,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
         if not model_args.use_peft and getattr(model_args, key) != default_of(key, classes):
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
     for key, value in (
-        ("dataset_name", script_args.dataset_name),
+        ("dataset_name", script_args.dataset_name or args.max_steps > 0),  # an environment may bring the prompts
         ("tools_script", script_args.tools_script or script_args.environment),
         ("model_name_or_path", model_args.model_name_or_path),
     ):
@@ -172,7 +172,8 @@ def make_paths_absolute(script_args: Any, model_args: Any) -> None:
         path, separator, name = script_args.environment.rpartition(":")
         script_args.environment = f"{absolute(path)}{separator}{name}"
     for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or a Hub name
-        if getattr(config, key) not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(getattr(config, key))):
-            setattr(config, key, absolute(getattr(config, key)))
+        value = getattr(config, key)
+        if value and value not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(value)):
+            setattr(config, key, absolute(value))
     if folder := os.environ.get("TENSORBOARD_LOGGING_DIR"):
         os.environ["TENSORBOARD_LOGGING_DIR"] = absolute(folder)

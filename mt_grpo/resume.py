@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 
 from mt_grpo.checkpoints import checkpoint_to_resume
+from mt_grpo.data import with_prompts
 from mt_grpo.prefetch import LookAhead, RolloutBatch
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.saving import SaveError, SavingTrainer
@@ -158,7 +159,7 @@ class ResumableTrainer(SavingTrainer):
         inputs = self._batches.next_rollouts()
         steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
         last = self.state.global_step + steps_per_batch >= self.state.max_steps
-        self._next_rows = None if last or inputs is None else [{"prompt": [], **row} for row in inputs]
+        self._next_rows = None if last or inputs is None else with_prompts(inputs)
 
     def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | None:
         """The conversations that were started ahead of this batch, if there are any."""

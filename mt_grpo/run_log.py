@@ -32,14 +32,14 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
                 sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
                 reasons.index(r.stop_reason),
                 sum(len(t.calls) for t in r.turns), *num_errors(r),
-                sum(t.tool_seconds for t in r.turns), len(trained_records(r)),
+                sum(t.tool_seconds for t in r.turns), len(trained_records(r)), sum(t.open_thinking for t in r.turns),
             ]
             for r in rollouts
         ],
         device=accelerator.device, dtype=torch.float32,
     )  # fmt: skip
-    columns = accelerator.gather(columns)  # (N, 11)
-    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T
+    columns = accelerator.gather(columns)  # (N, 12)
+    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records, unclosed = columns.T
     truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
@@ -53,6 +53,7 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         "completions/mean_total_length": total.mean().item(),
         "turns/mean": num_turns.mean().item(),
         "turns/max": num_turns.max().item(),
+        "turns/unclosed_thinking": (unclosed.sum() / num_turns.sum().clamp(min=1)).item(),
         "records/mean": records.mean().item(),
         "tools/call_frequency": calls.mean().item(),
         "tools/failure_frequency": (failed.sum() / attempted).item(),

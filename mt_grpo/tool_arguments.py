@@ -7,8 +7,8 @@ import functools
 import inspect
 import json
 import re
-import types
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -72,12 +72,15 @@ class ArgumentReader:
 
 
 def cached_by_function(function: Callable) -> Callable:
-    """Cache what is known of a tool. A method is one tool, whatever instance it is bound to."""
-    cached, bound_to = functools.cache(function), object()
+    """Cache what is known of a tool as long as it is there. A method is one tool, whatever it is bound to."""
+    of_functions, of_methods = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
     def wrapper(tool: Callable) -> Any:
-        return cached(types.MethodType(tool.__func__, bound_to) if inspect.ismethod(tool) else tool)
+        key, cache = (tool.__func__, of_methods) if inspect.ismethod(tool) else (tool, of_functions)
+        if key not in cache:
+            cache[key] = function(tool)
+        return cache[key]
 
     return wrapper
 
@@ -105,7 +108,7 @@ def read_argument(tool, name, value): return value
 """
 ARGUMENTS_SOURCE = "\n".join(
     [
-        "import collections.abc, functools, inspect, json, types, typing",
+        "import collections.abc, functools, inspect, json, types, typing, weakref",
         "from collections.abc import Callable",
         "from pydantic import TypeAdapter",
         "from pydantic_core import PydanticKnownError, SchemaValidator, core_schema",

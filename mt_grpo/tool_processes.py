@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from mt_grpo.rollout import ToolResult
 from mt_grpo.tool_arguments import arguments_source
 from mt_grpo.tool_results import RESULT_SOURCE, error_text
 from mt_grpo.tool_threads import ToolsUnavailable
@@ -32,18 +33,22 @@ sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 async def awaited(result):
     return await result
-for tool in module.TOOL_FUNCTIONS:
+tools = [tool.run if hasattr(tool, "run") and hasattr(tool, "schema") else tool for tool in module.TOOL_FUNCTIONS]
+for tool in tools:
     readers_of(tool)  # pydantic's work is not the first call's time
 answers.write(b"ready\\n")
 answers.flush()
 for call in calls:
     try:
         index, arguments = json.loads(call)
-        tool = module.TOOL_FUNCTIONS[index]
+        tool = tools[index]
         result = tool(**{name: read_argument(tool, name, value) for name, value in arguments.items()})
         if inspect.isawaitable(result):  # an async function behind a plain decorator
             result = asyncio.run(awaited(result))
-        answer = json.dumps({"result": as_text(result)})
+        reward = None
+        if type(result).__name__ == "ToolResult":  # importing the class would cost every process
+            result, reward = result.text, result.reward
+        answer = json.dumps({"result": as_text(result), "reward": None if reward is None else float(reward)})
     except BaseException as error:
         name = type(error).__name__
         text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
@@ -197,7 +202,7 @@ class ToolProcesses:
             self._one_less(loop)
         if "error" in answer:
             raise type(answer["error"], (Exception,), {})(answer["text"])
-        return answer["result"]
+        return ToolResult(answer["result"], reward=answer["reward"])
 
     @asynccontextmanager
     async def _killed_on_error(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mt_grpo.formats import CALL_FORMAT
@@ -26,6 +28,87 @@ TYPES_THAT_WORK = (
     "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, Any, and what pydantic "
     "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
 )
+
+
+def named_tools(tools: Iterable) -> dict[str, Callable]:
+    """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
+    named: dict[str, Callable] = {}
+    for tool in map(as_tool, tools):
+        check_tool(tool)
+        if tool.__name__ in named:
+            raise ValueError(f"Two tools are called {tool.__name__!r}: the model could not tell them apart.")
+        named[tool.__name__] = tool
+    return named
+
+
+def as_tool(tool: Any) -> Callable:
+    """A tool as a function; one that is a function already stays as it is.
+
+    Args:
+        tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
+            and `run(**arguments)`, which may be async.
+
+    Raises:
+        ValueError: the schema describes no function whose parameters have names.
+    """
+    if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
+        return tool
+    schema = tool.schema() if callable(tool.schema) else tool.schema
+    try:
+        function = dict(schema.get("function", schema))
+        described = function.get("parameters") or {}
+        properties, required = described.get("properties", {}), described.get("required", [])
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if name in required else each.get("default"),
+                annotation=hint_of(each),
+            )
+            for name, each in sorted(properties.items(), key=lambda item: item[0] not in required)
+        ]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
+            f"and parameters whose names Python takes: {error}."
+        ) from None
+
+    def call(**arguments: Any) -> Any:
+        return tool.run(**arguments)
+
+    async def call_async(**arguments: Any) -> Any:
+        return await tool.run(**arguments)
+
+    made = call_async if inspect.iscoroutinefunction(tool.run) else call
+    notes = [f"    {name}: {each['description']}" for name, each in properties.items() if each.get("description")]
+    made.__name__, made.__qualname__ = tool.name, tool.name
+    made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
+    made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    returned = inspect.signature(tool.run).return_annotation
+    made.__signature__ = inspect.Signature(parameters, return_annotation=returned)
+    made.json_schema = {**function, "name": tool.name}
+    return made
+
+
+def hint_of(schema: dict[str, Any]) -> Any:
+    """The type of a parameter that a JSON schema describes; `Any` for what Python's types do not say.
+
+    >>> hint_of({"type": "array", "items": {"enum": ["a", "b"]}})
+    list[typing.Literal['a', 'b']]
+    >>> hint_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), hint_of({"$ref": "#/x"})
+    (int | None, typing.Any)
+    """
+    plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
+    kind, options = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    if "enum" in schema:
+        return typing.Literal[tuple(schema["enum"])]
+    if isinstance(kind, list):
+        options = [{**schema, "type": each} for each in kind]
+    if options:
+        return functools.reduce(operator.or_, map(hint_of, options))
+    if kind == "array":
+        return list[hint_of(schema.get("items", {}))]
+    return dict[str, Any] if kind == "object" else plain.get(kind, Any)
 
 
 def check_tool(tool: Callable) -> None:

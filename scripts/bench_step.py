@@ -1,4 +1,4 @@
-"""Compare the trainer's own step, everything but generation, with the step of TRL's `GRPOTrainer`, on a CPU.
+"""Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
     python scripts/bench_step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
     python scripts/bench_step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
@@ -22,10 +22,16 @@ What is fair here, in both directions:
 - Not in either time: rendering prompts, parsing calls, running tools, pushing weights.
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
+
+The shape `generation` is the whole step: TRL's trainer with `tools=` against the trainer here with `tool_format:
+hermes`, the same model, prompts, tool and reward function. Both generate with `transformers` in this process, twice: a
+turn with a call, which runs, and the answer. `generate` computes as ever. What it samples is forced to ids that were
+chosen before, as many in each turn, so that both sides sample, read and train on equally many tokens.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -44,6 +50,7 @@ from unittest.mock import patch
 from bench_common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
 RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
 SIDES = ("trl", "ours")
 LIMIT = 1.05  # of TRL's step
@@ -51,12 +58,15 @@ WARM_UP = 3  # pairs that are not counted
 GROUP_SIZE = 8
 CONTEXT = 2048  # tokens
 # Tokens: on average per rollout, tool results included; lengths go from 0.6 to 1.4 times that. `short`: of --short.
+# With `generates` they are those that are sampled.
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 90, "wide": False, "pairs": 40,
                "short": {"pairs": 20}},
     "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "wide": False, "pairs": 20,
              "short": {"rollouts": 8, "pairs": 15}},
     "wide": {"title": "wider model", "rollouts": 32, "tokens": 90, "wide": True, "pairs": 20, "short": None},
+    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "wide": False, "pairs": 20,
+                   "generates": True, "short": {"pairs": 7}},
 }  # fmt: skip
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
@@ -91,6 +101,30 @@ def make_conversations(shape: Shape, seed: int = 0) -> list[Conversation]:
             turns = [make_turn(env, tokenizer, rng, length, last=k + 1 == num_turns) for k in range(num_turns)]
             ids = env.prompt_ids(prompt, tokenizer)
             conversations.append({"prompt": prompt, "prompt_ids": ids, "turns": turns, "answer": row["answer"]})
+    return conversations
+
+
+def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
+    """One conversation per rollout, of a call and an answer, whose ids are equally many: those that are sampled."""
+    from transformers import AutoTokenizer
+
+    from mt_grpo.data import make_arithmetic
+
+    rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
+    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+        system = {"role": "system", "content": "Use the calculator, then answer."}
+        prompt = [system, {"role": "user", "content": row["question"]}]
+        for _ in range(GROUP_SIZE):
+            expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
+            call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+            turns = []
+            for text in (f"<tool_call>\n{call}\n</tool_call>", f"The answer is {rng.randint(2, 9999)}."):
+                ending = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+                thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(shape["tokens"]))
+                room = shape["tokens"] // 2 - len(ending)
+                ids = tokenizer(thoughts, add_special_tokens=False)["input_ids"][:room] + ending
+                turns.append({"token_ids": ids, "observation_ids": []})
+            conversations.append({"prompt": prompt, "turns": turns, "answer": row["answer"]})
     return conversations
 
 
@@ -174,14 +208,48 @@ def outcome_reward(completion_ids: list[list[int]], answer: list[str], **kwargs)
     return [float((len(ids) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
 
 
+def calculator_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """The one reward function of both sides where they generate."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def force(model: Any, conversations: list[Conversation], meter: Any) -> None:
+    """Have `model.generate` compute as ever, and sample the ids of all calls, then those of all answers, and so on."""
+    import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    original, number = model.generate, itertools.count()
+
+    class Forced(LogitsProcessor):
+        def __init__(self, ids: Any, prompt_length: int):
+            self.ids, self.prompt_length = ids, prompt_length
+
+        def __call__(self, seen: Any, scores: Any) -> Any:
+            place = seen.shape[1] - self.prompt_length
+            return torch.full_like(scores, -torch.inf).scatter(1, self.ids[:, place : place + 1], 0.0)
+
+    def generate(input_ids: Any, **kwargs: Any) -> Any:
+        turn, length = next(number) % 2, input_ids.shape[1]
+        ids = torch.tensor([conversation["turns"][turn]["token_ids"] for conversation in conversations])
+        forced = LogitsProcessorList([Forced(ids, length)])
+        output = original(input_ids=input_ids, logits_processor=forced, **kwargs)
+        if not torch.equal(output[:, length:], ids):
+            raise RuntimeError(f"generate sampled {tuple(output[:, length:].shape)} ids, expected {tuple(ids.shape)}.")
+        meter.sampled += ids.numel()
+        return output
+
+    model.generate = generate
+
+
 def build_model(shape: Shape) -> Any:
-    """The bundled model, or a wider one of random weights; float32, and room for the longest conversation."""
+    """A bundled model, or a wider one of random weights; float32, and room for the longest conversation."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(MODEL, max_position_embeddings=CONTEXT)
+    model = HERMES_MODEL if shape.get("generates") else MODEL
+    config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
     if not shape["wide"]:
-        return AutoModelForCausalLM.from_pretrained(MODEL, config=config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
     torch.manual_seed(0)
     layers = 8
     config.update({
@@ -192,14 +260,18 @@ def build_model(shape: Shape) -> Any:
 
 
 def build_trainer(side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any) -> Any:
-    """TRL's trainer or ours, as if vLLM had sampled (importance sampling is corrected for), without any generation."""
+    """TRL's trainer or ours.
+
+    Without generation it is as if vLLM had sampled: importance sampling is corrected for.
+    """
     from types import SimpleNamespace
 
     from datasets import Dataset
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    generates = shape.get("generates", False)
+    tokenizer = AutoTokenizer.from_pretrained(HERMES_MODEL if generates else MODEL)
     rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[::GROUP_SIZE]]
     settings = {
         "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": shape["rollouts"],
@@ -210,6 +282,13 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
     }  # fmt: skip
     common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
               "processing_class": tokenizer, "callbacks": [meter]}  # fmt: skip
+    if generates:
+        meter.prepare = lambda: None
+        settings["max_completion_length"] = 4 * shape["tokens"]
+        trainer = build_generating(side, settings, common)
+        force(trainer.model, conversations, meter)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
 
@@ -246,6 +325,26 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
     return trainer
 
 
+def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
+    """TRL's trainer with `tools=`, or ours, which samples in this process."""
+    from mt_grpo.plugins import load_tools
+
+    tools = load_tools(str(ROOT / "tools/calculator.py"))
+    if side == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+        from trl.chat_template_utils import qwen3_template
+
+        # TRL knows how to read calls by the bytes of the chat template. The bundled model writes calls as Qwen 3 does.
+        common["processing_class"].response_template = qwen3_template
+        return GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], tools=tools, **common)
+    import mt_grpo_trainer as mt
+
+    env = mt.MultiTurnToolEnv(tools, None, tool_format="hermes")
+    return mt.MTGRPOEnvTrainer(
+        args=mt.MTGRPOConfig(**settings), env=env, outcome_reward_funcs=[calculator_reward], **common
+    )
+
+
 class Finished(Exception):
     """The parent asks for no further step."""
 
@@ -265,6 +364,7 @@ def make_meter(connection: Any) -> Any:
         def __init__(self):
             self.prepare, self.batch = None, None
             self.kind, self.timing, self.seconds = None, None, {}
+            self.sampled = 0  # tokens, where the step generates
             self.profile = cProfile.Profile()
             self.profiled_steps = 0
 
@@ -283,7 +383,7 @@ def make_meter(connection: Any) -> Any:
                 connection.send(self.report())
 
         def start(self, kind: str | None) -> None:
-            self.kind, self.timing = kind, contextlib.ExitStack()
+            self.kind, self.timing, self.sampled = kind, contextlib.ExitStack(), 0
             if kind == "python":
                 tracemalloc.start()
             self.seconds = self.timing.enter_context(stopwatch())
@@ -293,7 +393,7 @@ def make_meter(connection: Any) -> Any:
         def stop(self) -> dict[str, float]:
             self.profile.disable()
             self.timing.close()
-            figures = dict(self.seconds)
+            figures = {**self.seconds, "sampled": self.sampled}
             if self.kind == "python":
                 figures["python_mib"] = tracemalloc.get_traced_memory()[1] / 2**20
                 tracemalloc.stop()
@@ -420,7 +520,7 @@ def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str,
 
 def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     """Take all pairs of one shape; returns its row of the results file."""
-    conversations = make_conversations(shape)
+    conversations = make_forced(shape) if shape.get("generates") else make_conversations(shape)
     lengths = [sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations]
     with both_sides(shape, conversations, threads, KEEP) as sides:
         taken: list[dict[str, dict[str, float]]] = []
@@ -428,6 +528,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             steps = {name: sides[name].step() for name in order}
             taken += [steps] if number >= WARM_UP else []
+            if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
+                raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
             ratio = steps["ours"]["wall"] / steps["trl"]["wall"]
             print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, {ratio:.2f}x", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
@@ -437,7 +539,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
                 side.step()
         memory["peak_mib"] = {name: side.ask("report")["peak_mib"] for name, side in sides.items()}
         memory["python_mib"] = {name: side.step("python")["python_mib"] for name, side in sides.items()}
-    return {**{key: shape[key] for key in ("title", "rollouts", "wide")}, "tokens": round(statistics.mean(lengths)),
+    return {**{key: shape[key] for key in ("title", "rollouts", "wide")},
+            "generates": shape.get("generates", False), "tokens": round(statistics.mean(lengths)),
             **figures_of(taken, memory)}  # fmt: skip
 
 
@@ -474,7 +577,7 @@ def rounded(value: Any) -> Any:
 
 def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
     """`hot_functions` of our side over so many steps."""
-    conversations = make_conversations(shape)
+    conversations = make_forced(shape) if shape.get("generates") else make_conversations(shape)
     with Side("ours", shape, conversations, threads) as side:
         for _ in range(WARM_UP):
             side.step()
@@ -505,8 +608,9 @@ def section(results: dict[str, Any]) -> str:
     where, threads = results["machine"], results["threads"]
     pairs = " or ".join(map(str, sorted({row["pairs"] for row in results["shapes"].values()})))
     lines = [
-        "**The step without generation**, against TRL's `GRPOTrainer` on the same conversations: median (smallest to "
-        f"largest) of ours / TRL's over {pairs} alternating pairs of steps; the limit is {LIMIT:g}. "
+        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for the row that "
+        "says so (there TRL's has `tools=`, and both sample in their process): median (smallest to largest) of ours / "
+        f"TRL's over {pairs} alternating pairs of steps; the limit is {LIMIT:g}. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.", "",
         "| batch | TRL's step | wall seconds, ours / TRL's | CPU seconds | peak memory |", "|---|---|---|---|---|",

@@ -30,7 +30,7 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
-from mt_grpo.data import load_rows
+from mt_grpo.data import check_no_data, empty_prompts, load_rows, with_prompts
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_rewards, load_tools
@@ -163,14 +163,13 @@ def evaluate(
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
     tools = load_tools(script_args.tools_script, args.isolate_tools)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
-    rows = load_rows(script_args.dataset_name, split_name(script_args, split), num_problems,
-                        script_args.dataset_config)  # fmt: skip
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
     env = mt.build_env(script_args, args, tools, tokenizer)
+    rows = load_problems(script_args, split, num_problems, env)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
     env.max_model_len = check_context(env, config, rows, args)
     if served:
@@ -214,6 +213,17 @@ def evaluate(
     }  # fmt: skip
 
 
+def load_problems(
+    script_args: mt.MTGRPOScriptArguments, split: str, num_problems: int, env: mt.MultiTurnToolEnv
+) -> Any:
+    """The first rows of a split; without a dataset so many empty prompts, for an environment that brings its own."""
+    needs_prompt, name = env.environments is None, script_args.dataset_name
+    if not name:
+        check_no_data(script_args, "no", needs_prompt)
+        return empty_prompts(num_problems)
+    return load_rows(name, split_name(script_args, split), num_problems, script_args.dataset_config, needs_prompt)
+
+
 def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
     """What the recipe calls this split."""
     named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
@@ -224,7 +234,7 @@ def roll_out(
     backend: Any, env: mt.MultiTurnToolEnv, rows: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
 ) -> list[Rollout]:
     """The conversations of all rows to their ends, `batch_size` at a time."""
-    rollouts = env.start([row["prompt"] for row in rows], rows=rows)
+    rollouts = env.start([row["prompt"] for row in with_prompts(rows)], rows=rows)
 
     async def converse(rollout: Rollout) -> None:
         await env.converse(rollout, backend, sampling)

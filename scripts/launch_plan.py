@@ -18,10 +18,10 @@ from evaluate import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.data import load_rows
+from mt_grpo.data import check_no_data, load_rows
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
-from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt
+from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt, rows_of_environment
 from mt_grpo.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
 from mt_grpo.scoring import check_reward_columns, weights_of
 
@@ -97,7 +97,12 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
         splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
     needed = 0
     for number, (split, size) in enumerate(splits):
-        rows = load_rows(script_args.dataset_name, split, size, script_args.dataset_config)
+        if script_args.dataset_name:
+            needs_prompt = env.environments is None
+            rows = load_rows(script_args.dataset_name, split, size, script_args.dataset_config, needs_prompt)
+        else:
+            check_no_data(script_args, args.eval_strategy, env.environments is None)
+            rows = rows_of_environment(env, whole)
         check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}", env)
         if number == 0:
             check_num_prompts(len(rows), whole)

@@ -54,16 +54,16 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.PAGE.read_text()
     bench.main(["--short"])
-    assert [(shape["rollouts"], shape["pairs"] >= 15) for shape in taken] == [(64, True), (8, True)]
+    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 15), (64, 7)]
     assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
     assert bench.PAGE.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
     bench.main(["--pairs", "20"])
-    assert bench.PAGE.read_text() != before and bench.RESULTS.is_file() and len(taken) == 2 + len(bench.SHAPES)
+    assert bench.PAGE.read_text() != before and bench.RESULTS.is_file() and len(taken) == 3 + len(bench.SHAPES)
 
 
 def test_every_full_shape_has_enough_pairs():
     assert min(shape["pairs"] for shape in bench.SHAPES.values()) >= 15
-    assert min(shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]) >= 15
+    assert min(shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]) >= 7
 
 
 def test_both_sides_get_the_same_conversations():
@@ -81,10 +81,17 @@ def test_both_sides_get_the_same_conversations():
     assert bench.as_rollouts(conversations)[0].turns[0] is not rollouts[0].turns[0]  # nothing stays warm
 
 
-def test_a_pair_of_steps(monkeypatch):
+def test_forced_turns_are_equally_long():
+    conversations = bench.make_forced({**SMOKE, "tokens": 80})
+    assert [[len(turn["token_ids"]) for turn in c["turns"]] for c in conversations] == [[40, 40]] * 8
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_a_pair_of_steps(monkeypatch, generates):
+    """Where the sides generate, both sample the forced ids, or they end with an error."""
     monkeypatch.setattr(bench, "WARM_UP", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    result = bench.run_shape(SMOKE, threads=1)
+    result = bench.run_shape({**SMOKE, "tokens": 80, "generates": generates}, threads=1)
     assert result["pairs"] == 1 and result["rollouts"] == 8
     for side in bench.SIDES:
         seconds, memory = result["median_seconds"][side], result["memory"]

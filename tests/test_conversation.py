@@ -1933,6 +1933,7 @@ def test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive():
 
 IN_PROCESSES = """
 import ctypes, functools, os, re, subprocess, sys, time
+from mt_grpo.rollout import ToolResult
 
 time.sleep(float(os.environ.get("IMPORT_SECONDS", 0)))
 
@@ -1989,7 +1990,19 @@ def fork_and_leave() -> str:
     open(os.environ["MARK"] + "/child", "w").write(str(pid))
     os._exit(3)
 
-TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator, fork_and_leave]
+def paid(reward: float) -> ToolResult:
+    '''Gives its turn a reward.'''
+    return ToolResult({"a": 5}, reward=reward)
+
+class Double:
+    name = "double"
+    schema = {"description": "Doubles.", "parameters": {"properties": {"number": {"type": "integer"}}}}
+
+    def run(self, number):
+        return f"{os.getpid()} {2 * number}"
+
+TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator, fork_and_leave, paid,
+                  Double()]
 """
 
 
@@ -2045,6 +2058,17 @@ def test_an_isolated_tool_that_holds_the_interpreter_lock_is_killed(isolated):
 )  # fmt: skip
 def test_what_an_isolated_tool_returns(isolated, what, result):
     assert observe(isolated[3], call("give", what=what)).observation == result
+
+
+def test_an_isolated_tool_gives_a_reward(isolated):
+    (result,) = observe(isolated[9], call("paid", reward=0.5)).results
+    assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, None)
+    assert observe(isolated[0], ADD).results[0].reward is None
+
+
+def test_an_isolated_tool_may_be_an_object(isolated):
+    pid, number = observe(isolated[10], call("double", number=4)).observation.split()
+    assert number == "8" and pid != str(os.getpid())
 
 
 def test_an_isolated_tools_long_result_is_cut_visibly(isolated):

@@ -1,20 +1,39 @@
 """One environment per conversation: its tools, its replies, its end, and what happens when it fails."""
 
 import asyncio
+import gc
 import json
 import threading
+import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 from datasets import Dataset
-from test_conversation import CHATML_TOKENIZER, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer, result
+from test_conversation import (
+    CHATML_TOKENIZER,
+    END,
+    QWEN3_TOKENIZER,
+    Scripted,
+    call,
+    ids,
+    make_tokenizer,
+    of_turns,
+    result,
+)
+from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
-from mt_grpo.environments import EnvironmentFailure, check_environment, read_reply
+from mt_grpo.data import load_rows
+from mt_grpo.environments import check_environment
+from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_env
+from mt_grpo.replies import EnvironmentFailure, read_reply
 from mt_grpo.rollout import Reply, StopReason, ToolResult
 from mt_grpo.run_log import rollout_rows
+from mt_grpo.tool_arguments import readers_of
+from mt_grpo.tools import as_tool, describe_tools, signature_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ANSWER = "<answer>5</answer>"
@@ -43,12 +62,29 @@ class Counter:
         return float(self.value)
 
 
+def verify_records(rollouts, backend):
+    """Each record is what the backend saw and sampled, and every sampled token that was kept is trained once."""
+    for rollout in rollouts:
+        requests = of_turns(backend.of(rollout.index))
+        turns = [turn for record in rollout.records for turn in record.turns]
+        assert len(requests) == len(rollout.turns) == len(turns) and all(a is b for a, b in zip(turns, rollout.turns))
+        left = iter(requests)
+        for record in rollout.records:
+            seen, mask = list(record.prompt_ids), []
+            for turn, request in zip(record.turns, left):
+                assert request.prompt == seen and turn.token_ids == request.sampled[: len(turn.token_ids)]
+                seen += turn.token_ids + turn.observation_ids
+                mask += [1] * len(turn.token_ids) + [0] * len(turn.observation_ids)
+            assert (record.prompt_ids + record.completion_ids, record.loss_mask) == (seen, mask)
+
+
 def run(cls, scripts, rows=None, tools=(), prompt="Count.", **settings):
     settings = {"system_prompt": None, "tokenizer": CHATML_TOKENIZER, "environment": cls, **settings}
     env = MultiTurnToolEnv(tools, settings.pop("system_prompt"), **settings)
     backend = Scripted(scripts)
     rows = rows or [{}] * len(scripts)
     rollouts = env.generate([[{"role": "user", "content": prompt}]] * len(scripts), backend, rows=rows)["rollouts"]
+    verify_records([rollout for rollout in rollouts if rollout.error is None], backend)
     return env, rollouts, backend
 
 
@@ -255,17 +291,27 @@ def test_an_edited_history_begins_a_record():
         (Reply(messages=["hi"]), "messages has 'hi', expected role and content"),
         (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with the model's own message"),
         ({"mesages": USER}, "returned dict, expected a Reply or None"),
+        (Reply(messages="Sure?"), "messages is 'Sure\\?', expected messages"),
+        (Reply(continuation=["a"]), "continuation is list, expected str or None"),
+        (Reply(info="a"), "info is str, expected dict or None"),
+        (Reply(reward=float("nan")), "reward is nan, expected a finite number or None"),
+        (Reply(reward="1"), "reward is '1', expected a finite number or None"),
     ],
 )
 def test_what_is_no_reply_ends_the_rollout(reply, message):
     with pytest.raises(EnvironmentFailure, match=message):
         read_reply(reply, "E")
     _, (rollout,), _ = run(Say([reply]).environment(), [[ANSWER]])
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and message[:20] in str(rollout.error)
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and message[:14] in str(rollout.error)
 
 
 def test_a_reply_may_be_a_dict():
     assert read_reply({"stop": True}, "E") == Reply(stop=True)
+
+
+def test_a_reply_without_info():
+    _, (rollout,), _ = run(Say([{"stop": True, "info": None, "reward": 0.5}]).environment(), [[ANSWER]])
+    assert (rollout.turns[0].info, rollout.turns[0].reward, rollout.error) == ({}, 0.5, None)
 
 
 def failing(where, hang=False):
@@ -326,6 +372,43 @@ def test_close_runs_where_the_server_dies():
     with pytest.raises(ConnectionError):
         env.generate(["a", "b"], Dies([[], []]), rows=[{"start": 1}, {"start": 2}])
     assert sorted(Closes.closed) == [1, 2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_environment_that_nobody_waits_for_is_closed(late):
+    """Its conversation is cancelled while it is made; it may be there before that is known, or behind it."""
+    ready, go, closed = threading.Event(), threading.Event(), []
+
+    class Slow(Counter):
+        def __init__(self):
+            super().__init__()
+            ready.set()
+            assert go.wait(30)
+
+        async def close(self):
+            closed.append(self)
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Slow)
+    (rollout,) = env.start(["a"], rows=[{}])
+
+    async def cancelled():
+        task = asyncio.create_task(env.converse(rollout, Scripted([[]])))
+        while not ready.is_set():
+            await asyncio.sleep(0.01)
+        if not late:
+            go.set()
+            time.sleep(0.3)  # it is made meanwhile, and the loop does not know yet
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    env.close([rollout])
+    go.set()
+    deadline = time.monotonic() + 20
+    while not closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert closed == [rollout.environment]
 
 
 def test_environments_with_close_are_not_used_again():
@@ -523,6 +606,162 @@ def test_the_budget_of_a_prompt_that_reset_makes_too_long():
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
 
 
+# --- in every format -------------------------------------------------------------------------------------------------
+
+
+def summed(a: int, b: str = "") -> str:
+    """Adds up.
+
+    Args:
+        a: A number.
+        b: A text.
+    """
+    return f"sum-{a}"
+
+
+summed.__name__ = "add"
+
+
+@pytest.mark.parametrize("edits", [False, True])
+@EVERY_FAMILY
+def test_a_conversation_of_a_family(name, edits):
+    """Its records are what the model saw and sampled, and it reads every result, in an edited history too."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+
+    class Forgets:
+        def reset(self, **row):
+            pass
+
+        def respond(self, rollout, turn):
+            kept = rollout.history[:1] + rollout.history[-1 - len(turn.results) :]
+            return Reply(history=kept) if edits and len(rollout.turns) == 2 else None
+
+    settings = {"max_completion_length": 9000, "tokenizer": tokenizer, "tool_format": "native"}
+    env = MultiTurnToolEnv([summed], None, 3, environment=Forgets, **settings)
+    end = min(env.format_of(tokenizer).ends)
+    opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""
+    calls = family.around % family.between.join([family.first, family.second][: 1 + family.several])
+    answer = "<|channel|>final<|message|>It is 5." if name == "gptoss" else "It is 5."
+    turns = [
+        [*tokenizer(opened + text, add_special_tokens=False)["input_ids"], end] for text in (calls, calls, answer)
+    ]
+    backend = Scripted([turns], tokenizer=tokenizer)
+    (rollout,) = env.generate(["What does add say?"], backend, rows=[{}])["rollouts"]
+    verify_records([rollout], backend)
+    assert (rollout.stop_reason, rollout.turns[-1].answer) == (StopReason.ANSWERED, "It is 5.")
+    assert len(rollout.records) == 1 + edits
+    read = [tokenizer.decode(request.prompt) for request in backend.requests]
+    assert [text.count("sum-2") for text in read] == [0, 1, 1 if edits else 2]
+    assert [text.count("sum-3") for text in read] == ([0, 1, 1 if edits else 2] if family.several else [0, 0, 0])
+
+
+# --- tools as objects ------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "limit": {"type": "integer", "default": 3},
+                "word": {"type": "string", "description": "What to look up."},
+                "lang": {"enum": ["en", "de"]},
+            },
+            "required": ["word"],
+        },
+    },
+}
+
+
+class Lookup:
+    name, schema = "lookup", SCHEMA
+
+    def __init__(self, found="grass"):
+        self.found = found
+
+    async def run(self, word, limit=3, lang="en"):
+        return f"{word} {limit} {lang}: {self.found}"
+
+
+class Plain(Lookup):
+    """Its schema is a method, and that of a function alone."""
+
+    name = "plain"
+
+    def schema(self):
+        return {**SCHEMA["function"], "name": "plain"}
+
+    def run(self, **arguments) -> ToolResult:
+        return ToolResult(json.dumps(arguments), reward=0.5)
+
+
+def test_a_tool_may_be_an_object():
+    assert describe_tools({"lookup": as_tool(Lookup())}) == (
+        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = None)\n"
+        "Look a word up.\n\nArgs:\n    word: What to look up."
+    )
+    assert tool_schema("lookup", as_tool(Lookup())) == SCHEMA
+    first = [call("lookup", word="a"), call("lookup", word="a", limit="many"), ANSWER]
+    env = MultiTurnToolEnv([Lookup(), Plain()], None, 3, tokenizer=CHATML_TOKENIZER)
+    scripts = [first, [call("plain", word="b", lang="de"), call("plain", word="b", lang="fr"), ANSWER]]
+    one, two = env.generate(["?", "?"], Scripted(scripts))["rollouts"]
+    assert [turn.observation for turn in one.turns] == [
+        "a 3 en: grass",
+        "Error: argument 'limit' must be int, got str. Usage: lookup(word: str, limit: int = 3, "
+        "lang: Literal['en', 'de'] = None)",
+        None,
+    ]
+    assert two.turns[0].results == [
+        ToolResult('{"word": "b", "lang": "de"}', seconds=two.turns[0].tool_seconds, reward=0.5)
+    ]
+    assert two.turns[1].observation.startswith("Error: argument 'lang' must be Literal['en', 'de'], got 'fr'")
+
+
+def test_objects_are_the_tools_of_one_conversation():
+    class Own:
+        def reset(self, found, **row):
+            self.tools = [Lookup(found)]
+
+    ask = call("lookup", word="a")
+    _, rollouts, _ = run(
+        Own, [[ask, ANSWER], [ask, ANSWER]], [{"found": "x"}, {"found": "y"}], system_prompt="{tool_descriptions}"
+    )
+    assert [rollout.turns[0].observation for rollout in rollouts] == ["a 3 en: x", "a 3 en: y"]
+    assert "Look a word up." in rollouts[0].prompt_messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    [
+        ("lookup", "Tool lookup has the schema 'lookup', expected that of a function"),
+        ({"parameters": {"properties": {"a-b": {"type": "string"}}}}, "'a-b' is not a valid parameter name"),
+        ({"parameters": {"properties": {"a": {"type": "string"}}}}, "Tool lookup has no docstring"),
+    ],
+)
+def test_an_object_without_a_functions_schema_is_refused(schema, message):
+    tool = Lookup()
+    tool.schema = schema
+    with pytest.raises(ValueError, match=message):
+        MultiTurnToolEnv([tool])
+
+
+def test_what_is_known_of_a_tool_goes_with_it():
+    """An environment may make its tools anew for each of thousands of conversations."""
+
+    def made() -> weakref.ref:
+        def tool(a: int) -> str:
+            """Does nothing."""
+
+        assert signature_of(tool) is signature_of(tool) and readers_of(tool)[0]["a"].hint is int
+        return weakref.ref(tool)
+
+    reference = made()
+    gc.collect()
+    assert reference() is None
+
+
 # --- in the trainer --------------------------------------------------------------------------------------------------
 
 
@@ -585,3 +824,72 @@ def test_a_step_with_environments(random_model, tmp_path):
     kept = [i for i in range(4) if i != row]
     assert sorted(rewards[kept, 3].tolist()) == [1.0, 2.0, 4.0]
     assert sorted(round(v, 4) for v in rewards[kept, 0].tolist()) == [0.1, 0.2, 0.4]
+
+
+def settings(folder, **changes):
+    return MTGRPOConfig(**{
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64,
+        "max_steps": 2, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **changes,
+    })  # fmt: skip
+
+
+class Asks:
+    """It brings the whole prompt."""
+
+    asked = 0
+
+    def reset(self, **row) -> list:
+        Asks.asked += 1
+        return [{"role": "user", "content": f"Row {row.get('n')}."}]
+
+    def get_reward(self) -> float:
+        return float(Asks.asked)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [None, [{"n": 1}, {"n": 2}], [{"n": 1, "prompt": None}, {"n": 2, "prompt": []}]])
+def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, overlap):
+    """Without a dataset `max_steps` says where the run ends, as in TRL."""
+    data = None
+    if rows is not None:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
+        assert set(data.column_names) == set(rows[0])
+    env = MultiTurnToolEnv([], None, environment=Asks)
+    trainer = MTGRPOEnvTrainer(random_model, env, args=settings(tmp_path / "out"), train_dataset=data)
+    assert len(trainer.train_dataset) == 2  # prompts of a batch
+    trainer.args.overlap_rollouts = overlap
+    Asks.asked = 0
+    trainer.train()
+    assert (trainer.state.global_step, Asks.asked) == (2, 8)
+    read = {rollout.prompt_messages[0]["content"] for rollout in trainer._rollouts}
+    assert read == ({"Row None."} if rows is None else {"Row 1.", "Row 2."})
+
+
+@pytest.mark.parametrize(
+    "environment, changes, message",
+    [
+        (None, {}, "train_dataset is None, and there is no environment"),
+        (Asks, {"max_steps": -1}, "max_steps=-1, expected at least 1: without a dataset"),
+        ({"a": Asks}, {}, "A row has environment=None, expected one of a"),
+    ],
+)
+def test_a_run_without_data_needs_an_environment_and_an_end(tmp_path, random_model, environment, changes, message):
+    def reward(**kwargs):
+        return None
+
+    env = MultiTurnToolEnv([], None, environment=environment)
+    with pytest.raises(ValueError, match=message):
+        MTGRPOEnvTrainer(random_model, env, [], [reward], args=settings(tmp_path, **changes))
+
+
+def test_a_prompt_has_to_come_from_somewhere():
+    class Silent:
+        def reset(self, **row):
+            pass
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Silent)
+    (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    assert "reset returned nothing, and the row has no prompt" in str(rollout.error)

@@ -466,6 +466,54 @@ def test_thinking_of_a_family(name):
 
 
 @EVERY_FAMILY
+def test_an_edited_history_of_a_family_keeps_its_results(name):
+    """Its turns are text. Where the template loses results behind calls in a text, it gets the calls as calls."""
+    family, fmt = FAMILIES[name], native(name)
+    number = 2 if family.several else 1
+    turn = {
+        "role": "assistant",
+        "content": family.around % family.between.join([family.first, family.second][:number]),
+    }
+    asked = {"role": "user", "content": "?"}
+
+    def rendered(messages):
+        return fmt.tokenizer.apply_chat_template(**{**fmt.prompt(messages, TOOLS), "tokenize": False})
+
+    results = fmt.results(TWO[:number], [ToolResult(f"result-{k}") for k in range(number)])
+    text = rendered([asked, turn, *results])
+    assert all(part in text for k in range(number) for part in (f"result-{k}", ("x y", "7")[k]))
+    if not fmt.keeps_results:
+        assert text == rendered([asked, fmt.turn_message(TWO[:number]), *results])
+        broken = {"role": "assistant", "content": family.around % family.broken}
+        assert "cannot be read" in rendered([asked, broken, *fmt.results(TWO[:1], [ToolResult("it cannot be read")])])
+
+
+def test_families_that_lose_results_behind_text():
+    lose = {name for name in FAMILIES if not native(name).keeps_results}
+    assert lose >= {"gptoss", "gemma4"} and not lose & {"qwen3", "qwen2_5"}
+
+
+@pytest.mark.parametrize(
+    "name, thought",
+    [
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+        ("gemma4", "<|channel>thought\na <answer>1</answer>\n<channel|>"),
+        ("qwen3", "<think>a <answer>1</answer></think>"),
+    ],
+)
+def test_thinking_of_a_family_in_the_papers_tags(name, thought):
+    fmt, text = make_format("xml", tokenizer_of(name)), f"{thought}<answer>5</answer>"
+    prompt = fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "?"}], {}))
+    assert fmt.parse(ids(text, fmt.tokenizer), prompt).answer == "5"
+    assert fmt.cut(ids(text + " more", fmt.tokenizer), prompt) == (len(ids(text, fmt.tokenizer)), True)
+    stopped = ids(text[: text.index("</answer>") + 9], fmt.tokenizer)
+    assert fmt.stopped_early(stopped, prompt) and fmt.parse(stopped, prompt).open_thinking
+
+
+@EVERY_FAMILY
 def test_a_family_goes_on_behind_a_result(name):
     """Thinking that the template opens, or closes, behind a result is seen there too."""
     family, fmt = FAMILIES[name], native(name)

@@ -137,3 +137,50 @@ def test_the_hermes_model_learns(tmp_path, monkeypatch):
     assert len(exact) == 75 and mean(exact[:3]) < 0.6 and mean(exact[-10:]) > 0.8
     failures = [row["tools/failure_frequency"] for row in steps]
     assert mean(failures[:3]) > 0.1 and mean(failures[-10:]) < 0.05
+
+
+IN_TRLS_SHAPE = """
+from tools.calculator import calculator as compute
+
+
+class CalculatorEnv:
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, answer: str, **kwargs) -> str | None:
+        self.answer, self.reward = answer, 0.0
+        return None
+
+    def calculator(self, expression: str) -> str:
+        value = compute(expression)
+        self.reward = max(self.reward, float(value == self.answer))
+        return value
+
+    calculator.__doc__ = compute.__doc__
+
+
+def reward_func(environments, **kwargs):
+    return [env.reward for env in environments]
+
+
+ENVIRONMENT = CalculatorEnv
+OUTCOME_REWARD_FUNCS = [reward_func]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [42, 43, 44])
+def test_the_hermes_model_learns_with_a_class_in_trls_shape(tmp_path, monkeypatch, seed):
+    """The reward is read from the environment's state: whether a call computed the answer."""
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "theirs.py"
+    path.write_text(IN_TRLS_SHAPE)
+    mt.main([
+        "--config", RECIPES["hermes"], "--tools_script", str(path), "--reward_fn", str(path), "--max_steps", "40",
+        "--output_dir", str(tmp_path / "out"), "--disable_tqdm", "true", "--seed", str(seed),
+    ])  # fmt: skip
+    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    found = [row["rewards/reward_func/mean"] for row in history if "reward" in row]
+    assert len(found) == 40 and mean(found[:3]) < 0.7 and mean(found[-5:]) > 0.85
+    assert mean(found[-5:]) - mean(found[:3]) > 0.2

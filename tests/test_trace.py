@@ -46,7 +46,7 @@ TEXTS |= {  # where a turn ends, and what it says
     "is_json_type", "strict_schema", "as_result",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
-ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
+ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close", "with_prompts"}
 LISTS = {"join", "loss_mask", "logprobs", "trained_records", "compare_ranks"}  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
