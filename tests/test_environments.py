@@ -642,9 +642,9 @@ def test_a_conversation_of_a_family(name, edits):
     opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""
     calls = family.around % family.between.join([family.first, family.second][: 1 + family.several])
     answer = "<|channel|>final<|message|>It is 5." if name == "gptoss" else "It is 5."
-    turns = [
-        [*tokenizer(opened + text, add_special_tokens=False)["input_ids"], end] for text in (calls, calls, answer)
-    ]
+    later = opened if family.suffix.endswith("<think>\n") else ""  # what behind a result is still to be closed
+    texts = opened + calls, later + calls, later + answer
+    turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
     backend = Scripted([turns], tokenizer=tokenizer)
     (rollout,) = env.generate(["What does add say?"], backend, rows=[{}])["rollouts"]
     verify_records([rollout], backend)
