@@ -41,27 +41,16 @@ if (($#)); then
     exit
 fi
 
-# Most of these tests wait, for servers and for other processes: they run beside the others, and print at the end.
-waiting=(
-    "tests/test_faults.py"
-    "tests/test_server.py tests/test_distributed.py tests/test_fork.py tests/test_scripts.py"
-)
-logs="$(mktemp -d)"
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-ignored=()
-for number in "${!waiting[@]}"; do
-    read -ra files <<<"${waiting[number]}"
-    "$python" -m pytest "${files[@]}" >"$logs/$number" 2>&1 &
-    pids+=($!)
-    ignored+=("${files[@]/#/--ignore=}")
-done
-printf 'test: pytest, with %s beside it\n' "${waiting[*]}"
+# The tests against servers wait for most of their time: they run beside the others, and print when those are over.
+servers=(tests/test_faults.py tests/test_server.py)
+log="$(mktemp)"
+"$python" -m pytest "${servers[@]}" >"$log" 2>&1 &
+beside=$!
+trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
+printf 'test: pytest, with %s beside it\n' "${servers[*]}"
 status=0
-"$python" -m pytest "${everything[@]}" "${ignored[@]}" || status=$?
-for number in "${!waiting[@]}"; do
-    wait "${pids[number]}" || status=$?
-    printf 'test: pytest %s\n' "${waiting[number]}"
-    cat "$logs/$number"
-done
+"$python" -m pytest "${everything[@]}" "${servers[@]/#/--ignore=}" || status=$?
+wait "$beside" || status=$?
+printf 'test: pytest %s\n' "${servers[*]}"
+cat "$log"
 exit "$status"

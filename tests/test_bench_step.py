@@ -86,12 +86,19 @@ def test_forced_turns_are_equally_long():
     assert [[len(turn["token_ids"]) for turn in c["turns"]] for c in conversations] == [[40, 40]] * 8
 
 
-@pytest.mark.parametrize("generates", [False, True])
-def test_a_pair_of_steps(monkeypatch, generates):
-    """Where the sides generate, both sample the forced ids, or they end with an error."""
+def test_both_sides_sample_the_forced_turns():
+    """TRL's tools and this trainer's: two turns of 40 tokens in each of 8 conversations, or `generate` raises."""
+    shape = {**SMOKE, "tokens": 80, "generates": True}
+    with bench.both_sides(shape, bench.make_forced(shape), 1, bench.KEEP) as sides:
+        steps = {name: side.step() for name, side in sides.items()}
+    assert [steps[name]["sampled"] for name in bench.SIDES] == [640, 640]
+    assert all(step["wall"] > 0 and step["cpu"] > 0 for step in steps.values())
+
+
+def test_a_pair_of_steps(monkeypatch):
     monkeypatch.setattr(bench, "WARM_UP", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    result = bench.run_shape({**SMOKE, "tokens": 80, "generates": generates}, threads=1)
+    result = bench.run_shape(SMOKE, threads=1)
     assert result["pairs"] == 1 and result["rollouts"] == 8
     for side in bench.SIDES:
         seconds, memory = result["median_seconds"][side], result["memory"]
