@@ -511,7 +511,7 @@ def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str,
 
     >>> shapes = chosen(None, short=True, pairs=None)
     >>> list(shapes), shapes["long"]["rollouts"], chosen(["wide"], True, 7)["wide"]["pairs"]
-    (['recipe', 'long'], 8, 7)
+    (['recipe', 'long', 'generation'], 8, 7)
     """
     names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
     shapes = {name: {**SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
