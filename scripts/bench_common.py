@@ -45,6 +45,7 @@ class VLLMServer:
         dev_mode: Whether the development endpoints, which weight pushes need, are there.
         cores: Cores that it may use, such as `{1}`. None: all.
         timeout: Seconds that it may take to start.
+        python: The interpreter that runs it.
 
     Raises:
         RuntimeError: it ended while it started or is not up in time; the message has the end of its log.
@@ -52,9 +53,10 @@ class VLLMServer:
 
     def __init__(
         self, model: str | Path, *flags: str, port: int | None = None, log: str | Path | None = None,
-        dev_mode: bool = True, cores: set[int] | None = None, timeout: float = 180.0,
+        dev_mode: bool = True, cores: set[int] | None = None, timeout: float = 180.0, python: str = sys.executable,
     ):  # fmt: skip
         self.model, self.flags, self.dev_mode, self.cores, self.timeout = model, flags, dev_mode, cores, timeout
+        self.python = python
         self.port = port or free_port()
         self.log = Path(log or tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
         self.process: subprocess.Popen | None = None
@@ -68,7 +70,7 @@ class VLLMServer:
         env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.dev_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
                    "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--dtype", "float32",
                    "--max-num-seqs", "128", *self.flags]  # fmt: skip
         if self.cores:

@@ -27,9 +27,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_python import LIBRARIES
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
-LIBRARIES = ("torch", "transformers", "datasets", "peft", "accelerate", "trl", "trl.trainer.grpo_trainer", "aiohttp")
 TIMEOUT = 900.0  # seconds that one mutation's tests may take; a hang counts as noticed only where the test says so
 
 

@@ -1,21 +1,32 @@
 """The step's benchmark: its conversations, a real pair of steps, and the report by hand-written numbers."""
 
 import json
+import multiprocessing
 import os
+import sys
 
 import bench_step as bench
 import pytest
+import warm_python
 from bench_common import markers
 
-SMOKE = {"title": "smoke", "rollouts": 8, "tokens": 60, "wide": False, "pairs": 1}
+SMOKE = {"title": "smoke", "rollouts": 8, "tokens": 60, "wide": False, "pairs": 2}
 MACHINE = {"cpu": "Some CPU", "torch": "2.13", "trl": "1.16"}
 
 
 def row(title, wall, cpu, memory):
-    """A shape's row with one pair of steps: TRL's takes a second, so that ours takes the ratio."""
+    """A shape's row with two pairs of steps: TRL's take a second, so that ours take the ratio."""
     seconds = {"trl": {"wall": 1.0, "cpu": 1.0}, "ours": {"wall": wall, "cpu": cpu}}
-    figures = bench.figures_of([seconds], {"peak_mib": {"trl": 1000.0, "ours": 1000.0 * memory}})
+    figures = bench.figures_of([seconds] * 2, {"peak_mib": {"trl": 1000.0, "ours": 1000.0 * memory}})
     return {"title": title, "rollouts": 64, "tokens": 1090, "wide": False, **figures}
+
+
+@pytest.fixture(autouse=True)
+def warm_sides():
+    """Both sides in processes that have the libraries already."""
+    multiprocessing.set_executable(warm_python.executable())
+    yield
+    multiprocessing.set_executable(sys.executable)
 
 
 @pytest.fixture
@@ -37,7 +48,7 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     text = bench.PAGE.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| tiny recipe: 64 x 1,090 tokens | 1.00 s | 1.010 (1.01 to 1.01) | 1.040 (1.04 to 1.04) |" in text
-    assert "| 0.990 of 1,000 MiB |" in text and "over 1 alternating pairs" in text and "2 threads" in text
+    assert "| 0.990 of 1,000 MiB |" in text and "over 2 alternating pairs" in text and "2 threads" in text
     assert "| 1.040 (1.04 to 1.04) |" in capsys.readouterr().out  # shown as well
     assert bench.summary({"shapes": shapes}) == "step 1.02x wall, 1.04x cpu, 1.00x memory"  # the worst of each
 
@@ -54,7 +65,7 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.PAGE.read_text()
     bench.main(["--short"])
-    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 15), (64, 7)]
+    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 16), (64, 8)]
     assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
     assert bench.PAGE.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
     bench.main(["--pairs", "20"])
@@ -62,8 +73,26 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
 
 
 def test_every_full_shape_has_enough_pairs():
-    assert min(shape["pairs"] for shape in bench.SHAPES.values()) >= 15
-    assert min(shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]) >= 7
+    short = [shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]]
+    full = [shape["pairs"] for shape in bench.SHAPES.values()]
+    assert min(full) >= 15 and min(short) >= 7 and not any(pairs % 2 for pairs in full + short)
+
+
+def test_the_order_of_a_pair_leaves_no_trace():
+    """The second step of a pair is faster, whoever takes it: here twice as fast, and ours is 1.1 of TRL's."""
+    pairs = []
+    for number in range(6):
+        first, second = bench.SIDES if number % 2 == 0 else bench.SIDES[::-1]
+        seconds = {first: 2.0, second: 1.0}
+        seconds["ours"] *= 1.1
+        pairs.append({side: {"wall": seconds[side], "cpu": seconds[side]} for side in bench.SIDES})
+    figures = bench.figures_of(pairs, {"peak_mib": {"trl": 1.0, "ours": 1.0}})
+    assert figures["ratio"]["wall"] == pytest.approx({"min": 1.1, "median": 1.1, "max": 1.1})
+
+
+def test_an_odd_number_of_pairs_is_refused():
+    with pytest.raises(SystemExit, match="--pairs 7, expected an even number"):
+        bench.main(["--pairs", "7"])
 
 
 def test_both_sides_get_the_same_conversations():
@@ -99,7 +128,7 @@ def test_a_pair_of_steps(monkeypatch):
     monkeypatch.setattr(bench, "WARM_UP", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = bench.run_shape(SMOKE, threads=1)
-    assert result["pairs"] == 1 and result["rollouts"] == 8
+    assert result["pairs"] == 2 and result["rollouts"] == 8
     for side in bench.SIDES:
         seconds, memory = result["median_seconds"][side], result["memory"]
         assert 0 < seconds["wall"] < 60 and 0 < seconds["cpu"] < 60

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from conftest import files_of_at_most
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
@@ -509,7 +510,7 @@ def test_two_ranks_agree_on_a_checkpoint_that_one_cannot_write(random_model, tmp
     """Neither waits for the other, neither takes it for saved; a whole one has the random state of both."""
     (tmp_path / "worker.py").write_text(TWO_RANK_WORKER)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
                ROOT / "hf_recipes/accelerate/cpu.yaml", tmp_path / "worker.py",
                "--config", ROOT / "hf_recipes/tiny/calculator.yaml", "--model_name_or_path", random_model,
                "--output_dir", tmp_path / "out", "--reward_fn", tmp_path / "rewards.py", "--max_steps", "3",

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from bench_common import free_port
 from fault_proxy import Fault, FaultProxy
 
@@ -79,7 +79,7 @@ def test_a_server_that_comes_up_meanwhile_is_found(proxy, client):
 def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path):
     """As a user sees it: what is waited for while it waits, one line at the end, the password nowhere."""
     port = free_port()
-    command = [sys.executable, "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml",
+    command = [warm_python.executable(), "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml",
                "--vllm_server_base_url", f"http://ann:hunter2@127.0.0.1:{port}", "--vllm_server_timeout", "1",
                "--output_dir", str(tmp_path)]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}

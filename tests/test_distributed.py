@@ -2,12 +2,12 @@
 
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import golden_batch as golden
 import pytest
 import torch
+import warm_python
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 CPU = Path(__file__).parents[1] / "hf_recipes/accelerate/cpu.yaml"
@@ -15,7 +15,7 @@ CPU = Path(__file__).parents[1] / "hf_recipes/accelerate/cpu.yaml"
 
 def run(processes, model, out, *what):
     launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--config_file", str(CPU)]
-    command = [sys.executable, *launch, str(WORKER), str(model), str(out), *what]
+    command = [warm_python.executable(), *launch, str(WORKER), str(model), str(out), *what]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
     return [torch.load(out / f"{processes}-{rank}.pt", weights_only=True) for rank in range(processes)]

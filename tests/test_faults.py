@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
+import warm_python
 from bench_common import VLLMServer
 from conftest import files_of_at_most
 from datasets import Dataset
@@ -49,7 +50,8 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: b
 
 @pytest.fixture(scope="module")
 def shared_server():
-    with VLLMServer(MODEL, "--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs") as server:
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(MODEL, *flags, python=warm_python.executable()) as server:
         yield server
 
 
@@ -1007,7 +1009,7 @@ def whole(tmp_path_factory):
 def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     """Within seconds, with the shell's exit code for it; the resumed run is the uninterrupted one."""
     arguments = recipe_arguments("calculator.yaml", tmp_path)
-    process = subprocess.Popen([sys.executable, mt_grpo_trainer.__file__, *arguments], cwd=ROOT,
+    process = subprocess.Popen([warm_python.executable(), mt_grpo_trainer.__file__, *arguments], cwd=ROOT,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     try:
         log, deadline = tmp_path / "out/rollouts.rank0.jsonl", time.monotonic() + 120
@@ -1150,7 +1152,7 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
     of_server = "--vllm_server_port", server.port, "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path
     arguments = recipe_arguments("calculator.yaml" if in_process else "calculator-vllm.yaml", tmp_path,
                                  *() if in_process else of_server)  # fmt: skip
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
                str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
     env = {**os.environ, "FAULT": fault, "SLOW_RANK": "1.0", "OMP_NUM_THREADS": "1",
            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "mt_grpo_trainer.py"
@@ -64,11 +65,11 @@ TURN_REWARD_FUNCS = [place_in_the_group]
 
 
 def launch(folder: Path, script: Path, environment: dict[str, str], *further: str,
-           recipe: Path = RECIPE) -> subprocess.Popen:  # fmt: skip
+           recipe: Path = RECIPE, python: str = sys.executable) -> subprocess.Popen:  # fmt: skip
     """Train one small step by the tiny recipe, with the plug-in of `folder` and in that folder."""
     (folder / "plugin.py").write_text(PLUGIN)
     command = [
-        sys.executable, str(script), "--config", str(recipe), "--max_steps", "1",
+        python, str(script), "--config", str(recipe), "--max_steps", "1",
         "--model_name_or_path", str(RECIPE.parent / "calculator-model"), "--tools_script", str(folder / "plugin.py"),
         "--reward_fn", str(ROOT / "rewards/calculator_reward.py"), "--environment", f"{folder}/plugin.py:RecordingEnv",
         "--output_dir", str(folder / "out"), "--per_device_train_batch_size", "8", "--num_generations", "4",
@@ -125,7 +126,7 @@ def test_the_estimator_of_the_page_trains(tmp_path):
     assert text.count(f"{key}mt_grpo\n") == 1
     recipe.write_text(text.replace(f"{key}mt_grpo\n", f"{key}best_turn\n"))
     further = ("--reward_fn", str(rewards), "--credit_assignment", "best_turn")
-    run = launch(tmp_path, copy, WITH_PATH, *further, recipe=recipe)
+    run = launch(tmp_path, copy, WITH_PATH, *further, recipe=recipe, python=warm_python.executable())
     output, _ = run.communicate(timeout=500)
     assert run.returncode == 0, output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out/rollouts.rank0.jsonl").read_text().splitlines()]

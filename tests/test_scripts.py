@@ -17,6 +17,7 @@ import launch_plan
 import psutil
 import pytest
 import train
+import warm_python
 from bench_common import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -245,7 +246,7 @@ def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_mod
         "save_strategy": "no",
     }  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, mt.__file__, f"--config={recipe}", *(f"--{key}={value}" for key, value in flags.items())],
+        [warm_python.executable(), mt.__file__, f"--config={recipe}", *(f"--{k}={v}" for k, v in flags.items())],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -294,7 +295,14 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     outcome = '@credit_estimator("outcome", per_turn=False)\n'
     assert outcome in text
     copy.write_text(text.replace(outcome, f'@credit_estimator("best_turn", per_turn=False)\n{outcome}'))
-    command = [sys.executable, ROOT / "scripts/launch_plan.py", "--config", recipe, "--credit_assignment", "best_turn"]
+    command = [
+        warm_python.executable(),
+        ROOT / "scripts/launch_plan.py",
+        "--config",
+        recipe,
+        "--credit_assignment",
+        "best_turn",
+    ]
     done = {
         name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         for name, environment in {"copy": {"TRAINER": str(copy)}, "original": {}}.items()
@@ -554,7 +562,7 @@ def test_two_launches_take_two_ports(tmp_path, recipe):
 def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe):
     done = subprocess.run(
         ["bash", "scripts/train.sh", *(recipe if a == "RECIPE" else a for a in arguments)], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True, env={**os.environ, "PYTHON": warm_python.executable()},
     )  # fmt: skip
     assert done.returncode != 0 and message in done.stderr
     assert "starting" not in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+import warm_python
 from bench_common import VLLMServer, free_port
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
@@ -293,9 +294,10 @@ def test_no_server_is_an_error_in_time(setting):
 
 def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
     """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
+    python = warm_python.executable()
     for dev_mode, message in ((True, "logprobs-mode raw_logprobs"), (False, "VLLM_SERVER_DEV_MODE=1")):
         log = tmp_path / "log"
-        with VLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode) as server:
+        with VLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode, python=python) as server:
             with pytest.raises(ServerError, match=message):
                 check_server(VLLMServerClient("127.0.0.1", server.port, timeout=5), *setting)
 

@@ -712,8 +712,9 @@ def test_contract_with_trl(name):
 def test_two_runs_do_not_write_into_one_directory(tmp_path):
     """The second is told who is there; what ended holds nothing."""
     holder = (
-        "import sys, mt_grpo_trainer as mt\n"
-        "with mt.output_lock(sys.argv[1]):\n"
+        "import sys\n"
+        "from mt_grpo.output import output_lock\n"
+        "with output_lock(sys.argv[1]):\n"
         "    print('held', flush=True)\n"
         "    input()"
     )

@@ -1,0 +1,218 @@
+"""A Python whose libraries are imported already, for tests that start programs.
+
+To import torch, transformers and TRL takes more CPU seconds than what most tests do behind it. `executable()` is the
+path of a command that takes the arguments of `python`. It asks a process that has imported the libraries, and nothing
+of the project, for a fork. The fork gets the caller's arguments, environment, folder and open files. Signals and the
+exit code go through, and a command that is killed takes its fork with it, a moment later.
+
+What differs from `python`: variables that libraries read at import are those of the tests; the process's id is another
+one; `-X`, `-W` and the like are not read. So tests of how the trainer is launched use `sys.executable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from pathlib import Path
+
+LIBRARIES = (
+    "accelerate.commands.launch", "aiohttp", "datasets", "numpy.random", "peft", "psutil", "pydantic", "requests",
+    "safetensors.torch", "torch.distributed.run", "transformers", "trl", "trl.trainer.grpo_trainer",
+)  # fmt: skip
+
+# The command. It has no library to load, so it is there in some hundredths of a second.
+CLIENT = """#!{python} -ISB
+import json, os, signal, socket, struct, sys
+
+SIGNALS = {{signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}}
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+files = [int(name) for name in os.listdir("/proc/self/fd")]
+files = [file for file in files if file < 3 or os.path.exists(f"/proc/self/fd/{{file}}") and os.get_inheritable(file)]
+server = socket.socket(socket.AF_UNIX)
+server.connect({path!r})
+ignored = [int(s) for s in SIGNALS if signal.getsignal(s) == signal.SIG_IGN]
+request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files, "ignored": ignored}}
+request = json.dumps(request).encode()
+socket.send_fds(server, [struct.pack("!I", len(request))], files)
+server.sendall(request)
+nothing = os.open(os.devnull, os.O_RDWR)
+for file in files:  # a pipe must close when the fork closes it
+    os.dup2(nothing, file) if file < 3 else os.close(file)
+(pid,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
+for number in SIGNALS - set(ignored):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+(code,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@functools.cache
+def executable() -> str:
+    """The path of the command. The process behind it starts with the first call, and ends with this one."""
+    folder = Path(tempfile.mkdtemp(prefix="mt-grpo-python-"))
+    path, client = folder / "socket", folder / "python"
+    client.write_text(CLIENT.format(python=sys.executable, path=str(path)))
+    client.chmod(0o700)
+    reading, writing = os.pipe()
+    command = [sys.executable, __file__, str(path), str(client)]
+    server = subprocess.Popen(command, stdin=reading, stdout=subprocess.PIPE, cwd="/", start_new_session=True)
+    os.close(reading)
+    said = server.stdout.readline()
+    if said != b"ready\n":
+        raise RuntimeError(f"The process behind {client} said {said!r} and ended with code {server.wait(10)}.")
+    executable.keep = server, writing  # the server ends when this pipe closes
+    return str(client)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process that is forked
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def serve(path: str, client: str) -> None:
+    """Fork for each command until standard input closes."""
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    gc.freeze()  # a collection in a fork would copy all pages
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    while True:
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            return
+        connection, _ = listener.accept()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            try:
+                supervise(connection, client)
+            finally:
+                os._exit(0)
+        connection.close()
+
+
+def supervise(connection: socket.socket, client: str) -> None:
+    """Fork the program, and tell the command its id and its exit code. Without the command it is killed."""
+    head, files, _, _ = socket.recv_fds(connection, 4, 250)
+    request = json.loads(connection.recv(*struct.unpack("!I", head), socket.MSG_WAITALL))
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        become(request, files, client)
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(pid)
+    try:
+        connection.sendall(struct.pack("!i", pid))
+        readable, _, _ = select.select([ended, connection], [], [])
+        if connection in readable:  # the command is gone
+            os.killpg(pid, signal.SIGKILL)
+    except (BrokenPipeError, ConnectionResetError):
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
+
+
+def become(request: dict, files: list[int], client: str) -> None:
+    """Be the program that was asked for; never returns."""
+    os.setsid()
+    high = [os.dup(file) for file in files]
+    while min(high) <= max(request["files"]):  # no number that is still to be given
+        high = [os.dup(file) for file in high]
+    for number, file in zip(request["files"], high):
+        os.dup2(file, number)
+    os.closerange(max(request["files"]) + 1, max(high) + 1)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.environ.setdefault("PYTHON_EXEC", client)  # torchrun's workers
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir(request["cwd"])
+    code = 1
+    try:
+        code = run(request["argv"], client)
+    finally:
+        os._exit(code)
+
+
+def run(argv: list[str], client: str) -> int:
+    """Run a script, `-c code` or `-m module`, as `python` does; returns the exit code."""
+    import atexit
+    import multiprocessing
+
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    multiprocessing.set_executable(client)
+    random.seed()
+    while argv[0].startswith("-") and argv[0][1] not in "cm":
+        argv = argv[1:]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    further = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = further
+    code = 0
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        elif argv[0] == "-c":
+            sys.argv = ["-c", *argv[2:]]
+            sys.path.insert(0, "")
+            exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+            main.__file__ = argv[0]
+            exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    gc.collect()  # what was never awaited says so
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code & 0xFF
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # of a fork it is its own program's folder
+    serve(*sys.argv[1:])
