@@ -13,6 +13,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
 
+DATA = Path(__file__).resolve().parents[2] / "shared/data"
+
+
+def data_file(name: str) -> Path:
+    """A file of the real data beside the project, which is no part of it: a test that needs one is skipped without."""
+    if not (DATA / name).is_file():
+        pytest.skip(f"no test data at {DATA / name}")
+    return DATA / name
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -21,6 +21,7 @@ import trl
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
+from conftest import data_file
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
@@ -40,7 +41,6 @@ from mt_grpo.tools import fill_in_tools
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = Path(__file__).resolve().parents[2] / "shared/data"
 RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
 LAUNCHERS = sorted(ROOT.glob("hf_recipes/accelerate/*.yaml"))
 CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]  # without a GPU, transformers refuses `bf16: true`
@@ -258,12 +258,12 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     original = recipe["reward_fn"]
     data = folder / "train.jsonl"
     if "triviaqa" in original:
-        rows = (DATA / "squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-        corpus = (DATA / "squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+        rows = data_file("squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+        corpus = data_file("squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
         (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
         recipe["env"] = recipe["env"] | {"WIKI_SEARCH_CORPUS": str(folder / "corpus.jsonl")}
     elif "gsm8k" in original:
-        rows = (DATA / "gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+        rows = data_file("gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     else:
         rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
     data.write_text("\n".join(rows), encoding="utf-8")

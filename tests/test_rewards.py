@@ -11,13 +11,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from conftest import data_file
 
 from mt_grpo.formats import parse_turn
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 REWARDS = Path(__file__).resolve().parents[1] / "rewards"
-DATA = Path(__file__).resolve().parents[2] / "shared/data"
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no test data at {DATA}")
 
 
 def load(name: str) -> ModuleType:
@@ -725,10 +724,9 @@ def test_the_gold_number_of_a_worked_solution_is_the_last_one_marked():
 
 
 def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in data_file(name).read_text(encoding="utf-8").splitlines()]
 
 
-@needs_data
 def test_every_squad_row():
     golds = [row["answer"] for row in rows("squad/qa.jsonl")]
     assert len(golds) == 473
@@ -744,7 +742,6 @@ def test_every_squad_row():
         assert all_of(triviaqa.exist_answer_reward_func, wrong, answer=answer) == [0.0] * 473
 
 
-@needs_data
 def test_every_squad_answer_is_found_in_the_corpus_and_only_if_the_environment_said_it():
     golds = [row["answer"] for row in rows("squad/qa.jsonl")]
     corpus = "\n".join(row["text"] for row in rows("squad/corpus.jsonl"))
@@ -754,7 +751,6 @@ def test_every_squad_answer_is_found_in_the_corpus_and_only_if_the_environment_s
     assert all_of(triviaqa.exist_answer_in_search_results, faked, answer=golds) == [0.0] * len(golds)
 
 
-@needs_data
 def test_every_gsm8k_row():
     solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
     assert len(solutions) == 1000

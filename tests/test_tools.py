@@ -24,10 +24,9 @@ from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
+from conftest import data_file
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
-DATA = Path(__file__).resolve().parents[2] / "shared/data"
-CORPUS = DATA / "squad/corpus.jsonl"
 
 
 def load(name: str):
@@ -276,7 +275,7 @@ def test_query_that_is_not_a_string(wiki):
 @pytest.fixture
 def squad(wiki, monkeypatch, tmp_path):
     """The search over the passages of three Wikipedia articles."""
-    monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(CORPUS))
+    monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(data_file("squad/corpus.jsonl")))
     monkeypatch.setenv("WIKI_SEARCH_INDEX", str(tmp_path / "squad.fts5"))
     return wiki
 
@@ -306,7 +305,7 @@ def count_builds(wiki, monkeypatch) -> list:
 def test_recall_of_answers(squad, monkeypatch, topk, threshold):
     """The share of 473 questions, asked as they stand, for which the result contains an accepted answer."""
     monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
-    questions = read_jsonl(DATA / "squad/qa.jsonl")
+    questions = read_jsonl(data_file("squad/qa.jsonl"))
     assert len(questions) == 473
     found = 0
     for row in questions:
@@ -317,7 +316,7 @@ def test_recall_of_answers(squad, monkeypatch, topk, threshold):
 
 
 def test_result_is_the_whole_passage(squad):
-    rows = {row["id"]: row for row in read_jsonl(CORPUS)}
+    rows = {row["id"]: row for row in read_jsonl(data_file("squad/corpus.jsonl"))}
     text = rows["Normans-0"]["text"]
     assert squad.wiki_search("Rollo agreed to swear fealty to King Charles III") == f"[1] Normans\n{text}"
 
@@ -398,7 +397,7 @@ def test_long_queries(squad):
 
 def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
     """Measured: 0.854, 0.939, 0.968, 0.973 and 0.973."""
-    questions = read_jsonl(DATA / "squad/qa.jsonl")
+    questions = read_jsonl(data_file("squad/qa.jsonl"))
     recalls = []
     for topk in (1, 2, 4, 8, 20):
         monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
@@ -1139,7 +1138,9 @@ def real_wiki(tmp_path_factory):
     """The folder of a wiki with the passages as its pages; plain.php and extracts.php are its settings."""
     install_mediawiki()
     folder = tmp_path_factory.mktemp("mediawiki")
-    pages = [PAGE.format(title=row["id"], text=escape(row["text"])) for row in read_jsonl(CORPUS)]
+    pages = [
+        PAGE.format(title=row["id"], text=escape(row["text"])) for row in read_jsonl(data_file("squad/corpus.jsonl"))
+    ]
     xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">{"".join(pages)}</mediawiki>'
     (folder / "pages.xml").write_text(xml, encoding="utf-8")
     settings = {"dbtype": "sqlite", "dbpath": folder, "dbname": "wiki", "confpath": folder, "scriptpath": ""}
@@ -1191,7 +1192,7 @@ def test_recall_on_a_real_mediawiki(wiki, serve_wiki, monkeypatch, settings):
         warnings.simplefilter("always")
         wiki.CHECK_TOOLS()
     assert ["TextExtracts" in str(warning.message) for warning in caught] == [True] * (settings == "plain")
-    questions = read_jsonl(DATA / "squad/qa.jsonl")[::15]
+    questions = read_jsonl(data_file("squad/qa.jsonl"))[::15]
     assert len(questions) == 32
     first = third = 0
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")

@@ -54,7 +54,7 @@ nothing = os.open(os.devnull, os.O_RDWR)
 for file in files:  # a pipe must close when the fork closes it
     os.dup2(nothing, file) if file < 3 else os.close(file)
 (pid,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
-for number in SIGNALS - set(ignored):
+for number in SIGNALS:  # a fork may handle what it was started to ignore
     signal.signal(number, lambda number, frame: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 (code,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
