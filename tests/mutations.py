@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from warm_python import LIBRARIES
+import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
@@ -2312,8 +2312,9 @@ def main() -> None:
     chosen = [m for m in MUTATIONS if not options.words or any(word in m.name for word in options.words)]
     if not chosen:
         sys.exit(f"error: no mutation's name contains one of {options.words}.")
-    for library in LIBRARIES:
+    for library in warm_python.LIBRARIES:
         importlib.import_module(library)
+    warm_python.executable()  # one for all copies
     tests = sorted({test for mutation in chosen for test in mutation.test.split()})
     waiting = [(None, tests)] * (not options.only_mutations) + [(m, m.test.split()) for m in chosen]
     running: list[Run] = []
