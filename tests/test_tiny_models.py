@@ -177,10 +177,10 @@ def test_the_hermes_model_learns_with_a_class_in_trls_shape(tmp_path, monkeypatc
     path = tmp_path / "theirs.py"
     path.write_text(IN_TRLS_SHAPE)
     mt.main([
-        "--config", RECIPES["hermes"], "--tools_script", str(path), "--reward_fn", str(path), "--max_steps", "40",
+        "--config", RECIPES["hermes"], "--tools_script", str(path), "--reward_fn", str(path),
         "--output_dir", str(tmp_path / "out"), "--disable_tqdm", "true", "--seed", str(seed),
     ])  # fmt: skip
     history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
     found = [row["rewards/reward_func/mean"] for row in history if "reward" in row]
-    assert len(found) == 40 and mean(found[:3]) < 0.7 and mean(found[-5:]) > 0.85
-    assert mean(found[-5:]) - mean(found[:3]) > 0.2
+    assert len(found) == 75 and mean(found[:3]) < 0.7 and mean(found[-10:]) > 0.85
+    assert mean(found[-10:]) - mean(found[:3]) > 0.2
