@@ -94,14 +94,19 @@ def trainers(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found.items())]
 
 
-def growth(values: list[float]) -> float:
+def growth(name: str, values: list[float]) -> float:
     """The median of the last quarter over that of the second, since the first one warms up.
 
-    >>> growth([1, 1, 2, 2, 2, 2, 3, 3])
+    Of sockets it is the maximum: each conversation has one while it samples and none between the rollouts, so that a
+    median says only when the samples were taken.
+
+    >>> growth("threads", [1, 1, 2, 2, 2, 2, 3, 3])
     1.5
+    >>> growth("sockets", [0, 0, 8, 40, 8, 8, 40, 40]), growth("sockets", [0, 4, 4, 5])
+    (1.0, 1.25)
     """
-    quarter = len(values) // 4
-    return statistics.median(values[-quarter:]) / max(statistics.median(values[quarter : 2 * quarter]), 1)
+    quarter, figure = len(values) // 4, max if name == "sockets" else statistics.median
+    return figure(values[-quarter:]) / max(figure(values[quarter : 2 * quarter]), 1)
 
 
 def rule(seed: int):
@@ -215,7 +220,7 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         "sampling_logp_difference": max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=None),
         "step_seconds": statistics.median(row["step_time"] for row in rows) if rows else None,
         "growth": {
-            name: [growth([s["ranks"][rank][name] for s in whole]) for rank in range(ranks)] for name in names
+            name: [growth(name, [s["ranks"][rank][name] for s in whole]) for rank in range(ranks)] for name in names
         } if len(whole) >= 8 else None,
         "samples": [{"step": s["step"], **{name: [r[name] for r in s["ranks"]] for name in names}} for s in whole],
     }  # fmt: skip
