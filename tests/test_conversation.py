@@ -565,6 +565,7 @@ def test_message_ids_of_awkward_results(text, tokenizer):
         (f"{ADD}{ANSWER}", (ToolCall("add", {"a": 2, "b": 3}), False)),
         ("<answer>5</answer></tool>", (None, True)),
         ("<think>I could call <tool> first</think><answer>5</answer>", (None, True)),
+        ("<reasoning>I could call <tool> first</reasoning><answer>5</answer>", (None, True)),
         ("<reasoning>not <answer> but</reasoning>" + ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
         ("<think>by <tool> and <answer></think>I do not know", (None, False)),
     ],

@@ -848,9 +848,9 @@ class Asks:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rows", [None, [{"n": 1}, {"n": 2}], [{"n": 1, "prompt": None}, {"n": 2, "prompt": []}]])
+@pytest.mark.parametrize("rows", [None, [{"n": n} for n in range(4)], [{"n": n, "prompt": None} for n in range(4)]])
 def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, overlap):
-    """Without a dataset `max_steps` says where the run ends, as in TRL."""
+    """Without a dataset `max_steps` says where the run ends, as in TRL. An epoch of four rows has two batches."""
     data = None
     if rows is not None:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -858,13 +858,16 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, over
         assert set(data.column_names) == set(rows[0])
     env = MultiTurnToolEnv([], None, environment=Asks)
     trainer = MTGRPOEnvTrainer(random_model, env, args=settings(tmp_path / "out"), train_dataset=data)
-    assert len(trainer.train_dataset) == 2  # prompts of a batch
+    assert len(trainer.train_dataset) == (4 if rows else 2)  # prompts of a batch
     trainer.args.overlap_rollouts = overlap
     Asks.asked = 0
     trainer.train()
     assert (trainer.state.global_step, Asks.asked) == (2, 8)
     read = {rollout.prompt_messages[0]["content"] for rollout in trainer._rollouts}
-    assert read == ({"Row None."} if rows is None else {"Row 1.", "Row 2."})
+    assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
+    log = trainer.state.log_history
+    staleness = [entry["rollout/staleness"] for entry in log if "rollout/staleness" in entry]
+    assert staleness == ([0.0, 1.0] if overlap and rows else [0.0, 0.0])  # the second batch began before a step
 
 
 @pytest.mark.parametrize(
