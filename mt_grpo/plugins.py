@@ -18,7 +18,7 @@ from mt_grpo.scoring import check_rewards
 from mt_grpo.settings import absolute
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_results import error_text
-from mt_grpo.tools import as_tool, check_tool
+from mt_grpo.tools import named_tools
 
 
 def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
@@ -133,11 +133,9 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
-    tools = [as_tool(tool) for tool in tools]
+    tools = list(named_tools(tools).values())
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    for tool in tools:
-        check_tool(tool)
     check = getattr(tools_module(path), "CHECK_TOOLS", lambda: None)
     if inspect.iscoroutinefunction(check):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")

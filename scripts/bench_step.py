@@ -8,9 +8,9 @@
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
 Memory is measured after that, in two more processes, because it needs other settings of the C library.
-What is judged is ours / TRL's, in wall seconds and in CPU seconds (of the whole process). The second step of a pair is
-faster than the first, whichever side takes it: 1.08 s against 1.30 s with the tiny recipe. So two neighbouring pairs,
-of opposite orders, give one ratio, the geometric mean of theirs, and the median is over these.
+What is judged is ours / TRL's, in wall seconds and in CPU seconds (of the whole process). The order within a pair
+matters: with the tiny recipe the first step took 1.67 s and the second 1.95 s, whichever side took them. So two
+neighbouring pairs, of opposite orders, give one ratio, the geometric mean of theirs, and the median is over these.
 
 A step lasts from one `on_step_begin` of `train()` to the next: rewards, tensors, credit, forward passes, loss,
 backward, optimizer, metrics, logging, the next rows of the dataset. Generation is replaced in both by the same canned
@@ -85,7 +85,12 @@ Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_conversations(shape: Shape, seed: int = 0) -> list[Conversation]:
+def make_conversations(shape: Shape) -> list[Conversation]:
+    """What a shape takes: whole conversations, or what is to be sampled."""
+    return make_forced(shape) if shape.get("generates") else make_canned(shape)
+
+
+def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
     """One conversation per rollout, of plain lists and texts: two or three turns, of which all but the last call."""
     from transformers import AutoTokenizer
 
@@ -523,7 +528,7 @@ def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str,
 
 def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     """Take all pairs of one shape; returns its row of the results file."""
-    conversations = make_forced(shape) if shape.get("generates") else make_conversations(shape)
+    conversations = make_conversations(shape)
     lengths = [sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations]
     with both_sides(shape, conversations, threads, KEEP) as sides:
         taken: list[dict[str, dict[str, float]]] = []
@@ -584,7 +589,7 @@ def rounded(value: Any) -> Any:
 
 def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
     """`hot_functions` of our side over so many steps."""
-    conversations = make_forced(shape) if shape.get("generates") else make_conversations(shape)
+    conversations = make_conversations(shape)
     with Side("ours", shape, conversations, threads) as side:
         for _ in range(WARM_UP):
             side.step()
@@ -665,7 +670,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=int, metavar="STEPS", help="only profile our side over so many steps")
     parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
     options = parser.parse_args(argv)
-    if min(options.threads, 2 if options.pairs is None else options.pairs, options.profile or 1) < 1:
+    if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
         sys.exit("error: --threads, --pairs and --profile must be at least 1.")
     if (options.pairs or 0) % 2:
         sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ FAULTS = {  # name -> (share of the generation requests, what happens)
     "503": (0.004, Fault("503", status=503)),
     "cut": (0.004, Fault("cut", cut=True)),
     "slow": (0.002, Fault("slow", delay=2.0)),
+}
+# Of each process -> (the figure of a quarter of the run that is compared, how many fold it may grow). A conversation
+# has a socket while it samples and none between the rollouts, so that a median of them says when it was looked.
+MAY_GROW = {
+    "rss": (statistics.median, 1.1),
+    "threads": (statistics.median, 1.2),
+    "sockets": (max, 1.2),
+    "files": (statistics.median, 1.2),
 }
 HANGING_TOOL = '''
 """The calculator, one call in {every} of which hangs for {seconds} s; the time limit is below that."""
@@ -94,18 +103,15 @@ def trainers(launcher: int) -> list[int]:
     return [pid for _, pid in sorted(found.items())]
 
 
-def growth(name: str, values: list[float]) -> float:
-    """The median of the last quarter over that of the second, since the first one warms up.
+def growth(values: list[float], figure: Callable = statistics.median) -> float:
+    """A figure of the last quarter over that of the second, since the first one warms up.
 
-    Of sockets it is the maximum: each conversation has one while it samples and none between the rollouts, so that a
-    median says only when the samples were taken.
-
-    >>> growth("threads", [1, 1, 2, 2, 2, 2, 3, 3])
+    >>> growth([1, 1, 2, 2, 2, 2, 3, 3])
     1.5
-    >>> growth("sockets", [0, 0, 8, 40, 8, 8, 40, 40]), growth("sockets", [0, 4, 4, 5])
+    >>> growth([0, 0, 8, 40, 8, 8, 40, 40], max), growth([0, 4, 4, 5], max)
     (1.0, 1.25)
     """
-    quarter, figure = len(values) // 4, max if name == "sockets" else statistics.median
+    quarter = len(values) // 4
     return figure(values[-quarter:]) / max(figure(values[quarter : 2 * quarter]), 1)
 
 
@@ -207,7 +213,6 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         history = []
     rows = [row for row in history if "reward" in row]
     exact = [row["rewards/exact_match_reward_func/mean"] for row in rows]
-    names = ("rss", "threads", "sockets", "files")
     ranks = max((len(s["ranks"]) for s in samples), default=0)
     whole = [s for s in samples if len(s["ranks"]) == ranks]
     return {
@@ -220,9 +225,10 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         "sampling_logp_difference": max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=None),
         "step_seconds": statistics.median(row["step_time"] for row in rows) if rows else None,
         "growth": {
-            name: [growth(name, [s["ranks"][rank][name] for s in whole]) for rank in range(ranks)] for name in names
+            name: [growth([s["ranks"][rank][name] for s in whole], figure) for rank in range(ranks)]
+            for name, (figure, _) in MAY_GROW.items()
         } if len(whole) >= 8 else None,
-        "samples": [{"step": s["step"], **{name: [r[name] for r in s["ranks"]] for name in names}} for s in whole],
+        "samples": [{"step": s["step"], **{name: [r[name] for r in s["ranks"]] for name in MAY_GROW}} for s in whole],
     }  # fmt: skip
 
 
@@ -239,7 +245,7 @@ def problems(result: dict[str, Any], options: argparse.Namespace) -> list[str]:
         found.append(f"trainer and server disagreed by {result['sampling_logp_difference']} in a step")
     if len(result["server_kills"]) < options.kills:
         found.append(f"the server was killed {len(result['server_kills'])} times, not {options.kills}")
-    for name, limit in (("rss", 1.1), ("threads", 1.2), ("sockets", 1.2), ("files", 1.2)):
+    for name, (_, limit) in MAY_GROW.items():
         for rank, value in enumerate((result["growth"] or {}).get(name, [])):
             if value > limit:
                 found.append(f"{name} of rank {rank} grew {value:.2f} fold between the second and the last quarter")

@@ -1,13 +1,16 @@
 """What several test files share."""
 
 import contextlib
+import multiprocessing
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import trl
+import warm_python
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -82,6 +85,14 @@ def hermes_model(random_model, tmp_path_factory) -> str:
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture
+def warm_processes():
+    """New processes of `multiprocessing` have the libraries already."""
+    multiprocessing.set_executable(warm_python.executable())
+    yield
+    multiprocessing.set_executable(sys.executable)
 
 
 @contextlib.contextmanager

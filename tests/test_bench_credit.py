@@ -1,13 +1,10 @@
 """The credit benchmark: a real run and its resumption, and the report by hand-written numbers."""
 
 import json
-import multiprocessing
 import re
-import sys
 
 import bench_credit as bench
 import pytest
-import warm_python
 from bench_common import markers, with_section
 
 BEGIN, END = markers("credit")
@@ -84,18 +81,10 @@ def test_bad_options(arguments):
         bench.main(arguments)
 
 
-@pytest.fixture
-def warm_workers():
-    """Workers in processes that have the libraries already."""
-    multiprocessing.set_executable(warm_python.executable())
-    yield
-    multiprocessing.set_executable(sys.executable)
-
-
 JOB = {"task": "chain", "method": "turn_return", "learning_rate": 3e-4, "seed": 3, "steps": 1}
 
 
-def test_a_run_is_kept_and_not_run_again(folders, warm_workers, monkeypatch, capsys):
+def test_a_run_is_kept_and_not_run_again(folders, warm_processes, monkeypatch, capsys):
     """A worker process trains the chain for one step; the second time no process is started."""
     bench.run_all([JOB], 1)
     printed = capsys.readouterr().out
@@ -115,7 +104,7 @@ def test_two_benchmarks_do_not_share_a_folder(folders):
             bench.run_all([JOB], 1)
 
 
-def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders, warm_workers):
+def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders, warm_processes):
     with pytest.raises(RuntimeError, match="chain-nonsense-lr0.0003-steps1-seed3 failed: ValueError.*credit_a"):
         bench.run_all([JOB | {"method": "nonsense"}], 1)
     assert list(bench.RUNS.glob("*.json")) == []

@@ -11,6 +11,7 @@ one; `-X`, `-W` and the like are not read. So tests of how the trainer is launch
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib
@@ -19,6 +20,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -100,6 +102,7 @@ def serve(path: str, client: str) -> None:
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in readable:
+            shutil.rmtree(Path(path).parent)
             return
         connection, _ = listener.accept()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors
@@ -138,12 +141,13 @@ def supervise(connection: socket.socket, client: str) -> None:
 def become(request: dict, files: list[int], client: str) -> None:
     """Be the program that was asked for; never returns."""
     os.setsid()
-    high = [os.dup(file) for file in files]
-    while min(high) <= max(request["files"]):  # no number that is still to be given
-        high = [os.dup(file) for file in high]
+    above = max(request["files"]) + 1  # first out of the way of every number that is still to be given
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    for file in files:  # an end of a pipe that stays open here would keep its other end waiting
+        os.close(file)
     for number, file in zip(request["files"], high):
         os.dup2(file, number)
-    os.closerange(max(request["files"]) + 1, max(high) + 1)
+        os.close(file)
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ.setdefault("PYTHON_EXEC", client)  # torchrun's workers

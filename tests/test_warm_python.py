@@ -1,0 +1,104 @@
+"""The Python with libraries that are there already: what it starts is as what `python` starts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm_python
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [warm_python.executable(), *arguments], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+@pytest.mark.parametrize("code, expected", [
+    ("print('said')", (0, "said\n", "")),
+    ("import sys; sys.exit(7)", (7, "", "")),
+    ("import sys; sys.exit('why')", (1, "", "why\n")),
+    ("import os; os.kill(os.getpid(), 9)", (-9, "", "")),
+    ("import atexit; atexit.register(print, 'last'); print('first')", (0, "first\nlast\n", "")),
+    ("import sys; print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'trl', 'mt_grpo'}))",
+     (0, "torch trl\n", "")),
+])  # fmt: skip
+def test_what_a_program_says_and_ends_with(code, expected):
+    done = run("-u", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_an_error_is_shown():
+    done = run("-c", "1 / 0")
+    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_script_has_its_own_folder_arguments_and_environment(tmp_path):
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, beside, elsewhere\n"
+        "print(sys.argv, beside.NAME, elsewhere.NAME, os.getcwd(), sys.modules['__main__'].__file__, sep='\\n')\n"
+    )
+    further = tmp_path / "further"
+    further.mkdir()
+    (further / "elsewhere.py").write_text("NAME = 'elsewhere'")
+    done = run(str(script), "--key", "x y", cwd="/", env={"PYTHONPATH": str(further)})
+    assert done.stdout.splitlines() == [f"['{script}', '--key', 'x y']", "beside", "elsewhere", "/", str(script)]
+
+
+def test_pipes_go_through_and_nothing_else_stays_open():
+    """As `multiprocessing` hands them over; a copy that stayed open would keep their readers waiting."""
+    reading, writing = os.pipe()
+    command = f"import os; os.write({writing}, b'through'); print(sorted(map(int, os.listdir('/proc/self/fd'))))"
+    try:
+        done = run("-c", command, pass_fds=[writing])
+        os.close(writing)
+        assert os.read(reading, 100) == b"through" and os.read(reading, 100) == b""
+    finally:
+        os.close(reading)
+    without = numbers(run("-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))").stdout)
+    assert sorted({*without, writing}) == numbers(done.stdout)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.strip()[1:-1].split(",")]
+
+
+WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(5))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])  # as in the background of a shell
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, -15), (signal.SIGINT, 5), (signal.SIGKILL, -9)])
+def test_signals_reach_the_program(signum, code, ignored):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else signal.getsignal(signal.SIGINT)
+    try:
+        process = subprocess.Popen([warm_python.executable(), "-c", WAITS], stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        pid, deadline = int(process.stdout.readline()), time.monotonic() + 20
+        process.send_signal(signum)
+        assert process.wait(20) == code
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_ends_with_the_tests():
+    """Nothing of it is left: neither the process nor its folder."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import warm_python; print(warm_python.executable())"
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    client = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip())
+    deadline = time.monotonic() + 20
+    while client.parent.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert client.name == "python" and not client.parent.exists()
