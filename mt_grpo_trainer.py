@@ -53,6 +53,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
+from mt_grpo.adapter_keys import AdapterKeys, load_conversation
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
@@ -61,7 +62,7 @@ from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
-from mt_grpo.plugins import load_environment, load_rewards, load_state_key, load_tools
+from mt_grpo.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.preflight import (
     check_server,
@@ -86,14 +87,13 @@ from mt_grpo.rollout import (
     Record,
     Reply,
     Rollout,
-    Room,
     StopReason,
     ToolCall,
     ToolResult,
     Turn,
 )
 from mt_grpo.run_log import conversation_metrics, credit_metrics, log_rollouts, mean_per_rollout
-from mt_grpo.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
+from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -1320,7 +1320,7 @@ class VLLMServerClient(ServerConnection):
 
 
 @dataclass
-class MTGRPOScriptArguments(ScriptArguments):
+class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
 
     tools_script: str | None = field(
@@ -1331,7 +1331,7 @@ class MTGRPOScriptArguments(ScriptArguments):
     )
     environment: str | None = field(
         default=None,
-        metadata={"help": "path.py:Class, an environment per conversation or a subclass of MultiTurnToolEnv"},
+        metadata={"help": "path.py:Class, an environment or a subclass of MultiTurnToolEnv; or openai_agent"},
     )
     system_prompt: str | None = field(
         default=None,
@@ -1459,7 +1459,7 @@ def build_env(
     script_args: MTGRPOScriptArguments, args: MTGRPOConfig, tools: list[Callable], tokenizer: PreTrainedTokenizerBase
 ) -> MultiTurnToolEnv:
     """The environment that a recipe describes."""
-    conversation, environment = load_environment(script_args.environment, script_args.tools_script, MultiTurnToolEnv)
+    conversation, environment = load_conversation(script_args, args, MultiTurnToolEnv)
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
     return conversation(
         tools,

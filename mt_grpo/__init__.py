@@ -23,7 +23,7 @@ A module imports only from modules that stand above it in this list.
     tools            a function as a tool: description, argument check
     replies          what an environment says, checked
     environments     one environment per conversation
-    sampling         the sampling parameters of a request
+    sampling         the sampling parameters of a request, and its room
     server_errors    errors of a server; checks of its address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version
     weight_transfer  transfer of weights to the server: disk, NCCL
@@ -45,4 +45,5 @@ A module imports only from modules that stand above it in this list.
     preflight        checks that need model, data or server
     recipes          YAML and command line into checked dataclasses
     plugins          files loaded by path
+    adapter_keys     recipe keys of the adapters, and the choice of one
 """

@@ -209,7 +209,7 @@ class ChatFormat:
 
     def next_stops(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, ...]:
         """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
-        open_thinking = bool(self.stops and ids) and self._thinking_length(ids, prompt_ids) is None
+        open_thinking = bool(self.stops and ids) and self.length_of_thinking(ids, prompt_ids) is None
         return self.thinking[1:] if open_thinking else self.stops
 
     def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
@@ -217,7 +217,7 @@ class ChatFormat:
         if not self.stops or not ids or self.cut(ids, prompt_ids)[1]:
             return False
         # The request that stops at the end of the thinking is over, and the turn is not.
-        return any(self._thinking_length(part, prompt_ids) is None for part in (ids, ids[:-1]))
+        return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it."""
@@ -243,7 +243,7 @@ class ChatFormat:
         """A turn's text, without the token that ended it."""
         return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
 
-    def _thinking_length(self, ids: list[int], prompt_ids: list[int]) -> int | None:
+    def length_of_thinking(self, ids: list[int], prompt_ids: list[int]) -> int | None:
         return thinking_length(self._decode(ids), self._before(prompt_ids), *self.thinking)
 
     def _before(self, prompt_ids: list[int]) -> str:

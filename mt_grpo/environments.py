@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mt_grpo.replies import EnvironmentFailure, is_number, joined
-from mt_grpo.rollout import Message, Rollout, StopReason, ToolCall, join
+from mt_grpo.rollout import Message, Rollout, ToolCall, join
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool, named_tools
@@ -95,7 +95,7 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
     try:
         yield
     except EnvironmentFailure as error:
-        rollout.stop_reason, rollout.error = StopReason.ENVIRONMENT_ERROR, error
+        rollout.stop_reason, rollout.error = error.reason, error
     except BaseException:  # the conversation is cancelled, perhaps inside a call that still runs
         rollout.abandoned = True
         raise

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.chat_format import ChatFormat, parse_call, thinking_length
 from mt_grpo.hermes import HermesFormat
 from mt_grpo.native import SYNTAXES, NativeFormat
-from mt_grpo.rollout import Message, ToolCall, ToolResult, result_message
+from mt_grpo.rollout import Message, ToolCall, ToolResult
 
 CLOSING_TAGS = ("</tool>", "</answer>")
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
@@ -50,6 +50,11 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
             return ToolCall(None, {}, "</tool> without <tool> before it"), None
         return parse_call(body[opened + len("<tool>") :]), None
     return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
+
+
+def result_message(observation: str) -> str:
+    """The environment's message: role `user`, as in the paper."""
+    return f"<result>\n{observation}\n</result>"
 
 
 class XmlFormat(ChatFormat):

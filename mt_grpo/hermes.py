@@ -5,6 +5,7 @@ Hermes is the syntax of many models: `<tool_call>{"name": ..., "arguments": {...
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -216,10 +217,30 @@ class HermesFormat(ChatFormat):
             return [ToolCall(None, {}, SEVERAL_CALLS)], None
         return calls, None if calls else self.answer(beside)
 
+    def good_calls(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
+        """The calls that can be read, and the text without them: for programs that take a broken call as text."""
+        good = []
+
+        def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+            found = self.syntax.read(call, tools)
+            if not any(each.error for each in found):
+                good.append(call.text)
+            return found
+
+        calls, _ = dataclasses.replace(self.syntax, read=read).split(text, tools)
+        if len(calls) > 1 and not self.several:
+            return [], text
+        for written in good:
+            text = text.replace(written, "", 1)
+        return [call for call in calls if not call.error], text
+
+    def content(self, text: str) -> str:
+        """What a turn says beside its thinking and its calls."""
+        return "".join(re.findall(self.syntax.answer, text, re.DOTALL)) if self.syntax.answer else text
+
     def answer(self, text: str) -> str | None:
         """What is inside `<answer>`, else all of the text, unless it is blank."""
-        if self.syntax.answer:
-            text = "".join(re.findall(self.syntax.answer, text, re.DOTALL))
+        text = self.content(text)
         written = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.DOTALL)
         return written[1].strip() if written else text.strip() or None
 

@@ -21,8 +21,12 @@ class ServeSession:
         self.batches: queue.Queue = queue.Queue()
 
     def flush(self) -> None:
-        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits."""
-        if self.waiting and len(self.waiting) == self.open:
+        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits.
+
+        A conversation may have several requests at the same time, and may have given one up.
+        """
+        self.waiting = [request for request in self.waiting if not request[3].done()]
+        if self.waiting and len({request[0] for request in self.waiting}) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
             self.waiting = []
 

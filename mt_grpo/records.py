@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.ranks import RunError
-from mt_grpo.rollout import Record, Rollout, StopReason
+from mt_grpo.rollout import Record, Rollout
 from mt_grpo.scoring import reward_tensors, run_rewards
 from mt_grpo.tensors import put_back
 
@@ -34,13 +34,13 @@ class Pass(dict):
 
 
 def trained_records(rollout: Rollout) -> list[Record]:
-    """At least one. Without a turn, or where the environment failed, it is an empty one (see `loss_lists`).
+    """At least one. Where nothing is to be trained, or the environment failed, it is an empty one (see `loss_lists`).
 
     >>> trained_records(Rollout([], [1, 2, 3]))  # a prompt may be longer than what the model can read
-    [Record(prompt_ids=[], turns=[], first_turn=0)]
+    [Record(prompt_ids=[], turns=[], numbers=None)]
     """
-    failed = rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    return rollout.records if rollout.turns and not failed else [Record([], [])]
+    records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
+    return records or [Record([], [])]
 
 
 def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool]]:
@@ -48,7 +48,7 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
 
     Raises `RunError` on all ranks where every environment failed, or a setting does not go with further records.
     """
-    failed = [rollout.stop_reason == StopReason.ENVIRONMENT_ERROR for rollout in rollouts]
+    failed = [rollout.failed for rollout in rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text)])
@@ -128,7 +128,7 @@ def score_rollouts(
     trainer: Any, columns: dict[str, Any], rollouts: list[Rollout], num_turns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no reward function sees those."""
-    places = [i for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]
+    places = [i for i, rollout in enumerate(rollouts) if not rollout.failed]
     count, log_extra = len(rollouts), columns["log_extra"]
     if len(places) < count:
         columns = {key: [v[i] for i in places] if isinstance(v, list) else v for key, v in columns.items()}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mt_grpo.rollout import Message, Reply
+from mt_grpo.rollout import Message, Reply, StopReason
 
 REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
 
 
 class EnvironmentFailure(Exception):
     """An environment raised, hung, or returned what it may not: the end of its rollout, which is not trained on."""
+
+    reason = StopReason.ENVIRONMENT_ERROR
 
 
 def read_reply(reply: Any, name: str) -> Reply | None:

@@ -21,6 +21,12 @@ class StopReason(StrEnum):
     CONTEXT_LENGTH = "context_length"  # the model's context is full
     ENVIRONMENT_STOP = "environment_stop"  # the environment said so
     ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on
+    AGENT_DONE = "agent_done"  # the agent returned
+    AGENT_ERROR = "agent_error"  # the agent raised, or never called the model; the rollout is not trained on
+    AGENT_TIMEOUT = "agent_timeout"  # the agent took longer than agent_timeout; the rollout is not trained on
+
+
+FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,6 @@ class Reply:
     stop: bool = False
     reward: float | None = None  # of this turn
     info: dict[str, Any] = field(default_factory=dict)  # for rewards and the log
-
-
-class Room(typing.NamedTuple):
-    """Tokens that are left."""
-
-    completion: float  # of max_completion_length
-    context: float  # of the model's context
-
-    @property
-    def tokens(self) -> float:
-        """Of both."""
-        return min(self)
-
-    @property
-    def reason(self) -> StopReason:
-        """Why a conversation ends that lacks room."""
-        return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,9 @@ class Turn:
     messages: list[Message] = field(default_factory=list)  # what was appended behind the turn
     continuation: str | None = None  # the environment's text behind the turn's own, which the next turn goes on
     observation_ids: list[int] = field(default_factory=list)  # end of turn, messages, generation prompt
-    context: Context | None = None  # None: the model read all that was before this turn
+    context: Context | None = None  # None: the model read all that was before this turn, or up to the turn `after`
+    after: int | None = None  # the turn that this one goes on from; None: the one before it
+    trained: bool = True  # False: its tokens are only read, as those of observations
     reward: float | None = None  # from the environment's reply
     info: dict[str, Any] = field(default_factory=dict)  # from the environment's replies
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
@@ -145,21 +136,22 @@ class Turn:
         return sum(result.seconds for result in self.results)
 
 
-def result_message(observation: str) -> str:
-    """The environment's message: role `user`, as in the paper."""
-    return f"<result>\n{observation}\n</result>"
-
-
 def join(parts: typing.Iterable[list]) -> list:
     """One list of them all."""
     return list(itertools.chain.from_iterable(parts))
 
 
 class TurnTokens:
-    """Lists over the tokens of consecutive turns, each C long: what was sampled, and what was only read."""
+    """Lists over the tokens of turns, each C long: what was sampled, and what was only read."""
 
     turns: list[Turn]
-    first_turn: int = 0  # index of the first of them in the rollout
+    numbers: list[int] | None = None  # of the turns in the rollout; None: 0, 1, ...
+
+    @property
+    def owners(self) -> list[int]:
+        """For each turn its index in the rollout, -1 for one that is not trained on."""
+        numbers = range(len(self.turns)) if self.numbers is None else self.numbers
+        return [k if turn.trained else -1 for k, turn in zip(numbers, self.turns)]
 
     # `join` runs in C. These properties must be fast: every step reads them for every token of the batch.
 
@@ -171,12 +163,13 @@ class TurnTokens:
     @property
     def loss_mask(self) -> list[int]:
         """1 for ids that the policy sampled, 0 for observations, (C,)."""
-        return join(part for t in self.turns for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids)))
+        turns = ((int(t.trained), t) for t in self.turns)
+        return join(part for one, t in turns for part in ([one] * len(t.token_ids), [0] * len(t.observation_ids)))
 
     @property
     def turn_ids(self) -> list[int]:
         """The index of the rollout's turn that sampled an id, -1 for observations, (C,)."""
-        turns = enumerate(self.turns, self.first_turn)
+        turns = zip(self.owners, self.turns)
         return join(part for k, t in turns for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids)))
 
     @property
@@ -189,25 +182,26 @@ class TurnTokens:
 
 def with_turns(messages: list[Message], turns: list[Turn]) -> list[Message]:
     """Messages, and behind them those of the turns. A turn that goes on where the last one ended is of its message."""
-    messages = list(messages)
+    messages, goes_on = list(messages), True  # the messages may end with the beginning of a turn
     for turn in turns:
         content = turn.text + (turn.continuation or "")
-        if messages and messages[-1]["role"] == "assistant":
+        if messages and messages[-1]["role"] == "assistant" and goes_on:
             content = messages.pop()["content"] + content
         messages += [{"role": "assistant", "content": content}, *turn.messages]
+        goes_on = turn.continuation is not None
     return messages
 
 
 @dataclass(frozen=True)
 class Record(TurnTokens):
-    """What one row of the loss is made of: turns that follow each other without an edit of the history.
+    """What one row of the loss is made of: turns of which each goes on from the one before it.
 
     INVARIANT: `prompt_ids + completion_ids` is what the model saw and sampled. Every turn is in one record.
     """
 
     prompt_ids: list[int]
     turns: list[Turn]
-    first_turn: int = 0
+    numbers: list[int] | None = None
 
 
 @dataclass
@@ -221,6 +215,9 @@ class Rollout(TurnTokens):
     >>> r.turns[1].context = Context([], [1, 2, 7])  # the history was edited before turn 1
     >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
     [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]
+    >>> r.turns.append(Turn([40], [-.4], "", "stop", after=0))  # two conversations by turns
+    >>> [record.turn_ids for record in r.records]
+    [[0, 0, -1, 2], [1]]
     """
 
     prompt_messages: list[Message]
@@ -239,12 +236,27 @@ class Rollout(TurnTokens):
     abandoned: bool = False  # a call into its environment was given up, and may still run
 
     @property
+    def failed(self) -> bool:
+        """Whether the other side failed, and not the policy: such a rollout is not trained on."""
+        return self.stop_reason in FAILURES
+
+    @property
     def records(self) -> list[Record]:
-        """At least one. A further one begins at each turn before which the history was edited."""
-        starts = [k for k, turn in enumerate(self.turns) if turn.context is not None and k > 0]
-        bounds = [0, *starts, len(self.turns)]
-        prompts = [self.prompt_ids, *(self.turns[k].context.ids for k in starts)]
-        return [Record(ids, self.turns[a:b], a) for ids, a, b in zip(prompts, bounds, bounds[1:])]
+        """At least one. A further one begins at each turn that reads a context of its own.
+
+        INVARIANT: of all turns that go on from the same one, at most one has no such context.
+        """
+        chains: list[list[int]] = [[]]
+        chain_of: list[list[int]] = []  # of each turn
+        for k, turn in enumerate(self.turns):
+            if turn.context is not None and k > 0:
+                chains.append([])
+                chain_of.append(chains[-1])
+            else:
+                chain_of.append(chain_of[k - 1 if turn.after is None else turn.after] if k else chains[0])
+            chain_of[k].append(k)
+        prompts = [self.prompt_ids, *(self.turns[chain[0]].context.ids for chain in chains[1:])]
+        return [Record(ids, [self.turns[k] for k in chain], chain) for ids, chain in zip(prompts, chains)]
 
     @property
     def messages(self) -> list[Message]:

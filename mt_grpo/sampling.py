@@ -1,10 +1,13 @@
-"""The sampling parameters that a request may contain."""
+"""The sampling parameters that a request may contain, and the room that it has."""
 
 from __future__ import annotations
 
 import collections.abc
 import difflib
+import typing
 from typing import Any
+
+from mt_grpo.rollout import StopReason
 
 
 def sampling_defaults() -> dict[str, Any]:
@@ -47,3 +50,20 @@ def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
         ):
             raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
     return prompts
+
+
+class Room(typing.NamedTuple):
+    """Tokens that are left."""
+
+    completion: float  # of max_completion_length
+    context: float  # of the model's context
+
+    @property
+    def tokens(self) -> float:
+        """Of both."""
+        return min(self)
+
+    @property
+    def reason(self) -> StopReason:
+        """Why a conversation ends that lacks room."""
+        return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS

@@ -205,21 +205,26 @@ def is_plain(key: Any) -> bool:
 
 
 def state_numbers(rollout: Rollout) -> list[int]:
-    """For each turn the hash of the state before it: of its `state_key`, or of the tokens so far if that is None.
+    """For each turn the hash of its state: of its `state_key`, or of the tokens that it reads if that is None.
 
     The hash is the same in every process; Python's own `hash` of a text is not. Raises `ValueError` for a key whose
     `repr` may differ between processes.
     """
-    numbers, history = [], hashlib.blake2b(digest_size=8)  # of the tokens so far, 8 bytes per id
-    for turn in rollout.turns:
-        state = history
-        if turn.state_key is not None:
-            if not is_plain(turn.state_key):
-                raise ValueError(f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them.")
-            state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
-        numbers.append(int.from_bytes(state.digest(), "big") >> 1)  # never -1, which means "no turn"
-        history.update(array.array("q", turn.token_ids + turn.observation_ids))
-    return numbers
+    numbers = {}  # turn -> number
+    for record in rollout.records:
+        history = hashlib.blake2b(digest_size=8)  # of the tokens that the turn reads, 8 bytes per id
+        history.update(array.array("q", record.prompt_ids))
+        for k, turn in zip(record.numbers, record.turns):
+            state = history
+            if turn.state_key is not None:
+                if not is_plain(turn.state_key):
+                    raise ValueError(
+                        f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them."
+                    )
+                state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
+            numbers[k] = int.from_bytes(state.digest(), "big") >> 1  # never -1, which means "no turn"
+            history.update(array.array("q", turn.token_ids + turn.observation_ids))
+    return [numbers[k] for k in sorted(numbers)]
 
 
 def reward_tensors(

@@ -26,14 +26,14 @@ def pad_turn_ids(records: list[Record], width: int) -> torch.Tensor:
 
     >>> from mt_grpo.rollout import Turn
     >>> turns = [Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "stop")]
-    >>> pad_turn_ids([Record([], turns), Record([], turns[1:], 1)], 6)
+    >>> pad_turn_ids([Record([], turns), Record([], turns[1:], [1])], 6)
     tensor([[ 0,  0, -1,  1, -1, -1],
             [ 1, -1, -1, -1, -1, -1]])
     """
     owners, lengths = [], []
     for record in records:
         start = len(lengths)
-        for k, turn in enumerate(record.turns, record.first_turn):
+        for k, turn in zip(record.owners, record.turns):
             owners += (k, -1)
             lengths += (len(turn.token_ids), len(turn.observation_ids))
         owners.append(-1)

@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mt_grpo.chat_format import ChatFormat
 from mt_grpo.data import make_chain
-from mt_grpo.formats import make_format, parse_turn
+from mt_grpo.formats import make_format, parse_turn, result_message
 from mt_grpo.plugins import load_tools
-from mt_grpo.rollout import result_message
 from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator for each step, then answer."

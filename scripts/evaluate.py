@@ -36,7 +36,7 @@ from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
-from mt_grpo.rollout import Rollout, StopReason, Turn
+from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.scoring import check_reward_values, environment_rewards, run_rewards
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
@@ -259,7 +259,7 @@ def score(
 
     No function sees a rollout whose environment failed. Raises `RuntimeError` if all failed.
     """
-    places = [i for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]
+    places = [i for i, rollout in enumerate(rollouts) if not rollout.failed]
     if not places:
         raise RuntimeError(
             f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"

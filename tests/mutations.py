@@ -76,8 +76,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "records: the turns of a further one are numbered from 0",
         "mt_grpo/tensors.py",
-        "enumerate(record.turns, record.first_turn)",
-        "enumerate(record.turns)",
+        "for k, turn in zip(record.owners, record.turns):",
+        "for k, turn in enumerate(record.turns):",
         "tests/test_records.py::test_every_sampled_token_is_trained_once_with_its_turns_advantage",
     ),
     Mutation(
@@ -125,8 +125,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "records: a rollout whose environment failed is trained on",
         "mt_grpo/records.py",
-        "return rollout.records if rollout.turns and not failed else [Record([], [])]",
-        "return rollout.records",
+        "records = [] if rollout.failed else [r",
+        "records = [r",
         "tests/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics",
     ),
     Mutation(
@@ -356,8 +356,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "results of tools are trained on",
         "mt_grpo/rollout.py",
-        "for part in ([1] * len(t.token_ids), [0] * len(t.observation_ids))",
-        "for part in ([1] * len(t.token_ids), [1] * len(t.observation_ids))",
+        "for part in ([one] * len(t.token_ids), [0] * len(t.observation_ids))",
+        "for part in ([one] * len(t.token_ids), [1] * len(t.observation_ids))",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -1177,7 +1177,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a failed rollout's reward is kept",
         "mt_grpo/records.py",
-        "for i, rollout in enumerate(rollouts) if rollout.stop_reason != StopReason.ENVIRONMENT_ERROR]\n    count",
+        "for i, rollout in enumerate(rollouts) if not rollout.failed]\n    count",
         "for i, rollout in enumerate(rollouts)]\n    count",
         "tests/test_environments.py::test_a_step_with_environments",
     ),
@@ -1380,8 +1380,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "observations are trained on",
         "mt_grpo/rollout.py",
-        "([1] * len(t.token_ids), [0] * len(t.observation_ids))",
-        "([1] * len(t.token_ids), [1] * len(t.observation_ids))",
+        "([one] * len(t.token_ids), [0] * len(t.observation_ids))",
+        "([one] * len(t.token_ids), [1] * len(t.observation_ids))",
         "tests/test_conversation.py::test_two_turns_in_numbers",
     ),
     Mutation(
@@ -1393,14 +1393,14 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "a turn may be a token longer than the completion",
-        "mt_grpo/rollout.py",
+        "mt_grpo/sampling.py",
         "        return min(self)\n",
         "        return min(self.completion + 1, self.context)\n",
         "tests/test_conversation.py::test_max_completion_length_counts_tool_results",
     ),
     Mutation(
         "a turn may be a token longer than the context",
-        "mt_grpo/rollout.py",
+        "mt_grpo/sampling.py",
         "        return min(self)\n",
         "        return min(self.completion, self.context + 1)\n",
         "tests/test_conversation.py::test_max_model_len_bounds_every_request",
@@ -1519,7 +1519,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "a full context is called a spent budget",
-        "mt_grpo/rollout.py",
+        "mt_grpo/sampling.py",
         "return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS",
         "return StopReason.MAX_TOKENS",
         "tests/test_conversation.py::test_stop_reasons",

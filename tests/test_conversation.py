@@ -125,6 +125,7 @@ class Request:
 
 
 OF_ENVIRONMENTS = {StopReason.ENVIRONMENT_STOP, StopReason.ENVIRONMENT_ERROR}  # tests/test_environments.py
+OF_AGENTS = {StopReason.AGENT_DONE, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT}  # tests/test_agents.py
 
 
 class Scripted:
@@ -1111,7 +1112,7 @@ def test_stop_reasons(turns, limits, expected, num_turns):
 
 def test_every_stop_reason_is_tested_above():
     tested = {case[2] for case in test_stop_reasons.pytestmark[0].args[1]}
-    assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS}
+    assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS}
 
 
 def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
@@ -1243,7 +1244,7 @@ def test_random_conversations_keep_their_budgets():
             assert len(rollouts[0].prompt_ids) == PROMPT_LENGTH
         verify(env, rollouts, backend)
         reasons.add(rollouts[0].stop_reason)
-    assert reasons == set(StopReason) - OF_ENVIRONMENTS
+    assert reasons == set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS
 
 
 # --- results and failures of tools -----------------------------------------------------------------------------------

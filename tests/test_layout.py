@@ -54,12 +54,34 @@ def test_rooms_are_small_and_import_only_downwards(room):
     assert len(path.read_text().splitlines()) <= 300
     names = imported(path)
     ours = {name for name in names if name.split(".")[0] == "mt_grpo"}
+    if room == "adapter_keys":  # adapters are imported where a recipe names them
+        at_top = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
+        ours -= {name for name in ours - at_top if name.startswith("mt_grpo.adapters.")}
     assert not any(name.startswith((".", "mt_grpo_trainer")) for name in names)
     below = {f"mt_grpo.{name}" for name in ROOMS[: ROOMS.index(room)]}
     assert ours <= below, f"{room} imports {sorted(ours - below)}, which stand above it"
 
 
-@pytest.mark.parametrize("folder", ["rewards", "tools"])
+ADAPTERS = re.findall(
+    r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "adapters/__init__.py").read_text()), clean=False), re.M
+)
+
+
+def test_every_adapter_is_on_its_map():
+    assert sorted(ADAPTERS) == sorted(p.stem for p in (PACKAGE / "adapters").glob("*.py") if p.stem != "__init__")
+
+
+@pytest.mark.parametrize("module", ADAPTERS)
+def test_adapters_are_small_and_import_only_downwards(module):
+    path = PACKAGE / f"adapters/{module}.py"
+    assert len(path.read_text().splitlines()) <= 300
+    names = imported(path)
+    assert not any(name.startswith((".", "mt_grpo_trainer")) for name in names)
+    others = {name for name in names if name.startswith("mt_grpo.adapters")}
+    assert others <= {f"mt_grpo.adapters.{name}" for name in ADAPTERS[: ADAPTERS.index(module)]}
+
+
+@pytest.mark.parametrize("folder", ["rewards", "tools", "agents"])
 def test_plug_ins_stand_alone(folder):
     """A reward or tool file is copied alone: it imports nothing of the project."""
     files = list((ROOT / folder).glob("*.py"))
@@ -79,6 +101,7 @@ def test_one_file_defines_all_of_it(tmp_path):
     source = runpy.run_path(str(ROOT / "scripts/one_file.py"))["one_file"]()
     path = tmp_path / "my_idea.py"
     path.write_text(source)
-    assert not [name for name in imported(path) if name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer")]
+    ours = [name for name in imported(path) if name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer")]
+    assert all(name.startswith("mt_grpo.adapters.") for name in ours)  # those of the clone, where a recipe names them
     expected = [name for p in [*(PACKAGE / f"{room}.py" for room in ROOMS), SCRIPT] for name in defined(p)]
     assert set(expected) <= set(defined(path))

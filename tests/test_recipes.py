@@ -204,6 +204,10 @@ READ_BACK = {
     "reward_fn": lambda t: source_of(t.reward_funcs[0]),
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
     "tool_format": lambda t: t.env.tool_format,
+    "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else None,
+    "agent": lambda t: f"agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
+    "agent_timeout": lambda t: t.env.agent_timeout,
+    "max_model_calls": lambda t: t.env.max_model_calls,
     "max_env_steps": lambda t: t.env.max_steps,
     "max_completion_length": lambda t: t.env.max_completion_length,
     "max_turn_tokens": lambda t: t.env.max_turn_tokens,
@@ -255,7 +259,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
         template = ROOT / recipe["model_name_or_path"] / "chat_template.jinja"
         model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
-    original = recipe["reward_fn"]
+    original = recipe.get("reward_fn", "")
     data = folder / "train.jsonl"
     if "triviaqa" in original:
         rows = data_file("squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
@@ -730,12 +734,12 @@ NUMBERS_OUT_OF_RANGE = {
          "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
          "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
-         "max_concurrent_tools", "max_parallel_calls", "max_steps"),
+         "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls"),
         (0, -5),
     ),
     **dict.fromkeys(
         ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
-         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
+         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout", "agent_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
          "vllm_request_timeout", "environment_timeout"),
         (0.0, -1.0, math.inf, math.nan),

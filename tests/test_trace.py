@@ -33,7 +33,7 @@ LOGGING = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background", "run_async",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks",
+    "compare_ranks", "failed",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
@@ -47,7 +47,14 @@ TEXTS |= {  # where a turn ends, and what it says
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
 ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close", "with_prompts"}
-LISTS = {"join", "loss_mask", "logprobs", "trained_records", "compare_ranks"}  # as completion_ids, which is on the way
+LISTS = {
+    "join",
+    "owners",
+    "loss_mask",
+    "logprobs",
+    "trained_records",
+    "compare_ranks",
+}  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",

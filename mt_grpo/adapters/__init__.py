@@ -1,0 +1,13 @@
+"""Other houses' shapes turned into the protocols of `mt_grpo`. Imported only when a recipe names them.
+
+A module imports from the package, and from modules that stand above it in this list.
+
+    chat_messages    requests of OpenAI's API in one form, and its errors
+    chains           the tree of what an agent asked: which request goes on from which answer
+    chat_api         /v1/chat/completions: requests, answers, streams
+    responses_api    /v1/responses: requests, answers, streams
+    agent_session    one rollout as the model that an agent talks to
+    agent_server     the HTTP server on the loopback address
+    agent_programs   an agent as a function or a command, and its end
+    openai_agent     the conversation that an agent runs
+"""

@@ -1,0 +1,276 @@
+"""One rollout as the model that an agent talks to: what it asks is sampled, in its budget, and becomes turns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from mt_grpo.adapters.chains import Chains, Completion, keys_of
+from mt_grpo.adapters.chat_messages import Answer, ApiError, ModelRequest, tool_call
+from mt_grpo.control_tokens import neutralise
+from mt_grpo.hermes import HermesFormat, call_id, plain_name
+from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
+from mt_grpo.tool_results import error_text
+
+logger = logging.getLogger(__name__)
+
+
+class StopsAt:
+    """A backend whose samples end at texts, too. A prefix of a sample is still on-policy."""
+
+    def __init__(self, llm: Any, stops: tuple[str, ...], text_of: Callable[[list[int]], str]):
+        self._llm, self._stops, self._text_of = llm, stops, text_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt_ids: list[int], max_tokens: int, sampling_params: dict, index: int = 0) -> Any:
+        """Sample one continuation, cut behind the token that completes the first stop text."""
+        params = {**sampling_params, "stop": [*sampling_params.get("stop", []), *self._stops]}
+        sampled = await self._llm.generate(prompt_ids, max_tokens, params, index)
+        size = next((k for k in range(1, len(sampled.token_ids) + 1) if self._ends(sampled.token_ids[:k])), None)
+        if size is None:
+            return sampled
+        logprobs = sampled.logprobs and sampled.logprobs[:size]
+        return dataclasses.replace(
+            sampled, token_ids=sampled.token_ids[:size], logprobs=logprobs, finish_reason="stop"
+        )
+
+    def _ends(self, ids: list[int]) -> bool:
+        text = self._text_of(ids)
+        return any(stop in text for stop in self._stops)
+
+
+class AgentSession:
+    """The model of one rollout.
+
+    Args:
+        env: The conversation's class, with its limits and its tool format.
+        rollout: It is filled by `finish`.
+        llm: The backend.
+        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
+        max_model_calls: Completions, of all chains.
+
+    Attributes:
+        key: The secret that an agent's requests bring.
+        stop_reason: Why no further request is answered. None: the rollout goes on.
+        over: Set with it.
+        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
+        last_error: The last request that was refused.
+    """
+
+    def __init__(
+        self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, max_model_calls: int
+    ):
+        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        self.max_model_calls = max_model_calls
+        self.key = f"mt-{secrets.token_urlsafe(24)}"
+        self.tokenizer = env._tokenizer(llm)
+        self.format: HermesFormat = env.format_of(self.tokenizer)
+        self.chains = Chains(self.format.thinking)
+        self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
+        self.stop_reason: StopReason | None = None
+        self.over = asyncio.Event()
+        self.failure: Exception | None = None
+        self.last_error: ApiError | None = None
+        self._num_calls, self._num_written = 0, 0
+        self._tasks: dict[str, asyncio.Task] = {}  # by request: the last one of each
+        self._rewards: dict[int, float] = {}  # by number of the completion
+
+    # -- what the server asks --
+
+    async def answer(self, request: ModelRequest, body: dict[str, Any], is_retry: bool) -> Answer:
+        """The answer to a request. It is sampled even if the client goes away meanwhile: it will ask again.
+
+        The same request joins the one in flight; a retry gets what was sampled; any other repetition is a new sample.
+
+        Raises:
+            ApiError: what the API refuses; 429 where the rollout is over.
+        """
+        same = json.dumps(body, sort_keys=True)
+        task = self._tasks.get(same)
+        if task is None or (task.done() and not is_retry):
+            self._check_open()
+            task = self._tasks[same] = asyncio.ensure_future(self._complete(request, self._num_calls))
+            self._num_calls += 1
+        try:
+            return await asyncio.shield(task)
+        except ApiError as error:
+            self.last_error = error
+            raise
+        except asyncio.CancelledError:
+            if task.cancelled():  # the rollout is over
+                raise self._ended() from None
+            raise
+
+    def reward(self, value: float, request: ModelRequest | None = None) -> None:
+        """Give the last completion a turn reward, or the one that a request goes on from."""
+        found = request and self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        last = found or self.chains.last
+        if last is None:
+            raise ValueError("reward: no turn was sampled yet. Expected a request before its reward.")
+        self._rewards[last.answer.number] = self._rewards.get(last.answer.number, 0.0) + value
+
+    # -- the end --
+
+    def stop(self, reason: StopReason) -> None:
+        """Answer no further request."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self.over.set()
+
+    async def finish(self) -> None:
+        """End what is in flight, and write the completions into the rollout."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for each in self.chains.completions:
+            each.turn.reward = self._rewards.get(each.answer.number)
+        self.chains.fill(self.rollout)
+
+    def _check_open(self) -> None:
+        if self._num_calls >= self.max_model_calls:
+            self.stop(StopReason.MAX_TURNS)
+        if self.stop_reason is not None:
+            raise self._ended()
+
+    def _ended(self) -> ApiError:
+        reason = self.stop_reason or "the agent has returned"
+        return ApiError(429, f"The rollout is over: {reason}. Expected no further request.", "rollout_over")
+
+    # -- one completion --
+
+    async def _complete(self, request: ModelRequest, number: int) -> Answer:
+        keys = keys_of(request.messages, self.format.thinking)
+        parent = self.chains.longest(request, keys)
+        said = request.messages[len(parent.keys) :] if parent else request.messages
+        try:
+            fresh = self._suffix(parent, said) if parent else []
+            prompt_ids = parent.ids + fresh if parent else self._prompt(request)
+        except Exception as error:  # whatever a chat template raises
+            text = f"The chat template refuses the messages: {error_text(error)}"
+            raise ApiError(400, text, None, "messages") from error
+        turn = await self._sample(request, prompt_ids, len(fresh))
+        answer = self._answer(request, turn, prompt_ids, number)
+        self.chains.add(Completion(request, [], parent, said, prompt_ids, fresh, turn, answer))
+        return answer
+
+    async def _sample(self, request: ModelRequest, prompt_ids: list[int], num_fresh: int) -> Turn:
+        """A turn in the room that is left. Requests at the same time share it: the last one may be cut."""
+        env, tools = self.env, tools_by_name(request.tools)
+        left = env.max_completion_length - self._spent() - num_fresh
+        context = (env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")) - len(prompt_ids)
+        if left <= 0:
+            self.stop(StopReason.MAX_TOKENS)
+            raise self._ended()
+        if context <= 0:
+            raise ApiError(
+                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the model's context of "
+                f"{len(prompt_ids) + context}.", "context_length_exceeded", "messages",
+            )  # fmt: skip
+        room = min(left, request.max_tokens or left)
+        # What is not in the room counts as spent, so that `sample_turn` keeps to it.
+        edited = Context(request.messages, prompt_ids, env.max_completion_length - room)
+        asked = Rollout(
+            [], [], self.rollout.index, row=self.rollout.row, environment=self.rollout.environment, tools=tools,
+            edited=edited,
+        )  # fmt: skip
+        llm = StopsAt(self.llm, request.stops, self.format.text) if request.stops else self.llm
+        try:
+            turn = await env.sample_turn(asked, llm, self.params)
+        except Exception as error:
+            self.failure = error
+            self.over.set()
+            raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
+        left = env.max_completion_length - self._spent() - num_fresh
+        if len(turn.token_ids) > left:
+            if left <= 0:
+                self.stop(StopReason.MAX_TOKENS)
+                raise self._ended()
+            turn.token_ids, turn.logprobs = turn.token_ids[:left], turn.logprobs and turn.logprobs[:left]
+            turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
+            turn.finish_reason, turn.answer = "length", None
+        return turn
+
+    def _spent(self) -> int:
+        """What max_completion_length counts: sampled tokens, and what was newly read behind them."""
+        return sum(len(each.fresh_ids) + len(each.turn.token_ids) for each in self.chains.completions)
+
+    def _answer(self, request: ModelRequest, turn: Turn, prompt_ids: list[int], number: int) -> Answer:
+        """What the agent gets of a turn: its calls, its thinking, and the text beside them."""
+        start = self.format.length_of_thinking(turn.token_ids, prompt_ids)
+        thinking, text = turn.text[:start], "" if start is None else turn.text[start:]
+        calls = []
+        if request.reads_calls:
+            calls, text = self.format.good_calls(text, tools_by_name(request.tools))
+        for stop in request.stops:
+            text = text.partition(stop)[0]
+        text = self.format.content(text)
+        written = []
+        for call in calls:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            written.append(tool_call(f"call_{self._num_written:08d}", call.name, arguments))
+            self._num_written += 1
+        reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason
+        opening, closing = self.format.thinking
+        thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
+        return Answer(
+            number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
+            len(turn.token_ids), int(time.time()),
+        )  # fmt: skip
+
+    # -- what the model reads --
+
+    def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
+        """The ids behind an answer."""
+        said = self._rendered([*parent.request.messages, parent.answer.message], said)
+        return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids)
+
+    def _prompt(self, request: ModelRequest) -> list[int]:
+        """The ids of a conversation that begins a record."""
+        messages = self._rendered(request.messages, request.messages)
+        return self.env.prompt_ids(messages, self.tokenizer, tools_by_name(request.tools))
+
+    def _rendered(self, known: list[Message], messages: list[Message]) -> list[Message]:
+        """Messages for the chat template. Control tokens in their texts are broken, whoever wrote them.
+
+        Args:
+            known: Messages with the calls to which results belong.
+            messages: What is rendered.
+        """
+        calls = [call for message in known for call in message.get("tool_calls") or []]
+        names = {call["id"]: plain_name(SimpleNamespace(name=call["function"]["name"])) for call in calls}
+        rendered, number = [], 0
+        for message in messages:
+            each = {**message, "content": neutralise(message["content"], self.tokenizer)}
+            if message["role"] == "tool":
+                each |= {"name": names.get(message["tool_call_id"], "unknown"), "tool_call_id": call_id(number)}
+                number += 1
+            elif "tool_calls" in message:
+                number = 0
+                each["tool_calls"] = [self._template_call(call) for call in message["tool_calls"]]
+            rendered.append(each)
+        return rendered
+
+    def _template_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call with its arguments as the chat template takes them."""
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            arguments = {"arguments": function["arguments"]}
+        return {**call, "function": {"name": function["name"], "arguments": self.format.arguments(arguments)}}
+
+
+def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """An agent's tools as a tool format takes them: their schemas, as they were sent."""
+    return {tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"]) for tool in tools}

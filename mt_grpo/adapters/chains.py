@@ -1,0 +1,154 @@
+"""The tree of what an agent asked: a request goes on from the answer whose whole conversation it repeats.
+
+Programs send the whole conversation each time, and rarely as they got it: they write JSON anew, rename ids, drop the
+thinking, strip text. So messages are compared by what they say, and the tokens are those that were sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from mt_grpo.adapters.chat_messages import Answer, ModelRequest, same_json
+from mt_grpo.rollout import Context, Message, Rollout, ToolResult, Turn
+
+Key = tuple  # what a message says; equal where two messages say the same
+
+
+def plain_text(text: str, thinking: tuple[str, str]) -> str:
+    """A model's text without its thinking, white space collapsed.
+
+    >>> plain_text("<think>so</think> It  is 4.\\n", ("<think>", "</think>"))
+    'It is 4.'
+    """
+    opening, closing = map(str.strip, thinking)
+    text = re.sub(f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)", "", text, flags=re.DOTALL)
+    return " ".join(text.rpartition(closing)[2].split())
+
+
+def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]:
+    """What each message says. A call's id is its number in the conversation, so that ids may be renamed.
+
+    >>> keys_of([{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "add", "{ }")]},
+    ...          {"role": "tool", "content": "2", "tool_call_id": "a"}], ("<think>", "</think>"))
+    [('assistant', '', (('add', '{}'),)), ('tool', '2', 0)]
+    """
+    numbers: dict[str, int] = {}
+    count, keys = 0, []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            keys.append((role, content, numbers.get(message["tool_call_id"], message["tool_call_id"])))
+        elif role == "assistant":
+            calls = message.get("tool_calls") or []
+            for call in calls:
+                numbers[call["id"]] = count
+                count += 1
+            functions = [call["function"] for call in calls]
+            said = tuple((function["name"], same_json(function["arguments"])) for function in functions)
+            keys.append((role, plain_text(content, thinking), said))
+        else:
+            keys.append((role, content))
+    return keys
+
+
+@dataclass
+class Completion:
+    """A request and its answer: a node of the tree."""
+
+    request: ModelRequest
+    keys: list[Key]  # of all messages of the request, and of the answer
+    parent: Completion | None  # whose conversation the request repeats
+    said: list[Message]  # what stands behind the parent's answer; without a parent all messages
+    prompt_ids: list[int]  # all that the model read
+    fresh_ids: list[int]  # of them, those behind the parent's answer
+    turn: Turn
+    answer: Answer
+    children: list[Completion] = field(default_factory=list)
+
+    @functools.cached_property
+    def tools(self) -> str:
+        """The request's tools in one way of writing them."""
+        return same_json(json.dumps(self.request.tools))
+
+    @property
+    def ids(self) -> list[int]:
+        """All that was read and sampled."""
+        return self.prompt_ids + self.turn.token_ids
+
+    def is_begun_by(self, keys: list[Key]) -> bool:
+        """Whether a conversation begins with this one, answer included."""
+        count = len(self.keys)
+        if len(keys) < count or keys[: count - 1] != self.keys[:-1]:
+            return False
+        (*given, calls), sent = self.keys[-1], keys[count - 1]
+        if sent[0] != "assistant" or sent[2] != calls:
+            return False
+        # Some programs put the stop text, which is not in the answer, behind it again.
+        texts = {sent[1], *(sent[1].removesuffix(" ".join(stop.split())).strip() for stop in self.request.stops)}
+        return given[1] in texts
+
+
+class Chains:
+    """All completions of one rollout."""
+
+    def __init__(self, thinking: tuple[str, str]):
+        self.thinking = thinking
+        self.completions: list[Completion] = []  # in the order of their requests, once they are answered
+        self.last: Completion | None = None  # the one that was answered last
+
+    def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
+        """The completion that a request goes on from; None where it begins a record.
+
+        An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
+        """
+        tools = same_json(json.dumps(request.tools))
+        ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
+
+        def rank(found: Completion) -> tuple:  # two answers may say the same
+            own = {call["id"] for call in found.answer.tool_calls}
+            return len(found.keys), own <= ids, not found.children, -found.answer.number
+
+        found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
+        best = max(found, key=rank, default=None)
+        if best is None or any(message["role"] == "assistant" for message in request.messages[len(best.keys) :]):
+            return None
+        return best
+
+    def add(self, completion: Completion) -> None:
+        """Add an answered request. Its answer is compared as the agent will send it."""
+        completion.keys = keys_of([*completion.request.messages, completion.answer.message], self.thinking)
+        self.completions.append(completion)
+        self.last = completion
+        self.completions.sort(key=lambda each: each.answer.number)
+        if completion.parent is not None:
+            completion.parent.children.append(completion)
+
+    def fill(self, rollout: Rollout) -> None:
+        """Write the completions into a rollout as its turns, in the order of their requests.
+
+        INVARIANT: of the completions that go on from the same one, the first is in its record. The others begin
+        records with all that they read, so that every sampled token is trained once, in the context of its sampling.
+        """
+        number = {id(each): k for k, each in enumerate(self.completions)}
+        for k, each in enumerate(self.completions):
+            turn, parent = each.turn, each.parent
+            turn.context, turn.after, turn.trained = None, None, each.request.trained
+            if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):
+                turn.after = number[id(parent)]
+                parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said
+                parent.turn.results = list(results_of(each.said))
+            elif k > 0:
+                turn.context = Context(each.request.messages, each.prompt_ids)
+            else:
+                rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
+                rollout.first_messages = each.request.messages
+        rollout.turns = [each.turn for each in self.completions]
+
+
+def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
+    """The results of tools among messages."""
+    return (ToolResult(message["content"]) for message in messages if message["role"] == "tool")

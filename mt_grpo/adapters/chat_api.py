@@ -1,0 +1,152 @@
+"""/v1/chat/completions: requests read, answers written, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mt_grpo.adapters.chat_messages import (
+    Answer,
+    ApiError,
+    ModelRequest,
+    expect,
+    read_limit,
+    read_model,
+    read_text,
+    read_tool_choice,
+    read_tools,
+    refuse,
+    tell_once,
+    tool_call,
+)
+from mt_grpo.rollout import Message
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# What an answer would have to show, so that it cannot be ignored. Other unknown parameters are: the policy's sampling
+# is the trainer's.
+REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options")
+
+
+def read_chat_request(body: dict[str, Any]) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`."""
+    trained = read_model(body.get("model"))
+    if body.get("n") not in (None, 1):
+        raise refuse("n", f"got {body['n']!r}, expected 1. Send a request for each answer.")
+    for key in REFUSED:
+        if body.get(key):
+            raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
+    if (body.get("response_format") or {}).get("type", "text") != "text":
+        tell_once("An agent sent response_format. It is accepted and not enforced: the policy writes what it writes.")
+    stop = body.get("stop") or []
+    stops = [stop] if isinstance(stop, str) else expect(stop, list, "stop", "text or a list of texts")
+    if not all(isinstance(text, str) and text for text in stops):
+        raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return ModelRequest(
+        read_messages(body.get("messages")),
+        read_tools(body.get("tools")),
+        tuple(stops),
+        read_limit(body.get(limit), limit),
+        trained,
+        read_tool_choice(body.get("tool_choice")),
+        bool(body.get("stream")),
+    )
+
+
+def read_messages(messages: Any) -> list[Message]:
+    """Messages in one form. Raises `ApiError`."""
+    if not expect(messages, list, "messages", "a list of messages"):
+        raise refuse("messages", "got none, expected at least one message.")
+    read = []
+    for k, message in enumerate(messages):
+        param = f"messages[{k}]"
+        expect(message, dict, param, "an object with role and content")
+        if message.get("role") not in ROLES:
+            raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
+        role, content = ROLES[message["role"]], read_text(message.get("content"), f"{param}.content")
+        each: Message = {"role": role, "content": content}
+        if role == "tool":
+            each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id", "the call's id")
+        elif role == "assistant":
+            each |= read_assistant(message, param)
+        elif message.get("content") is None:
+            raise refuse(f"{param}.content", "got null, expected text.")
+        read.append(each)
+    return read
+
+
+def read_assistant(message: dict[str, Any], param: str) -> Message:
+    """The calls and the reasoning of an assistant's message."""
+    read: Message = {}
+    calls = expect(message.get("tool_calls") or [], list, f"{param}.tool_calls", "a list of calls")
+    for call in calls:
+        function = expect(call, dict, f"{param}.tool_calls", "objects").get("function")
+        if not isinstance(function, dict) or not all(isinstance(function.get(k), str) for k in ("name", "arguments")):
+            raise refuse(
+                f"{param}.tool_calls", f"got {call!r:.200}, expected a function's name, and arguments as text."
+            )
+        call_id = expect(call.get("id"), str, f"{param}.tool_calls", "an id of each call")
+        read.setdefault("tool_calls", []).append(tool_call(call_id, function["name"], function["arguments"]))
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        read["reasoning_content"] = reasoning
+    return read
+
+
+def head(answer: Answer, body: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What an answer and each of its chunks begin with."""
+    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": answer.created, "model": body["model"]}
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """The tokens of a request."""
+    total = answer.prompt_tokens + answer.completion_tokens
+    return {
+        "prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total,
+    }  # fmt: skip
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    """The message of an answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
+    if not answer.tool_calls:
+        message["content"] = answer.content
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message | ({"tool_calls": answer.tool_calls} if answer.tool_calls else {})
+
+
+def chat_answer(answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that is no stream."""
+    choice = {"index": 0, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+    return {**head(answer, body, "chat.completion"), "choices": [choice], "usage": usage(answer)}
+
+
+def chat_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
+    """The answer as the events of a stream, once it is whole."""
+    start = head(answer, body, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return data({**start, "choices": [choice]})
+
+    message = message_of(answer)
+    calls = message.pop("tool_calls", [])
+    yield chunk(message)
+    for k, call in enumerate(calls):
+        yield chunk({"tool_calls": [{"index": k, **call}]})
+    yield chunk({}, answer.finish_reason)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield data({**start, "choices": [], "usage": usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def chat_error(error: ApiError) -> Iterator[str]:
+    """An error behind the beginning of a stream."""
+    yield data(error.body)
+
+
+def data(value: dict[str, Any]) -> str:
+    """One event without a name."""
+    return f"data: {json.dumps(value)}\n\n"

@@ -1,0 +1,178 @@
+"""Requests of OpenAI's API in one form, whichever endpoint they came to, and the errors that the API gives."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_grpo.rollout import Message
+
+logger = logging.getLogger(__name__)
+
+POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
+_told: set[str] = set()
+
+
+class ApiError(Exception):
+    """What a request gets in place of an answer: the status and the error object of OpenAI's API.
+
+    Args:
+        status: Of HTTP.
+        message: What was got, and what was expected.
+        code, param: As in OpenAI's error object.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(param: str, message: str, code: str | None = None) -> ApiError:
+    """The error 400 of one parameter."""
+    return ApiError(400, f"{param}: {message}", code, param)
+
+
+def tell_once(text: str) -> None:
+    """Log a line, once per process: agents send the same parameters with each request."""
+    if text not in _told:
+        _told.add(text)
+        logger.warning(text)
+
+
+@dataclass
+class ModelRequest:
+    """One request for a completion.
+
+    Messages have `role` (system, user, assistant, tool) and `content` (text). Those of the assistant may have
+    `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have `tool_call_id`.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as in /v1/chat/completions
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    trained: bool = True
+    reads_calls: bool = True  # False: tool_choice is none
+    stream: bool = False
+
+
+@dataclass
+class Answer:
+    """What a request gets: a completion as text, apart from its thinking and its calls."""
+
+    number: int  # of the request in its rollout
+    content: str
+    tool_calls: list[dict[str, Any]]  # as in /v1/chat/completions
+    reasoning: str
+    finish_reason: str  # stop, length or tool_calls
+    prompt_tokens: int
+    completion_tokens: int
+    created: int
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of a `ModelRequest`."""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as /v1/chat/completions has it; its arguments are text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def expect(value: Any, kind: type | tuple, param: str, expected: str) -> Any:
+    """The value, if it is of this kind. Raises `ApiError`."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise refuse(param, f"got {value!r:.100}, expected {expected}.")
+    return value
+
+
+def read_text(content: Any, param: str) -> str:
+    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in expect(content, list, param, "text, or a list of parts"):
+        kind = expect(part, dict, param, "parts with a type").get("type")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise refuse(param, f"a part has type {kind!r}, and the policy reads text only.", "unsupported_content")
+        key = "refusal" if kind == "refusal" else "text"
+        parts.append(expect(part.get(key), str, param, f"a part with {key}"))
+    return "".join(parts)
+
+
+def read_model(name: Any) -> bool:
+    """Whether the turns of a request with this model are trained on. Raises `ApiError` for another model."""
+    if name not in (POLICY, FROZEN):
+        raise ApiError(
+            404, f"The model {name!r} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
+            "trained on.", "model_not_found", "model",
+        )  # fmt: skip
+    return name == POLICY
+
+
+def read_limit(value: Any, param: str) -> int | None:
+    """A number of tokens, None for no limit."""
+    if value is not None and expect(value, int, param, "a positive number") < 1:
+        raise refuse(param, f"got {value}, expected a positive number.")
+    return value
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools in the form of /v1/chat/completions; those of /v1/responses are flat."""
+    read = []
+    for tool in expect(tools or [], list, "tools", "a list"):
+        expect(tool, dict, "tools", "objects")
+        if tool.get("type") != "function":
+            raise refuse("tools", f"got type {tool.get('type')!r}, expected 'function': the agent runs its tools.")
+        if "function" not in tool:
+            tool = {"type": "function", "function": {key: v for key, v in tool.items() if key != "type"}}
+        function = expect(tool["function"], dict, "tools", "an object `function`")
+        expect(function.get("name"), str, "tools", "a name of each function")
+        read.append(tool)
+    return read
+
+
+def read_tool_choice(choice: Any) -> bool:
+    """Whether calls are read. The policy is not forced to call: that would not be its own sample."""
+    name = (
+        choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
+    )
+    if name not in (None, "auto", "none", "required", "function", "allowed_tools"):
+        raise refuse("tool_choice", f"got {choice!r:.100}, expected auto, none, required or a function.")
+    if name in ("required", "function", "allowed_tools"):
+        tell_once(
+            f"An agent sent tool_choice={name!r}. It is accepted and not enforced: the policy chooses its calls."
+        )
+    return name != "none"
+
+
+def same_json(text: str) -> str:
+    """A text of JSON in one way of writing it; another text as it is.
+
+    >>> same_json('{"b": 1.0, "a": "x"}') == same_json('{"a":"x","b":1}'), same_json("{broken ")
+    (True, '{broken')
+    """
+    try:
+        return json.dumps(whole_numbers(json.loads(text)), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def whole_numbers(value: Any) -> Any:
+    """A JSON value in which 1.0 is 1."""
+    if isinstance(value, list):
+        return [whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {key: whole_numbers(each) for key, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

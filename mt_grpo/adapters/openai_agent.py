@@ -1,0 +1,190 @@
+"""`environment: openai_agent`: the conversation is an agent's program, which calls the policy over OpenAI's API.
+
+    agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
+    agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY
+
+The agent is not changed. What it asks is sampled token for token behind what was sampled before; each completion is a
+turn with its own credit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.adapters.agent_programs import AgentFailure, CommandAgent, FunctionAgent, read_result, run_program
+from mt_grpo.adapters.agent_server import AgentServer
+from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.environments import failures_end
+from mt_grpo.plugins import import_file
+from mt_grpo.rollout import Message, Rollout, StopReason
+from mt_grpo.settings import absolute, default_of
+
+# Settings of what an agent's program does by itself. They would have no effect.
+OF_THE_AGENT = (
+    "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
+    "isolate_tools",
+)  # fmt: skip
+
+
+SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
+
+
+class Agent:
+    """What rewards see of an agent, as `environments`: the row, and what the agent returned.
+
+    Attributes:
+        row: Of the dataset.
+        result: A dict of what the agent returned; a number is under `reward`. Empty where its budget was spent first.
+    """
+
+    tools: list = []  # it has none of the trainer's; turns get rewards by `client.reward`
+
+    def __init__(self):
+        self.row: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
+        self.outcome: float | None = None
+
+    def reset(self, **row: Any) -> list[Message] | None:
+        """Begin anew. The prompt is what the agent asks first; this one stands for it."""
+        self.row, self.result, self.outcome = row, {}, None
+        return None if row.get("prompt") else [{"role": "user", "content": "The agent writes the prompt."}]
+
+    def get_reward(self) -> float | None:
+        """The outcome reward: what the agent returned. 0 where it was ended because its budget was spent."""
+        return self.outcome
+
+
+def agent_environment(program: FunctionAgent | CommandAgent) -> type:
+    """The class of an agent's environments. Its reward is logged under the name of the agent."""
+    return type(program.name, (Agent,), {})
+
+
+def agent_conversation(
+    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int
+) -> type:
+    """A subclass of the class of conversations, which an agent's program runs.
+
+    Args:
+        base: `MultiTurnToolEnv`.
+        program: The agent.
+        timeout: Seconds that it may take for one row.
+        max_model_calls: Completions per rollout.
+    """
+
+    class AgentConversation(base):
+        """The conversation between the policy and an agent's program."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
+
+        async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
+            """Run the agent. Its requests become the rollout's turns."""
+            with failures_end(rollout):
+                await self.environments.open(rollout)
+                await self.run_agent(rollout, llm, sampling_params)
+            if rollout.error is None:
+                with failures_end(rollout):
+                    rollout.reward = await self.environments.reward(rollout)
+            return rollout
+
+        async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
+            raise ValueError("An agent runs its conversation to the end. Expected `generate` or `converse`.")
+
+        async def run_agent(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None) -> None:
+            """Let the program run, and fill the rollout. Raises `AgentFailure`."""
+            server, environment = await self.server(), rollout.environment
+            session = AgentSession(self, rollout, llm, sampling_params, max_model_calls)
+            address = f"http://127.0.0.1:{server.port}/v1"
+            server.add(session)
+            try:
+                result = await run_program(program, environment.row, address, session, timeout, SECONDS_TO_RETURN)
+            finally:
+                server.remove(session)
+                await session.finish()
+            if session.last_error is not None and rollout.turns:
+                rollout.turns[-1].info["refused"] = str(session.last_error)
+            environment.outcome, environment.result = read_result(result)
+            if session.stop_reason is not None and result is None:
+                environment.outcome, environment.result = 0.0, {}
+            if not rollout.turns:
+                refused = f"; its last request was refused: {session.last_error}" if session.last_error else ""
+                raise AgentFailure(f"{program.name} never got a completion of the policy{refused}.")
+            rollout.stop_reason = session.stop_reason or StopReason.AGENT_DONE
+
+        async def server(self) -> AgentServer:
+            """The server of this process, which listens."""
+            loop = asyncio.get_running_loop()
+            if loop not in self._servers:
+                server = AgentServer()
+                self._servers[loop] = server, loop.create_task(server.start())
+            server, starting = self._servers[loop]
+            await asyncio.shield(starting)
+            return server
+
+    return AgentConversation
+
+
+# -- what a recipe says --
+
+
+def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
+    """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
+    if args.tool_format == "xml":
+        raise ValueError("tool_format='xml' does not fit environment: openai_agent. Expected hermes or native.")
+    for key in ("tools_script", "system_prompt"):
+        if getattr(script_args, key) is not None:
+            raise ValueError(
+                f"{key} has no effect with environment: openai_agent: the agent brings its own. Remove it."
+            )
+    for key in OF_THE_AGENT:
+        if getattr(args, key) != default_of(key, (type(args),)):
+            raise ValueError(
+                f"{key} has no effect with environment: openai_agent: the agent runs its tools. Remove it."
+            )
+    if (script_args.agent is None) == (script_args.agent_command is None):
+        got = "neither" if script_args.agent is None else "both"
+        raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
+    program = load_function(script_args.agent) if script_args.agent else load_command(script_args.agent_command)
+    conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls)
+    return conversation, agent_environment(program)
+
+
+def load_function(reference: str) -> FunctionAgent:
+    """The function that `path.py:function` names. Raises `ValueError` where there is none that takes a row."""
+    path, _, name = reference.rpartition(":")
+    path = absolute(path)
+    if not path or not Path(path).is_file():
+        raise ValueError(f"agent: {reference!r} names no file. Expected path.py:function.")
+    function = getattr(import_file(path, "agent"), name, None)
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")
+    check_signature(function, reference)
+    return FunctionAgent(function)
+
+
+def check_signature(function: Callable, reference: str) -> None:
+    """Raise `ValueError` unless a function takes a row and a client."""
+    try:
+        inspect.signature(function).bind({}, None)
+    except TypeError as error:
+        raise ValueError(
+            f"agent: {reference!r} takes {inspect.signature(function)}, expected (row, client): {error}."
+        ) from None
+
+
+def load_command(command: str) -> CommandAgent:
+    """The program of a command. Raises `ValueError` where there is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"agent_command: {command!r} is no command: {error}.") from None
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(f"agent_command: {command!r} begins with no program. Expected one like `python my_agent.py`.")
+    return CommandAgent(command)

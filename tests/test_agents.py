@@ -1,0 +1,771 @@
+"""Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters import agent_server, openai_agent
+from mt_grpo.adapters.agent_programs import CommandAgent, FunctionAgent
+from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
+from mt_grpo.records import trained_records
+from mt_grpo.rollout import Generation, StopReason
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
+
+
+class Scripted:
+    """Writes these turns, each with an end of turn unless it is a list of ids; notes what it read and wrote."""
+
+    max_model_len = 1024
+
+    def __init__(self, *turns, seconds=0.0):
+        self.turns, self.seconds, self.asked, self.params = list(turns), seconds, [], []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        await asyncio.sleep(self.seconds)
+        if isinstance(turn, Exception):
+            raise turn
+        whole = [*ids(turn), TOKENIZER.eos_token_id]
+        sampled = whole[:max_tokens]
+        self.asked.append((list(prompt_ids), sampled))
+        self.params.append(sampling_params)
+        return Generation(sampled, [-0.5] * len(sampled), "stop" if sampled == whole else "length")
+
+
+def ids(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def run(agent, *turns, seconds=0.0, timeout=20.0, max_model_calls=8, row=None, llm=None, **settings):
+    """(the rollout, the policy) of one agent with a scripted policy."""
+    program = CommandAgent(agent) if isinstance(agent, str) else FunctionAgent(agent)
+    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400, **settings}
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, timeout, max_model_calls)
+    env = cls([], None, environment=agent_environment(program), **settings)
+    llm = llm or Scripted(*turns, seconds=seconds)
+    row = {"question": "What?", **(row or {})}
+    (rollout,) = env.start([[]], rows=[row])
+    try:
+        mt.run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+    finally:
+        for server, _ in env._servers.values():
+            mt.run_async(server.stop())
+    verify(rollout, llm)
+    return rollout, llm
+
+
+def verify(rollout, llm):
+    """Each turn was read and sampled as its record says, and each completion of the policy is one turn at most."""
+    for record in rollout.records if rollout.turns else []:
+        read = list(record.prompt_ids)
+        for turn in record.turns:
+            assert (read, turn.token_ids) in [(asked, sampled[: len(turn.token_ids)]) for asked, sampled in llm.asked]
+            read = read + turn.token_ids + turn.observation_ids
+    assert sum(len(record.turns) for record in rollout.records) == len(rollout.turns) <= len(llm.asked)
+    assert sorted(k for r in rollout.records for k in r.numbers) == list(range(len(rollout.turns)))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def ask(client, messages, **options):
+    """The answer's message, as a dict that goes into the next request."""
+    answer = await client.chat.completions.create(model="policy", messages=messages, **options)
+    return answer.choices[0].message.model_dump(exclude_none=True)
+
+
+def tool_message(message, text="2"):
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
+
+
+# -- token for token --
+
+
+def test_a_conversation_token_for_token():
+    async def agent(row, client):
+        messages = [{"role": "system", "content": "Be brief."}, user(row["question"])]
+        said = await ask(client, messages, tools=[ADD])
+        client.reward(0.5)
+        client.reward(0.25)
+        messages += [said, *tool_message(said)]
+        return {"reward": 1, "said": (await ask(client, messages, tools=[ADD]))["content"]}
+
+    rollout, llm = run(agent, CALL, "It is 2.")
+    schema = json.dumps(ADD)
+    prompt = (
+        f"<|im_start|>system\nBe brief.\n<tools>\n{schema}\n</tools><|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n"
+    )
+    assert TOKENIZER.decode(rollout.prompt_ids) == f"{prompt}<|im_start|>assistant\n"
+    suffix = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    call, answer, end = ids(CALL), ids("It is 2."), [TOKENIZER.eos_token_id]
+    assert rollout.completion_ids == call + end + ids(suffix) + answer + end
+    assert rollout.loss_mask == [1] * (len(call) + 1) + [0] * len(ids(suffix)) + [1] * (len(answer) + 1)
+    assert rollout.turn_ids == [0] * (len(call) + 1) + [-1] * len(ids(suffix)) + [1] * (len(answer) + 1)
+    assert rollout.logprobs == [-0.5] * (len(call) + 1) + [0.0] * len(ids(suffix)) + [-0.5] * (len(answer) + 1)
+    assert [turn.reward for turn in rollout.turns] == [0.75, None] and len(rollout.records) == 1
+    assert [call.arguments for call in rollout.turns[0].calls] == [{"a": 1, "b": "x y"}]
+    assert [result.text for result in rollout.turns[0].results] == ["2"]
+    assert rollout.stop_reason == StopReason.AGENT_DONE and rollout.reward == 1.0 and rollout.error is None
+    assert rollout.environment.result == {"reward": 1, "said": "It is 2."}
+    assert rollout.environment.row["question"] == "What?"
+
+
+def test_what_the_api_says_of_an_answer():
+    said = []
+
+    async def agent(row, client):
+        for messages, options in (
+            ([user("a")], {"tools": [ADD]}), ([user("b")], {"max_tokens": 3}), ([user("c")], {"stop": "END"}),
+            ([user("d")], {"tools": [ADD], "tool_choice": "none"}), ([user("e")], {"tools": [ADD]}),
+        ):  # fmt: skip
+            said.append(await client.chat.completions.create(model="policy", messages=messages, **options))
+        assert [model.id async for model in client.models.list()] == ["policy", "policy-frozen"]
+        assert (await client.models.retrieve("policy")).id == "policy"
+
+    broken = '<tool_call>\n{"name": "add", "arguments": {}\n</tool_call>'
+    rollout, llm = run(agent, f"<think>Hm.</think>Now.\n{CALL}", "1 2 3 4 5 6", "1 END 2", CALL, f"{CALL}\n{broken}")
+    message = said[0].choices[0].message
+    assert message.content == "Now." and message.reasoning_content == "Hm." and len(message.tool_calls) == 1
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": "x y"}
+    assert [answer.choices[0].finish_reason for answer in said] == [
+        "tool_calls",
+        "length",
+        "stop",
+        "stop",
+        "tool_calls",
+    ]
+    assert said[1].usage.completion_tokens == 3 and said[1].usage.prompt_tokens == len(llm.asked[1][0])
+    assert said[2].choices[0].message.content == "1 " and said[3].choices[0].message.content == CALL
+    assert TOKENIZER.decode(rollout.turns[2].token_ids).startswith("1 END")
+    assert len(rollout.turns[2].token_ids) < len(llm.asked[2][1]) and llm.params[2]["stop"] == ["END"]
+    last = said[4].choices[0].message  # the call that can be read, and the other one as text
+    assert len(last.tool_calls) == 1 and last.content == broken
+    assert [call.error is None for call in rollout.turns[4].calls] == [True, False]
+    assert len(rollout.records) == 5 and rollout.reward is None
+
+
+SAME = {
+    "as it was": lambda m: None,
+    "arguments written anew": lambda m: m["tool_calls"][0]["function"].update(arguments='{ "b":"x y","a":1.0 }'),
+    "without reasoning": lambda m: m.pop("reasoning_content"),
+    "content null": lambda m: m.update(content=None),
+    "content empty": lambda m: m.update(content=""),
+    "thinking in the text": lambda m: m.update(content="<think>Hm.</think>\n\n"),
+    "white space": lambda m: m.update(content=" \n "),
+    "further keys": lambda m: m.update(name="policy", annotations=[], status="done"),
+    "parts": lambda m: m.update(content=[{"type": "text", "text": ""}]),
+    "another id": lambda m: m["tool_calls"][0].update(id="mine"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_programs_do_to_a_history_changes_nothing(name):
+    async def agent(row, client):
+        start = [{"role": "developer", "content": "Be brief."}, user("Add.")]
+        said = await ask(client, start, tools=[ADD])
+        SAME[name](said)
+        start[0]["role"] = "system"
+        start[1]["content"] = [{"type": "text", "text": "Ad"}, {"type": "text", "text": "d."}]
+        tools = [{"function": dict(reversed(ADD["function"].items())), "type": "function"}]
+        await ask(client, [*start, said, *tool_message(said)], tools=tools)
+
+    rollout, _ = run(agent, f"<think>Hm.</think>{CALL}", "2")
+    assert len(rollout.records) == 1 and len(rollout.turns) == 2
+
+
+OTHER = {
+    "another argument": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": 2, "b": "x y"}'),
+    "true is not 1": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": true, "b": "x y"}'),
+    "another name": lambda m, s: s["tool_calls"][0]["function"].update(name="sub"),
+    "a text": lambda m, s: s.update(content="I call."),
+    "another prompt": lambda m, s: m[0].update(content="Add. "),
+    "a call less": lambda m, s: s.pop("tool_calls"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_was_not_said_begins_a_record(name):
+    async def agent(row, client):
+        messages = [user("Add.")]
+        said = await ask(client, messages, tools=[ADD])
+        results = tool_message(said)
+        OTHER[name](messages, said)
+        await ask(client, [*messages, said, *results], tools=[ADD])
+
+    rollout, llm = run(agent, CALL, "2")
+    assert len(rollout.records) == 2
+    messages = rollout.turns[1].context.messages
+    rendered = [dict(m) for m in messages]
+    for message in rendered:
+        if "tool_calls" in message:
+            call = message["tool_calls"][0]
+            arguments = json.loads(call["function"]["arguments"])
+            message["tool_calls"] = [{**call, "function": {"name": call["function"]["name"], "arguments": arguments}}]
+    assert llm.asked[1][0] == TOKENIZER.apply_chat_template(
+        rendered, tools=[ADD], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_an_assistants_message_that_was_not_sampled_begins_a_record():
+    async def agent(row, client):
+        messages = [user("a")]
+        messages += [await ask(client, messages), user("b")]
+        await ask(client, messages)  # goes on
+        await ask(client, [*messages, {"role": "assistant", "content": "Mine."}, user("c")])
+        await ask(client, [*messages, {"role": "assistant", "content": "2"}, user("c")])  # sampled: goes on
+
+    rollout, _ = run(agent, "1", "2", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 1, 3], [2]]
+    assert "Mine." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
+def test_repetitions_and_branches():
+    async def agent(row, client):
+        start = [user("a")]
+        one, two = await ask(client, start), await ask(client, start)  # an identical request: another sample
+        assert (one["content"], two["content"]) == ("1", "2")
+        for said in (two, one):
+            await ask(client, [*start, said, user("b")])
+        await ask(client, [*start, one, user("c")])  # a second branch behind the same answer
+
+    rollout, _ = run(agent, "1", "2", "3", "4", "5")
+    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2], [4]]
+    assert rollout.records[2].prompt_ids == rollout.prompt_ids + rollout.turns[0].token_ids + ids(
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [m["content"] for m in rollout.messages if m["role"] == "assistant"] == ["1", "2", "3", "4", "5"]
+
+
+def test_requests_at_the_same_time_go_on_from_their_own_answers():
+    async def agent(row, client):
+        async def one(name):
+            messages = [user(name)]
+            for k in range(3):
+                messages += [await ask(client, messages), user(f"{name}{k}")]
+
+        await asyncio.gather(*map(one, "abc"))
+
+    rollout, llm = run(agent, *map(str, range(9)), seconds=0.01, max_model_calls=9)
+    assert len(rollout.turns) == 9 and [len(record.turns) for record in rollout.records] == [3, 3, 3]
+    first = [TOKENIZER.decode(record.prompt_ids).partition("user\n")[2][0] for record in rollout.records]
+    assert first == ["a", "b", "c"]  # in the order of the requests
+
+
+def test_the_same_text_twice_is_told_apart_by_the_ids_of_its_calls():
+    async def agent(row, client):
+        start = [user("a")]
+        one, two = [await ask(client, start, tools=[ADD]) for _ in range(2)]
+        for said, text in ((two, "two"), (one, "one")):
+            await ask(client, [*start, said, *tool_message(said, text)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, CALL, "1", "2")
+    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2]]
+
+
+def test_a_frozen_branch_is_read_and_not_trained():
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        side = await client.chat.completions.create(model="policy-frozen", messages=[user("other")])
+        frozen = await client.chat.completions.create(model="policy-frozen", messages=[user("a"), said, user("b")])
+        assert (side.model, side.choices[0].message.content) == ("policy-frozen", "2")
+        message = frozen.choices[0].message.model_dump(exclude_none=True)
+        await ask(client, [user("a"), said, user("b"), message, user("c")])
+
+    rollout, _ = run(agent, "1", "2", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
+    owners = rollout.records[0].turn_ids
+    assert sorted(set(owners)) == [-1, 0, 3] and rollout.records[0].loss_mask == [int(k >= 0) for k in owners]
+    assert not any(rollout.records[1].loss_mask)
+    assert [record.numbers for record in trained_records(rollout)] == [[0, 2, 3]]
+
+
+def test_control_tokens_of_an_agents_texts_are_broken():
+    async def agent(row, client):
+        said = await ask(client, [user("a<|im_end|>")], tools=[ADD])
+        await ask(client, [user("a<|im_end|>"), said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2")
+    text = TOKENIZER.decode(rollout.prompt_ids + rollout.completion_ids)
+    assert "a< |im_end|>" in text and "< /tool_response>< |im_end|>" in text and len(rollout.records) == 1
+
+
+# -- /v1/responses --
+
+
+async def respond(client, items, **options):
+    return await client.responses.create(model="policy", input=items, **options)
+
+
+FLAT = {"type": "function", **ADD["function"]}
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses(by_id):
+    async def agent(row, client):
+        options = {"instructions": "Be brief.", "tools": [FLAT]}
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+        first = await respond(client, items, **options)
+        kinds = [item.type for item in first.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"] and first.output_text == "Now."
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
+        if by_id:
+            second = await respond(client, results, previous_response_id=first.id, **options)
+        else:
+            second = await respond(client, [*items, *first.output, *results], **options)
+        assert second.status == "completed" and second.usage.input_tokens > first.usage.input_tokens
+        return float(second.output_text == "4")
+
+    rollout, _ = run(agent, f"<think>Hm.</think>Now.\n{CALL}\n{CALL}", "4")
+    assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 2
+    assert [result.text for result in rollout.turns[0].results] == ["2", "2"]
+
+
+def test_both_endpoints_are_one_conversation():
+    async def agent(row, client):
+        first = await respond(client, "a")
+        await ask(client, [user("a"), {"role": "assistant", "content": first.output_text}, user("b")])
+
+    rollout, _ = run(agent, "1", "2")
+    assert len(rollout.records) == 1 and len(rollout.turns) == 2
+
+
+# -- streams --
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_streams(monkeypatch, seconds):
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
+
+    async def agent(row, client):
+        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
+        chunks = [
+            c async for c in await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+        ]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        assert "".join(delta.content or "" for delta in deltas) == "Now."
+        assert json.loads(calls[0].function.arguments) == {"a": 1, "b": "x y"}
+        assert chunks[-1].usage.completion_tokens > 5 and chunks[-2].choices[0].finish_reason == "tool_calls"
+        async with client.responses.stream(model="policy", input="b", tools=[FLAT]) as events:
+            kinds = [event.type async for event in events]
+            final = await events.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert final.output_text == "It is 2." and "response.output_text.delta" in kinds
+        events = [event async for event in await respond(client, "c", stream=True, tools=[FLAT])]
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert json.loads(done[0].arguments) == {"a": 1, "b": "x y"}
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        return 1.0
+
+    rollout, _ = run(agent, f"Now.\n{CALL}", "It is 2.", CALL, seconds=seconds)
+    assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
+
+
+def test_an_error_inside_a_stream(monkeypatch):
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
+
+    async def agent(row, client):
+        with pytest.raises(openai.APIError, match="server failed: gone"):
+            async for _ in await client.chat.completions.create(model="policy", messages=[user("a")], stream=True):
+                pass
+
+    with pytest.raises(mt.ServerError, match="gone"):
+        run(agent, mt.ServerError("gone"), seconds=0.2)
+
+
+# -- retries and disconnects --
+
+
+async def post(client, body, **headers):
+    async with httpx.AsyncClient(trust_env=False) as http:
+        headers = {"Authorization": f"Bearer {client.api_key}", **headers}
+        return await http.post(f"{client.base_url}chat/completions", json=body, headers=headers)
+
+
+def test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        both = await asyncio.gather(post(client, body), post(client, dict(reversed(body.items()))))
+        retry = await post(client, body, **{"x-stainless-retry-count": "1"})
+        again = await post(client, body, **{"x-stainless-retry-count": "0"})
+        texts = [r.json()["choices"][0]["message"]["content"] for r in (*both, retry, again)]
+        assert texts == ["1", "1", "1", "2"]
+
+    rollout, llm = run(agent, "1", "2", seconds=0.1)
+    assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked)
+
+
+def test_a_client_that_disconnects_gets_its_answer_by_a_retry():
+    async def agent(row, client):
+        impatient = client.with_options(timeout=0.2, max_retries=3)
+        answer = await impatient.chat.completions.create(model="policy", messages=[user("a")])
+        return float(answer.choices[0].message.content == "1")
+
+    rollout, llm = run(agent, "1", "2", seconds=0.6)
+    assert rollout.reward == 1.0 and len(llm.asked) == 1
+
+
+# -- endings --
+
+
+async def endless(row, client):
+    messages = [user("a")]
+    while True:
+        messages += [await ask(client, messages), user("b")]
+
+
+async def catches(row, client):
+    messages = [user("a")]
+    try:
+        while True:
+            messages += [await ask(client, messages), user("b")]
+    except openai.RateLimitError as error:
+        assert error.code == "rollout_over" and error.response.headers["x-should-retry"] == "false"
+        return 0.25
+
+
+@pytest.mark.parametrize("agent, reward", [(endless, 0.0), (catches, 0.25)])
+def test_calls_beyond_the_limit(agent, reward):
+    rollout, llm = run(agent, "1", max_model_calls=3)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and rollout.error is None
+    assert len(rollout.turns) == 3 == len(llm.asked) and rollout.reward == reward
+
+
+def test_the_token_budget_holds_exactly():
+    rollout, llm = run(endless, "1 2 3 4 5 6 7 8", max_completion_length=60, max_model_calls=32)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(rollout.completion_ids) <= 60
+    assert rollout.turns[-1].finish_reason == "length" and len(rollout.completion_ids) == 60
+
+
+def test_requests_at_the_same_time_share_the_token_budget():
+    async def agent(row, client):
+        with pytest.raises(openai.RateLimitError):
+            await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"))
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
+    assert sum(len(turn.token_ids) for turn in rollout.turns) == 20 and rollout.reward == 0.5
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "length"
+
+
+def test_an_agent_that_takes_too_long():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await asyncio.sleep(60)
+
+    began = time.perf_counter()
+    rollout, _ = run(agent, "1", timeout=0.5)
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT and "agent_timeout=0.5" in str(rollout.error)
+    assert rollout.failed and len(rollout.turns) == 1 and time.perf_counter() - began < 10
+
+
+def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
+    cancelled = []
+
+    async def agent(row, client):
+        try:
+            while True:
+                try:
+                    await ask(client, [user("a")])
+                except openai.RateLimitError:
+                    await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    monkeypatch.setattr(openai_agent, "SECONDS_TO_RETURN", 0.5)
+    rollout, _ = run(agent, "1", max_model_calls=1)
+    assert cancelled and rollout.stop_reason == StopReason.MAX_TURNS and rollout.reward == 0.0
+
+
+def raises(row, client):
+    client.chat.completions.create(model="policy", messages=[user("a")])
+    raise KeyError("gone")
+
+
+async def calls_nothing(row, client):
+    return 1.0
+
+
+async def returns_text(row, client):
+    await ask(client, [user("a")])
+    return "done"
+
+
+async def returns_nan(row, client):
+    await ask(client, [user("a")])
+    return {"reward": float("nan")}
+
+
+async def another_model(row, client):
+    await client.chat.completions.create(model="gpt-5", messages=[user("a")])
+
+
+@pytest.mark.parametrize("agent, message", [
+    (raises, "raises raised KeyError: 'gone'"),
+    (calls_nothing, "calls_nothing never got a completion"),
+    (returns_text, "returned 'done', expected a number, a dict with `reward`, or None"),
+    (returns_nan, "expected a number"),
+    (another_model, "another_model raised NotFoundError.*The model 'gpt-5' does not exist. Expected 'policy'"),
+])  # fmt: skip
+def test_an_agents_failure_is_not_trained(agent, message):
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.failed and rollout.reward is None
+    with pytest.raises(Exception, match=message):
+        raise rollout.error
+
+
+def test_a_request_after_the_end():
+    kept = []
+
+    async def agent(row, client):
+        kept.append(client.with_options(max_retries=0))
+        await ask(client, [user("a")])
+
+    async def late(row, client):
+        with pytest.raises(openai.RateLimitError, match="The rollout is over"):
+            await ask(kept[0].with_options(base_url=client.base_url), [user("b")])
+        with pytest.raises(openai.AuthenticationError, match="The key is of no rollout"):
+            await ask(client.with_options(api_key="mine"), [user("b")])
+        await ask(client, [user("a")])
+        return 1.0
+
+    async def both(row, client):
+        return await (agent if row["question"] == "first" else late)(row, client)
+
+    program = FunctionAgent(both)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    for question in ("first", "second"):
+        rollouts = env.generate([[]], Scripted("1"), rows=[{"question": question}])["rollouts"]
+    assert rollouts[0].reward == 1.0, rollouts[0].error
+
+
+def test_a_lost_server_ends_the_conversation_and_is_no_agents_failure():
+    with pytest.raises(mt.ServerError, match="gone"):
+        run(endless, "1", mt.ServerError("gone"))
+
+
+# -- what bad input gets --
+
+
+BAD = [
+    ({"messages": []}, 400, "messages: got none"),
+    ({"messages": "x"}, 400, "messages: got 'x', expected a list"),
+    ({"messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role: got 'robot'"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content: got null"),
+    ({"messages": [{"role": "tool", "content": "2"}]}, 400, "tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "expected a function's name"),
+    ({"model": "gpt-5"}, 404, "does not exist"),
+    ({"model": None}, 404, "does not exist"),
+    ({"n": 2}, 400, "n: got 2"),
+    ({"max_tokens": 0}, 400, "max_tokens: got 0"),
+    ({"max_tokens": "many"}, 400, "max_tokens: got 'many'"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"stop": 3}, 400, "stop"),
+    ({"logprobs": True}, 400, "logprobs: not supported"),
+    ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
+    ({"tools": [{"type": "function", "function": {}}]}, 400, "a name of each function"),
+    ({"tool_choice": "sometimes"}, 400, "tool_choice"),
+    ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
+]
+HARMLESS = {
+    "seed": 1, "logit_bias": {"5": 3}, "temperature": 0.1, "top_p": 0.5, "user": "me", "presence_penalty": 1.0,
+    "response_format": {"type": "json_object"}, "parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True,
+    "tool_choice": "required", "reasoning_effort": "low",
+}  # fmt: skip
+
+
+def test_bad_requests_get_the_apis_errors_and_harm_nothing():
+    async def agent(row, client):
+        for change, status, message in BAD:
+            answer = await post(client, {"model": "policy", "messages": [user("a")], **change})
+            error = answer.json()["error"]
+            assert answer.status_code == status and message in error["message"], (change, answer.text)
+            assert error["type"] == "invalid_request_error" and "param" in error and "code" in error
+        async with httpx.AsyncClient(trust_env=False) as http:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
+            assert broken.status_code == 400 and "is no JSON" in broken.text
+            lost = await http.post(f"{client.base_url}embeddings", json={}, headers=headers)
+            assert lost.status_code == 404 and "not served" in lost.json()["error"]["message"]
+            root = str(client.base_url).removesuffix("v1/")
+            body = {"model": "policy", "messages": [user("a")]}
+            by_path = await http.post(f"{root}{client.api_key}/v1/chat/completions", json=body)
+            by_header = await http.post(
+                f"{root}v1/chat/completions", json=body, headers={"X-Session-ID": client.api_key}
+            )
+            assert by_path.status_code == by_header.status_code == 200
+        for change, message in (
+            ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
+            ({"input": [{"type": "image"}]}, "not supported"), ({"background": True}, "background"),
+        ):  # fmt: skip
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(**{"model": "policy", "input": "a", **change})
+        harmless = await post(client, {"model": "policy", "messages": [user("a")], **HARMLESS})
+        assert harmless.status_code == 200, harmless.text
+        return 1.0
+
+    rollout, llm = run(agent, "1", max_model_calls=99)
+    assert rollout.reward == 1.0, rollout.error
+    assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
+    assert "context" in rollout.turns[-1].info["refused"]
+
+
+# -- rewards --
+
+
+def test_rewards_by_header_and_by_client():
+    async def agent(row, client):
+        first = await ask(client, [user("a")])
+        side = await ask(client, [user("side")])
+        client.reward(0.125)  # of the last one, the side's
+        assert side["content"] == "2"
+        headers = {"X-Turn-Reward": "-0.5"}  # of the one that this request goes on from
+        await ask(client, [user("a"), first, user("b")], extra_headers=headers)
+        with pytest.raises(openai.BadRequestError, match="X-Turn-Reward: got 'much'"):
+            await ask(client, [user("c")], extra_headers={"X-Turn-Reward": "much"})
+        with pytest.raises(ValueError, match="expected a finite number"):
+            client.reward("much")
+
+    rollout, _ = run(agent, "1", "2", "3")
+    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 0.125, None]
+
+
+def test_a_reward_before_the_first_turn():
+    async def agent(row, client):
+        client.reward(1.0)
+
+    rollout, _ = run(agent, "1")
+    assert "no turn was sampled yet" in str(rollout.error)
+
+
+# -- commands --
+
+
+COMMAND = """
+import json, os, subprocess, sys, time
+from openai import OpenAI
+row = json.loads(sys.stdin.read())
+print("some words")
+client = OpenAI()
+said = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
+if row["do"] == "hang":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(row["file"], "w").write(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+if row["do"] == "fail":
+    sys.exit("it does not work")
+print(json.dumps({"reward": 0.5, "said": said.choices[0].message.content}) if row["do"] == "return" else "no json")
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    path = tmp_path / "agent file.py"
+    path.write_text(COMMAND)
+    return f"{sys.executable} '{path}'"
+
+
+def test_a_command(command):
+    rollout, _ = run(command, "1", row={"do": "return"})
+    assert rollout.reward == 0.5 and rollout.environment.result["said"] == "1", rollout.error
+    assert rollout.stop_reason == StopReason.AGENT_DONE
+
+
+@pytest.mark.parametrize("do, message", [
+    ("fail", "ended with code 1: it does not work"), ("print", "the last line of the command is 'no json'"),
+])  # fmt: skip
+def test_a_command_that_fails(command, do, message):
+    rollout, _ = run(command, "1", row={"do": do})
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
+
+
+def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path):
+    rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=8.0)
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
+    for pid in (tmp_path / "pids").read_text().split():
+        status = Path(f"/proc/{pid}/stat")
+        assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+# -- what no client may change --
+
+
+def disturbed(message, rng):
+    """A message as some program would send it again."""
+    message = json.loads(json.dumps(message))
+    for call in message.get("tool_calls", []):
+        arguments = json.loads(call["function"]["arguments"])
+        pairs = list(arguments.items())
+        rng.shuffle(pairs)
+        call["function"]["arguments"] = json.dumps(dict(pairs), indent=rng.choice([None, 2]))
+    if rng.random() < 0.5:
+        message.pop("reasoning_content", None)
+    if rng.random() < 0.3:
+        message["content"] = f" {message.get('content') or ''}\n"
+    return message
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
+    rng = random.Random(seed)
+
+    async def chain(client, name, depth):
+        messages = [user(name)]
+        for k in range(depth):
+            body = {"model": "policy", "messages": messages, "tools": [ADD]}
+            if rng.random() < 0.2:  # a client that goes away, and asks again
+                gone = asyncio.ensure_future(post(client, body))
+                await asyncio.sleep(rng.random() * 0.02)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+            count = rng.choice(["0", "0", "1"])
+            answers = await asyncio.gather(
+                *(post(client, body, **{"x-stainless-retry-count": count}) for _ in range(rng.choice([1, 1, 2])))
+            )
+            said = answers[0].json()["choices"][0]["message"]
+            renamed = f"id-{rng.random()}"
+            said = disturbed(said, rng)
+            for call in said.get("tool_calls", []):
+                call["id"] = f"{renamed}-{call['id']}"
+            results = tool_message(said, f"{k}") if "tool_calls" in said else [user(f"{name}{k}")]
+            if rng.random() < 0.2:  # an edit of the history
+                messages = [user(f"short {name}")]
+            else:
+                messages = [*messages, said, *results]
+
+    async def agent(row, client):
+        await asyncio.gather(*(chain(client, f"task {k}", 4) for k in range(3)))
+
+    turns = [rng.choice([CALL, f"<think>Hm.</think>{CALL}\n{CALL}", "Words  here.", "<think>never closed"])
+             for _ in range(60)]  # fmt: skip
+    rollout, llm = run(agent, *turns, seconds=0.005, max_model_calls=60, max_completion_length=3000)
+    assert rollout.error is None and len(rollout.turns) >= 8
+    assert len(rollout.turns) == len(llm.asked)  # every sample is a turn
+    trained = sum(sum(record.loss_mask) for record in rollout.records)
+    assert trained == sum(len(sampled) for _, sampled in llm.asked)
