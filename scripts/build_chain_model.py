@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, next_turns, print_table, warm_start
+from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, encode, next_turns, print_table, warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -87,9 +87,11 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
     return messages
 
 
-def drawing(rows: list[dict], good_step: float, good_answer: float, rng: random.Random) -> Callable[[], list]:
-    """Conversations about random rows, one per call."""
-    return lambda: make_conversation(rng.choice(rows), good_step, good_answer, rng)
+def drawing(
+    rows: list[dict], good_step: float, good_answer: float, rng: random.Random, tool_format: ChatFormat
+) -> Callable[[], tuple[list[int], list[int]]]:
+    """Ids and labels of conversations about random rows, one per call."""
+    return lambda: encode(make_conversation(rng.choice(rows), good_step, good_answer, rng), tool_format)
 
 
 def build_tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast:
@@ -172,11 +174,12 @@ def main() -> None:
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
     tool_format = make_format("xml", tokenizer)
-    warm_start(base, tool_format, drawing(rows, 1.0, 1.0, rng), args.steps)
+    warm_start(base, tokenizer.pad_token_id, drawing(rows, 1.0, 1.0, rng, tool_format), args.steps)
     print(measure(base, tool_format, held_out, do_sample=False))
     for name, (good_step, good_answer) in MODELS.items():
         model = copy.deepcopy(base)
-        warm_start(model, tool_format, drawing(rows, good_step, good_answer, rng), args.mixed_steps, peak_lr=1e-3)
+        draw = drawing(rows, good_step, good_answer, rng, tool_format)
+        warm_start(model, tokenizer.pad_token_id, draw, args.mixed_steps, peak_lr=1e-3)
         model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
         model.save_pretrained(args.output_dir / name)
         tokenizer.save_pretrained(args.output_dir / name)

@@ -3,6 +3,8 @@ r"""Build a bundled tiny model: a 0.9M-parameter Qwen3 that can call a calculato
     PYTHONPATH=. python scripts/build_tiny_model.py --output_dir hf_recipes/tiny/calculator-model
     PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 150 \
         --initial_model hf_recipes/tiny/calculator-model --output_dir hf_recipes/tiny/calculator-hermes-model
+    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 300 --agents \
+        --initial_model hf_recipes/tiny/calculator-hermes-model --output_dir hf_recipes/tiny/calculator-agent-model
 
 The warm start is supervised: the model imitates synthetic conversations in which every turn is right or has one known
 mistake. It then knows the right behaviour (greedy) and samples it only some of the time (temperature 1): that gap is
@@ -20,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -82,6 +86,17 @@ MAX_CALLS = 3  # turns with calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
 (CALCULATOR,) = load_tools(str(Path(__file__).parents[1] / "tools/calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
+
+# How programs that speak OpenAI's API describe the calculator and begin their conversations: one of each is drawn.
+SYSTEMS = (
+    SYSTEM, "", "You are a helpful assistant.", "Use the calculator. Answer with the number alone.",
+    "You solve problems step by step with tools.", "Call the calculator, read its result, and answer.",
+)  # fmt: skip
+DESCRIPTIONS = (
+    "Compute the value of an arithmetic expression.", "Compute an arithmetic expression.", "A calculator.",
+    "Evaluate an expression of numbers.",
+)  # fmt: skip
+ARGUMENTS = ("", "Numbers, brackets and + - * /, such as 3 * (4 + 5).", "An arithmetic expression.", "The expression")
 
 # Shares of what a turn does. FORK: change what the sampled policy gets wrong.
 CALL_SHARES = {"good": 38, "wrong expression": 21, "broken JSON": 13, "wrong tool": 11, "no call": 10, "no tag": 7}
@@ -182,14 +197,34 @@ def draw(shares: dict[str, int], rng: random.Random) -> str:
     return rng.choices(list(shares), weights=list(shares.values()))[0]
 
 
-def opening(question: str) -> list[Message]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+def opening(question: str, system: str = SYSTEM) -> list[Message]:
+    return [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
 
 
-def make_conversation(question: str, tool_format: ChatFormat, writing: Writing, rng: random.Random) -> list[Message]:
+def agents_tools(rng: random.Random) -> dict[str, Any]:
+    """The calculator as one of the programs describes it: more keys or fewer, in any order."""
+
+    def shuffled(always: dict[str, Any], sometimes: dict[str, Any]) -> dict[str, Any]:
+        items = [*always.items(), *(item for item in sometimes.items() if item[1] != "" and rng.random() < 0.5)]
+        rng.shuffle(items)
+        return dict(items)
+
+    expression = shuffled({"type": "string"}, {"description": rng.choice(ARGUMENTS), "title": "Expression"})
+    parameters = shuffled(
+        {"type": "object", "properties": {"expression": expression}, "required": ["expression"]},
+        {"additionalProperties": False, "title": rng.choice(("calculator_args", "calculator"))},
+    )
+    function = {"name": "calculator", "description": rng.choice(DESCRIPTIONS), "parameters": parameters}
+    strict = rng.choice(({}, {"strict": True}, {"strict": False}))
+    return {"calculator": SimpleNamespace(json_schema={**function, **strict})}
+
+
+def make_conversation(
+    question: str, tool_format: ChatFormat, writing: Writing, rng: random.Random, system: str = SYSTEM
+) -> list[Message]:
     """One conversation; a failed call is followed by another attempt drawn from the same shares."""
     expression = question.removeprefix("What is ").removesuffix("?")
-    messages = opening(question)
+    messages = opening(question, system)
     for _ in range(MAX_CALLS):
         turn = observe(first_turn(expression, writing, rng), tool_format)
         messages.append({"role": "assistant", "content": turn.text})
@@ -212,15 +247,21 @@ def make_conversation(question: str, tool_format: ChatFormat, writing: Writing, 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def build_tokenizer(questions: list[str], tool_format: str, rng: random.Random) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    questions: list[str], tool_format: str, rng: random.Random, agents: bool = False
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 400 tokens; every digit is its own token, so that copying a number is copying its digits.
 
     Hermes has 512, which cross words: the JSON schema of the tool stands in every prompt, and takes about 30 tokens.
+    For agents, who describe the tool in many ways, there are 768.
     """
     hermes, writing = tool_format == "hermes", WRITINGS[tool_format]
     schema = json.dumps(tool_schema("calculator", CALCULATOR))
     system = [f"system\n{SYSTEM}\n<tools>\n{schema}\n</tools>"] if hermes else ["<result>\n", "</result>", SYSTEM]
     texts = ["system\n", "user\n", "assistant\n", *system] * len(questions)
+    for _ in range(len(questions) * agents):
+        schema = json.dumps(tool_schema("calculator", agents_tools(rng)["calculator"]))
+        texts += re.split(r"(?<=[,{}])", f"system\n{rng.choice(SYSTEMS)}\n<tools>\n{schema}\n</tools>")
     for question in questions:
         call = call_turn(draw(CALL_SHARES, rng), question[len("What is ") : -1], writing, rng)
         answer = answer_turn(draw(ANSWER_SHARES, rng), [str(rng.randint(-999, 9999))], writing, rng)
@@ -236,7 +277,7 @@ def build_tokenizer(questions: list[str], tool_format: str, rng: random.Random) 
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    size = (512 if hermes else 400) - len(tags)
+    size = (768 if agents else 512 if hermes else 400) - len(tags)
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])  # as Qwen's: tokens, and text too
@@ -283,7 +324,9 @@ def take_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pa
     model.load_state_dict(weights)
 
 
-def encode(messages: list[Message], tool_format: ChatFormat) -> tuple[list[int], list[int]]:
+def encode(
+    messages: list[Message], tool_format: ChatFormat, tools: dict[str, Any] = TOOLS
+) -> tuple[list[int], list[int]]:
     """Ids and labels of one conversation; labels are -100 except on what the assistant says and its `<|im_end|>`.
 
     INVARIANT: the ids are those of a rollout; the tool format gives them as it does there.
@@ -297,7 +340,7 @@ def encode(messages: list[Message], tool_format: ChatFormat) -> tuple[list[int],
         elif ids:
             piece = tool_format.suffix_ids([], group, ids)
         else:
-            piece = tokenizer.apply_chat_template(**tool_format.prompt(group, TOOLS))
+            piece = tokenizer.apply_chat_template(**tool_format.prompt(group, tools))
         ids += piece
         labels += piece if said else [-100] * len(piece)
     return ids, labels
@@ -313,26 +356,25 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
 
 def warm_start(
     model: Qwen3ForCausalLM,
-    tool_format: ChatFormat,
-    next_conversation: Callable[[], list[Message]],
+    pad_id: int,
+    next_example: Callable[[], tuple[list[int], list[int]]],
     steps: int,
     batch_size: int = 32,
     peak_lr: float = 3e-3,
 ) -> None:
-    """AdamW on assistant tokens only: 5% linear warm-up, then a cosine down to zero."""
+    """AdamW on assistant tokens only, of what `encode` gives: 5% linear warm-up, then a cosine down to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, steps // 20)
     start = time.time()
     for step in range(steps):
-        drawn = [next_conversation() for _ in range(batch_size)]
-        batch = [encode(conversation, tool_format) for conversation in drawn]
+        batch = [next_example() for _ in range(batch_size)]
         batch.sort(key=lambda pair: len(pair[0]))  # padded parts of like length: fewer tokens than one
         num_said = sum(label != -100 for _, labels in batch for label in labels)
         decay = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
         optimizer.param_groups[0]["lr"] = peak_lr * min((step + 1) / warmup, decay)
         loss = 0.0
         for part in (batch[i : i + 8] for i in range(0, batch_size, 8)):
-            input_ids, labels = pad_right(part, tool_format.tokenizer.pad_token_id)
+            input_ids, labels = pad_right(part, pad_id)
             part_loss = model(input_ids=input_ids, labels=labels, num_items_in_batch=num_said, use_cache=False).loss
             part_loss.backward()
             loss += part_loss.item()
@@ -414,6 +456,9 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("hf_recipes/tiny/calculator-model"))
     parser.add_argument("--tool_format", choices=WRITINGS, default="xml")
     parser.add_argument("--initial_model", type=Path, help="start from its weights: then 150 steps are enough")
+    parser.add_argument(
+        "--agents", action="store_true", help="prompts and tools as programs of OpenAI's API send them"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -423,17 +468,21 @@ def main() -> None:
     rng = random.Random(args.seed)
     held_out = make_arithmetic(512, seed=1, split="test")
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
-    tokenizer, writing = build_tokenizer(questions[:2000], args.tool_format, rng), WRITINGS[args.tool_format]
+    tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng, args.agents)
+    writing = WRITINGS[args.tool_format]
     tool_format = make_format(args.tool_format, tokenizer)
     model = build_model(tokenizer)
     if args.initial_model:
         take_weights(model, tokenizer, args.initial_model)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
-    def next_conversation() -> list[Message]:
-        return make_conversation(rng.choice(questions), tool_format, writing, rng)
+    def next_example() -> tuple[list[int], list[int]]:
+        if not args.agents:
+            return encode(make_conversation(rng.choice(questions), tool_format, writing, rng), tool_format)
+        messages = make_conversation(rng.choice(questions), tool_format, writing, rng, rng.choice(SYSTEMS))
+        return encode(messages, tool_format, agents_tools(rng))
 
-    warm_start(model, tool_format, next_conversation, args.steps)
+    warm_start(model, tokenizer.pad_token_id, next_example, args.steps)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
 

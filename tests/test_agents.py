@@ -769,3 +769,103 @@ def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
     assert len(rollout.turns) == len(llm.asked)  # every sample is a turn
     trained = sum(sum(record.loss_mask) for record in rollout.records)
     assert trained == sum(len(sampled) for _, sampled in llm.asked)
+
+
+# -- recipes --
+
+
+RECIPE = {
+    "model_name_or_path": "hf_recipes/tiny/calculator-hermes-model", "dataset_name": "arithmetic", "use_cpu": True,
+    "bf16": False, "environment": "openai_agent", "tool_format": "hermes",
+    "agent": "agent_programs/calculator.py:solve",
+}  # fmt: skip
+AGENT_FILE = """
+def solve(row, client): ...
+def row_only(row): ...
+number = 3
+class Solver: ...
+"""
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"agent": None}, "neither of agent and agent_command"),
+    ({"agent_command": "python x.py"}, "both of agent and agent_command"),
+    ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
+    ({"agent": None, "agent_command": "python 'x"}, "is no command"),
+    ({"agent": "agents/none.py:solve"}, "names no file"),
+    ({"agent": "solve"}, "names no file"),
+    ({"agent": "{file}:missing"}, "'missing' of .* is None, expected a function"),
+    ({"agent": "{file}:number"}, "is 3, expected a function"),
+    ({"agent": "{file}:Solver"}, "expected a function"),
+    ({"agent": "{file}:row_only"}, r"takes \(row\), expected \(row, client\)"),
+    ({"agent": "{broken}:solve"}, "fails to import: ModuleNotFoundError"),
+    ({"tool_format": "xml"}, "tool_format='xml' does not fit"),
+    ({"tools_script": "tools/calculator.py"}, "tools_script has no effect"),
+    ({"system_prompt": "Hi."}, "system_prompt has no effect"),
+    ({"max_env_steps": 5}, "max_env_steps has no effect"),
+    ({"isolate_tools": True}, "isolate_tools has no effect"),
+    ({"environment": None, "tools_script": "tools/calculator.py"}, "agent has no effect without the line environment"),
+    ({"agent_timeout": 0}, "agent_timeout=0.* expected a finite number above 0"),
+    ({"max_model_calls": 0}, "max_model_calls=0, expected"),
+])  # fmt: skip
+def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
+    (tmp_path / "file.py").write_text(AGENT_FILE)
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    monkeypatch.setattr(mt.MTGRPOEnvTrainer, "__init__", lambda *args, **kwargs: pytest.fail("a model is loaded"))
+    recipe = {**RECIPE, "output_dir": str(tmp_path), **change}
+    if isinstance(recipe["agent"], str):
+        recipe["agent"] = recipe["agent"].format(file=tmp_path / "file.py", broken=tmp_path / "broken.py")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
+    with pytest.raises(ValueError, match=message):
+        mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+
+
+BRANCHES = """
+import asyncio
+
+async def solve(row, client):
+    async def ask(*texts):
+        messages = [{"role": "user", "content": text} for text in texts]
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+        return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
+
+    main, _ = await asyncio.gather(ask("main"), ask("side", "two"))
+    for text in "ab":  # two branches behind one answer
+        messages = [*main, {"role": "user", "content": text}]
+        await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+    client.reward(1.0 if len(main[-1]["content"]) % 2 else 0.0)
+    return {"reward": len(main[-1]["content"]) / 10, "said": main[-1]["content"]}
+"""
+
+
+def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_path):
+    """In this process: the batch that TRL's loss gets, of three records per rollout."""
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    recipe = {
+        **RECIPE, "model_name_or_path": hermes_model, "agent": f"{tmp_path}/branches.py:solve", "dataset_size": 4,
+        "output_dir": str(tmp_path / "run"), "num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 2,
+        "dtype": "float32", "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no",
+        "logging_steps": 1, "max_completion_length": 256,
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+    trained, generate = [], trainer._generate_and_score_completions
+
+    def note(inputs):
+        batch = generate(inputs)
+        further = [row for rows in batch[mt.FURTHER] for row in rows]
+        sampled = sum(len(turn.token_ids) for rollout in trainer._rollouts for turn in rollout.turns)
+        masks = [int((batch["completion_mask"] * batch["tool_mask"]).sum())]
+        masks += [int((row["completion_mask"] * row["tool_mask"]).sum()) for row in further]
+        trained.append((sum(masks), sampled, len(further)))
+        assert {type(rollout.environment).__name__ for rollout in trainer._rollouts} == {"solve"}
+        return batch
+
+    trainer._generate_and_score_completions = note
+    trainer.train()
+    assert [(a == b, a > 0, further) for a, b, further in trained] == [(True, True, 8)] * 2
+    logged = trainer.state.log_history[0]
+    assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
+    assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None

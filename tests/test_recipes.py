@@ -205,7 +205,7 @@ READ_BACK = {
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
     "tool_format": lambda t: t.env.tool_format,
     "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else None,
-    "agent": lambda t: f"agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
+    "agent": lambda t: f"agent_programs/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
     "agent_timeout": lambda t: t.env.agent_timeout,
     "max_model_calls": lambda t: t.env.max_model_calls,
     "max_env_steps": lambda t: t.env.max_steps,
@@ -739,9 +739,9 @@ NUMBERS_OUT_OF_RANGE = {
     ),
     **dict.fromkeys(
         ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
-         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout", "agent_timeout",
+         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
-         "vllm_request_timeout", "environment_timeout"),
+         "vllm_request_timeout", "environment_timeout", "agent_timeout"),
         (0.0, -1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(

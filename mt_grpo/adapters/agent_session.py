@@ -52,11 +52,10 @@ class AgentSession:
     """The model of one rollout.
 
     Args:
-        env: The conversation's class, with its limits and its tool format.
+        env: The conversations, with their limits and their tool format.
         rollout: It is filled by `finish`.
         llm: The backend.
         sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
-        max_model_calls: Completions, of all chains.
 
     Attributes:
         key: The secret that an agent's requests bring.
@@ -66,11 +65,8 @@ class AgentSession:
         last_error: The last request that was refused.
     """
 
-    def __init__(
-        self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, max_model_calls: int
-    ):
+    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
         self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
-        self.max_model_calls = max_model_calls
         self.key = f"mt-{secrets.token_urlsafe(24)}"
         self.tokenizer = env._tokenizer(llm)
         self.format: HermesFormat = env.format_of(self.tokenizer)
@@ -136,7 +132,7 @@ class AgentSession:
         self.chains.fill(self.rollout)
 
     def _check_open(self) -> None:
-        if self._num_calls >= self.max_model_calls:
+        if self._num_calls >= self.env.max_model_calls:
             self.stop(StopReason.MAX_TURNS)
         if self.stop_reason is not None:
             raise self._ended()

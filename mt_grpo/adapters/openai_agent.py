@@ -80,8 +80,11 @@ def agent_conversation(
     class AgentConversation(base):
         """The conversation between the policy and an agent's program."""
 
+        agent, agent_timeout = program, timeout
+
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
+            self.max_model_calls = max_model_calls
             self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
         async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
@@ -100,11 +103,13 @@ def agent_conversation(
         async def run_agent(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None) -> None:
             """Let the program run, and fill the rollout. Raises `AgentFailure`."""
             server, environment = await self.server(), rollout.environment
-            session = AgentSession(self, rollout, llm, sampling_params, max_model_calls)
+            session = AgentSession(self, rollout, llm, sampling_params)
             address = f"http://127.0.0.1:{server.port}/v1"
             server.add(session)
             try:
-                result = await run_program(program, environment.row, address, session, timeout, SECONDS_TO_RETURN)
+                result = await run_program(
+                    self.agent, environment.row, address, session, self.agent_timeout, SECONDS_TO_RETURN
+                )
             finally:
                 server.remove(session)
                 await session.finish()
