@@ -3,7 +3,7 @@ r"""Build a bundled tiny model: a 0.9M-parameter Qwen3 that can call a calculato
     PYTHONPATH=. python scripts/build_tiny_model.py --output_dir hf_recipes/tiny/calculator-model
     PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 150 \
         --initial_model hf_recipes/tiny/calculator-model --output_dir hf_recipes/tiny/calculator-hermes-model
-    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 300 --agents \
+    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 900 --agents \
         --initial_model hf_recipes/tiny/calculator-hermes-model --output_dir hf_recipes/tiny/calculator-agent-model
 
 The warm start is supervised: the model imitates synthetic conversations in which every turn is right or has one known
