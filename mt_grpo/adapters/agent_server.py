@@ -91,17 +91,21 @@ class AgentServer:
             self._ended.popitem(last=False)
 
     def _session(self, request: web.Request) -> AgentSession:
-        """The rollout of a request. Raises `ApiError` for a key that is none, or is over."""
+        """The rollout of a request. Raises `ApiError` for keys of none, or of one that is over.
+
+        Programs send session ids of their own, too: only a key that is known counts.
+        """
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        key = request.headers.get("X-Session-ID") or request.match_info.get("key") or token
-        if key in self._ended:
+        keys = [request.match_info.get("key"), token, request.headers.get("X-Session-ID")]
+        for key in keys:
+            if key in self._sessions:
+                return self._sessions[key]
+        if any(key in self._ended for key in keys):
             raise ApiError(429, "The rollout is over. Expected no further request.", "rollout_over")
-        if key not in self._sessions:
-            raise ApiError(
-                401, "The key is of no rollout. Expected the one that the agent was given: as the API key, as the "
-                "header X-Session-ID, or in the path.", "invalid_api_key",
-            )  # fmt: skip
-        return self._sessions[key]
+        raise ApiError(
+            401, "The key is of no rollout. Expected the one that the agent was given: as the API key, as the header "
+            "X-Session-ID, or in the path.", "invalid_api_key",
+        )  # fmt: skip
 
     def _handler(self, endpoint: Endpoint) -> Callable:
         async def handle(request: web.Request) -> web.StreamResponse:
