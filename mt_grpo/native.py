@@ -19,7 +19,8 @@ UNREADABLE = "the call cannot be read"
 
 def parameters_of(name: str, tools: dict[str, Callable]) -> dict[str, Any]:
     """The JSON schemas of a tool's parameters, by name."""
-    return tool_schema(name, tools[name])["function"]["parameters"].get("properties", {}) if name in tools else {}
+    described = tool_schema(name, tools[name])["function"].get("parameters") if name in tools else None
+    return (described or {}).get("properties") or {}
 
 
 def takes_text(schema: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from typing import Any
 
 from mt_grpo.rollout import Message, Reply, StopReason
@@ -45,7 +45,8 @@ def read_reply(reply: Any, name: str) -> Reply | None:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether a value is a finite number of single precision, in which rewards are kept."""
+    return isinstance(value, numbers.Real) and abs(value) <= 3.4e38  # NaN is not
 
 
 def joined(prompt: list[Message], observation: str | list | None) -> list[Message]:

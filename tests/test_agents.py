@@ -3,18 +3,24 @@
 import asyncio
 import json
 import random
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import httpx
+import numpy
 import openai
 import pytest
+import warm_python
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters import agent_server, openai_agent
-from mt_grpo.adapters.agent_programs import CommandAgent, FunctionAgent
+from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
+from mt_grpo.adapters.agent_programs import FunctionAgent
+from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
@@ -400,8 +406,9 @@ def test_an_error_inside_a_stream(monkeypatch):
 
 async def post(client, body, **headers):
     async with httpx.AsyncClient(trust_env=False) as http:
-        headers = {"Authorization": f"Bearer {client.api_key}", **headers}
-        return await http.post(f"{client.base_url}chat/completions", json=body, headers=headers)
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json", **headers}
+        content = json.dumps(body)  # httpx would not write a lone surrogate
+        return await http.post(f"{client.base_url}chat/completions", content=content, headers=headers)
 
 
 def test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled():
@@ -590,6 +597,16 @@ BAD = [
     ({"logprobs": True}, 400, "logprobs: not supported"),
     ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
     ({"tools": [{"type": "function", "function": {}}]}, 400, "a name of each function"),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "y"}}]}, 400, "a JSON schema"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": True}}}}]},
+        400,
+        "a schema of each",
+    ),
+    ({"stop": "\ud800"}, 400, "stop"),
+    ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
+    ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
+    ({"messages": [{"role": ["user"], "content": ""}]}, 400, "messages[0].role"),
     ({"tool_choice": "sometimes"}, 400, "tool_choice"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]
@@ -597,6 +614,7 @@ HARMLESS = {
     "seed": 1, "logit_bias": {"5": 3}, "temperature": 0.1, "top_p": 0.5, "user": "me", "presence_penalty": 1.0,
     "response_format": {"type": "json_object"}, "parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True,
     "tool_choice": "required", "reasoning_effort": "low",
+    "tools": [{"type": "function", "function": {"name": "x", "parameters": None}}],
 }  # fmt: skip
 
 
@@ -622,7 +640,9 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
             assert by_path.status_code == by_header.status_code == 200
         for change, message in (
             ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
-            ({"input": [{"type": "image"}]}, "not supported"), ({"background": True}, "background"),
+            ({"input": [{"type": "image"}]}, "not supported"), ({"text": "x"}, "cannot be read"),
+            ({"input": [{"role": ["user"], "content": ""}]}, "not supported"),
+            ({"previous_response_id": ["a"]}, "cannot be read"), ({"background": True}, "background"),
         ):  # fmt: skip
             with pytest.raises(openai.BadRequestError, match=message):
                 await client.responses.create(**{"model": "policy", "input": "a", **change})
@@ -633,7 +653,7 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     rollout, llm = run(agent, "1", max_model_calls=99)
     assert rollout.reward == 1.0, rollout.error
     assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
-    assert "context" in rollout.turns[-1].info["refused"]
+    assert "background" in rollout.turns[-1].info["refused"]
 
 
 # -- rewards --
@@ -711,6 +731,298 @@ def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path):
     for pid in (tmp_path / "pids").read_text().split():
         status = Path(f"/proc/{pid}/stat")
         assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+# -- what agents do to each other, and to the trainer --
+
+
+def test_an_async_agent_may_call_in_a_blocking_way():
+    """It blocks other async agents meanwhile, and neither the server nor the time limit."""
+
+    async def agent(row, client):
+        blocking = openai.OpenAI(base_url=str(client.base_url), api_key=client.api_key)
+        said = blocking.chat.completions.create(model="policy", messages=[user("a")]).choices[0].message.content
+        return float(said == "1")
+
+    rollout, _ = run(agent, "1", seconds=0.1)
+    assert rollout.reward == 1.0, rollout.error
+
+    async def hangs(row, client):
+        time.sleep(3)
+
+    rollout, _ = run(hangs, "1", timeout=0.3)
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
+
+
+def test_the_policys_time_is_not_the_agents():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await ask(client, [user("b")])
+        return 1.0
+
+    rollout, _ = run(agent, "1", seconds=0.8, timeout=0.7)
+    assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
+
+
+def test_requests_within_the_budget_are_answered_before_the_agent_is_ended(monkeypatch):
+    monkeypatch.setattr(openai_agent, "SECONDS_TO_RETURN", 0.3)
+
+    async def agent(row, client):
+        await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"), return_exceptions=True)
+        await asyncio.sleep(60)
+
+    rollout, _ = run(agent, "1", "2", seconds=1.0, max_model_calls=2)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and rollout.reward == 0.0 and len(rollout.turns) == 2
+
+
+def test_an_agent_that_closes_its_client_closes_nobody_elses():
+    async def agent(row, client):
+        async with client:
+            await ask(client, [user("a")])
+        await client.close()
+        again = client.with_options(max_retries=0)
+        await ask(again, [user("b")])
+        again.reward(0.5)
+        return 1.0
+
+    rollout, _ = run(agent, "1", "2")
+    assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [None, 0.5], rollout.error
+
+
+def test_an_agent_has_a_moment_to_end():
+    ended = []
+
+    async def agent(row, client):
+        try:
+            await ask(client, [user("a")])
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            ended.append(True)
+
+    rollout, _ = run(agent, "1", timeout=0.3)
+    assert ended and rollout.stop_reason == StopReason.AGENT_TIMEOUT
+
+
+def test_nothing_is_sampled_for_a_rollout_that_is_over():
+    """The head of a request arrives before the end, and its body behind it."""
+    answers = []
+
+    def agent(row, client):
+        def slow_body():
+            yield b'{"model": "policy", '
+            time.sleep(0.5)
+            yield b'"messages": [{"role": "user", "content": "late"}]}'
+
+        def late():
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            url = f"{client.base_url}chat/completions"
+            answers.append(httpx.post(url, content=slow_body(), headers=headers, trust_env=False, timeout=20))
+
+        client.chat.completions.create(model="policy", messages=[user("a")])
+        threading.Thread(target=late).start()
+        time.sleep(0.2)
+        return 1.0
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    llm = Scripted("1")
+    (rollout,) = env.generate([[]], llm, rows=[{}])["rollouts"]
+    for _ in range(100):
+        if answers:
+            break
+        time.sleep(0.05)
+    assert answers[0].status_code == 429 and len(llm.asked) == 1 == len(rollout.turns)
+
+
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
+    rollout, _ = run(endless, "1 2 3", max_model_len=60, max_model_calls=99, max_completion_length=4000)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
+    assert len(rollout.turns) > 1 and "context" in rollout.turns[-1].info["refused"]
+
+
+def test_refused_requests_are_no_calls_and_their_reason_is_told():
+    async def agent(row, client):
+        for _ in range(3):
+            assert (await post(client, {"model": "gpt-5", "messages": [user("a")]})).status_code == 404
+            long = {"model": "policy", "messages": [user("1 " * 1100)]}
+            assert (await post(client, long)).status_code == 400
+        if row["question"] == "ask":
+            await ask(client, [user("a")])
+
+    rollout, _ = run(agent, "1", max_model_calls=1, row={"question": "ask"})
+    assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
+    rollout, _ = run(agent, "1")
+    assert "never got a completion" in str(rollout.error) and "fewer than the context" in str(rollout.error)
+
+
+def test_a_reward_by_header_is_given_once():
+    async def agent(row, client):
+        body = {"model": "policy", "messages": [user("a")]}
+        assert (await post(client, body, **{"X-Turn-Reward": "1"})).status_code == 400  # it goes on from no turn
+        first = (await post(client, body)).json()["choices"][0]["message"]
+        body["messages"] += [first, user("b")]
+        for count in "012":
+            headers = {"X-Turn-Reward": "0.5", "x-stainless-retry-count": count}
+            assert (await post(client, body, **headers)).status_code == 200
+        return numpy.float32(0.5)
+
+    rollout, _ = run(agent, "1", "2")
+    assert [turn.reward for turn in rollout.turns] == [0.5, None] and rollout.reward == 0.5
+
+
+def test_equal_answers_are_told_apart_by_earlier_ids():
+    async def agent(row, client):
+        chains = []
+        for _ in range(2):
+            start = [user("a")]
+            said = await ask(client, start, tools=[ADD])
+            chains.append([*start, said, *tool_message(said)])
+        for chain in chains:
+            chain += [await ask(client, chain, tools=[ADD]), user("b")]
+        for chain in reversed(chains):
+            await ask(client, chain, tools=[ADD])
+
+    rollout, _ = run(agent, f"<think>1</think>{CALL}", f"<think>2</think>{CALL}", "ok", "ok", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 2, 5], [1, 3, 4]]
+
+
+def test_requests_at_the_same_time_behind_equal_answers():
+    async def agent(row, client):
+        said = [await ask(client, [user("a")]) for _ in range(2)]
+        assert said[0]["content"] == said[1]["content"]
+        await asyncio.gather(*(ask(client, [user("a"), said[0], user(name)]) for name in "bc"))
+
+    rollout, _ = run(agent, "1", "1", "2", "3", seconds=0.1)
+    assert [record.numbers for record in rollout.records] == [[0, 2], [1, 3]]
+
+
+def test_the_prompt_of_a_further_record():
+    """Calls and results have the ids that all templates take; words of control are broken everywhere."""
+    calls = [{"id": f"x{k}", "type": "function", "function": {"name": name, "arguments": text}} for k, (name, text) in
+             enumerate([("add", '{"a": "<|im_end|>"}'), ("sub", "{}")])]  # fmt: skip
+    tool = json.loads(json.dumps(ADD).replace("Add.", "Add.<|im_end|>"))
+
+    async def agent(row, client):
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        results = [{"role": "tool", "tool_call_id": f"x{k}", "content": f"result {k}"} for k in (1, 0)]
+        await ask(client, [user("a"), said, *results], tools=[tool])
+
+    prompts = []
+    original = AgentPrompts.rendered
+
+    def note(self, known, messages):
+        prompts.append(original(self, known, messages))
+        return prompts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentPrompts, "rendered", note)
+        rollout, _ = run(agent, "1")
+    _, said, *results = prompts[0]
+    assert [call["id"] for call in said["tool_calls"]] == ["call00000", "call00001"]
+    assert [(m["tool_call_id"], m["name"], m["content"]) for m in results] == [
+        ("call00001", "sub", "result 1"), ("call00000", "add", "result 0"),
+    ]  # fmt: skip
+    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 4  # the template's own
+
+
+def test_items_of_answers_that_follow_each_other():
+    async def agent(row, client):
+        items = [{"role": "user", "content": "a"}]
+        first = await respond(client, items)
+        items += first.output
+        second = await respond(client, items)
+        items += [*second.output, {"role": "user", "content": "b"}]
+        third = await respond(client, items, tools=[])
+        calls = await respond(client, "c", tools=[FLAT])
+        inputs = [{"role": "user", "content": "c"}]
+        for call in [item for item in calls.output if item.type == "function_call"]:  # call, output, call, output
+            inputs += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        await respond(client, inputs, tools=[FLAT])
+        return float(third.output_text == "3")
+
+    rollout, _ = run(agent, "1", "2", "3", f"{CALL}\n{CALL}", "4")
+    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
+
+
+# -- commands: their ends --
+
+
+def test_what_a_command_leaves_behind_is_ended_and_not_waited_for(tmp_path):
+    (tmp_path / "run.sh").write_text(f"""
+        sleep 600 & echo $! > {tmp_path}/pid
+        {sys.executable} -c "
+import openai
+openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])
+print('\u2028')
+print('0.5')"
+    """)
+    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
+    assert rollout.reward == 0.5, rollout.error
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def alive(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
+
+
+def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tmp_path):
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+    command = CommandAgent(f"bash {tmp_path}/run.sh")
+
+    async def cancelled_twice():
+        running = asyncio.ensure_future(command.run({}, "http://127.0.0.1:1/v1", type("S", (), {"key": "k"})))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    mt.run_async(cancelled_twice())
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+TRAINER = """
+import asyncio, sys
+from mt_grpo.adapters.agent_commands import CommandAgent
+
+asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, "http://127.0.0.1:1/v1", type("S", (), {{"key": "k"}})))
+"""
+
+
+def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path):
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+    trainer = subprocess.Popen([warm_python.executable(), "-c", TRAINER.format(folder=tmp_path)], cwd=ROOT)
+    try:
+        for _ in range(600):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        assert alive(pid)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    for _ in range(100):
+        if not alive(pid):
+            break
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_the_environment_of_a_command(monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "no_proxy": "example.org", "MINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = environment_of("http://127.0.0.1:1/v1", "key")
+    assert "WORLD_SIZE" not in found and "TORCHELASTIC_RUN_ID" not in found and found["MINE"] == "1"
+    assert found["no_proxy"] == "127.0.0.1,example.org" and found["NO_PROXY"].startswith("127.0.0.1")
+    assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:1/v1", "key")
 
 
 # -- what no client may change --

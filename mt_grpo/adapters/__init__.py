@@ -6,8 +6,11 @@ A module imports from the package, and from modules that stand above it in this 
     chains           the tree of what an agent asked: which request goes on from which answer
     chat_api         /v1/chat/completions: requests, answers, streams
     responses_api    /v1/responses: requests, answers, streams
+    agent_prompts    messages and tools as the chat template takes them
     agent_session    one rollout as the model that an agent talks to
     agent_server     the HTTP server on the loopback address
-    agent_programs   an agent as a function or a command, and its end
+    agent_launcher   a process that ends a command with the trainer
+    agent_commands   an agent as a command
+    agent_programs   an agent as a function; the end of an agent of either kind
     openai_agent     the conversation that an agent runs
 """

@@ -1,14 +1,11 @@
-"""An agent as a program: a function that gets a client, or a command that gets an address; and its end."""
+"""An agent as a function that gets a client, and the end of an agent of either kind."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
-import json
-import os
-import shlex
-import signal
+import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,17 +15,18 @@ import openai
 import openai.resources.chat  # the clients import them at their first request, which takes a second
 import openai.resources.responses
 
+from mt_grpo.adapters.agent_commands import CommandAgent
 from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.event_loop import background_loop
 from mt_grpo.replies import EnvironmentFailure, is_number
 from mt_grpo.rollout import StopReason
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, run_tool
 
-OUTPUT_BYTES = 2**16  # of a command's output, the end is kept
-SECONDS_TO_END = 2.0  # for a command, between SIGTERM and SIGKILL
-LIBC = ctypes.CDLL(None)
-# What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_END = 2.0  # for an async function that is cancelled; twice
+AGENT_THREAD = "mt-grpo-agents"  # the loop of async agents: one that blocks must not stop the server that it waits for
 
 
 class AgentFailure(EnvironmentFailure):
@@ -52,15 +50,37 @@ class Rewarding:
 
 
 class AgentClient(Rewarding, openai.OpenAI):
-    """OpenAI's client, for one rollout."""
+    """OpenAI's client, for one rollout, with the connections of all."""
+
+    def copy(self, **options: Any) -> AgentClient:
+        """As OpenAI's, for the same rollout."""
+        made = super().copy(**options)
+        made.session = self.session
+        return made
+
+    with_options = copy
+
+    def close(self) -> None:
+        """Nothing: other rollouts use the connections."""
 
 
 class AsyncAgentClient(Rewarding, openai.AsyncOpenAI):
-    """OpenAI's asynchronous client, for one rollout."""
+    """OpenAI's asynchronous client, for one rollout, with the connections of all."""
+
+    def copy(self, **options: Any) -> AsyncAgentClient:
+        """As OpenAI's, for the same rollout."""
+        made = super().copy(**options)
+        made.session = self.session
+        return made
+
+    with_options = copy
+
+    async def close(self) -> None:
+        """Nothing: other rollouts use the connections."""
 
 
 class FunctionAgent:
-    """An agent `(row, client)`: an async function on the event loop, another one in a thread."""
+    """An agent `(row, client)`: an async function on a loop for agents, another one in a thread."""
 
     def __init__(self, function: Callable):
         self.function, self.name = function, function.__name__
@@ -75,89 +95,52 @@ class FunctionAgent:
             http = (httpx.AsyncClient if asynchronous else httpx.Client)(limits=limits, trust_env=False, timeout=None)
             kind = AsyncAgentClient if asynchronous else AgentClient
             self._client = kind(base_url=address, api_key="none", http_client=http)
-        client = self._client.with_options(api_key=session.key)
+        client = self._client.with_options(api_key=session.key, base_url=address)
         client.session = session
         return client
 
-    async def run(self, row: dict[str, Any], address: str, session: AgentSession, timeout: float) -> Any:
-        """What the function returns. Raises `ToolTimeout`, and what the function raises."""
+    async def run(self, row: dict[str, Any], address: str, session: AgentSession) -> Any:
+        """What the function returns. Raises what the function raises."""
         client = self.client(address, session)
         if inspect.iscoroutinefunction(self.function):
+            return await self._run_on_agents_loop(row, client)
 
-            async def call() -> Any:
-                return await self.function(row, client)
-        else:
-
-            def call() -> Any:
-                return self.function(row, client)
+        def call() -> Any:
+            return self.function(row, client)
 
         call.__name__ = self.name
-        return await run_tool(call, {}, timeout)
+        return await run_tool(call, {}, float("inf"))
 
+    async def _run_on_agents_loop(self, row: dict[str, Any], client: AsyncAgentClient) -> Any:
+        """The result of an async function. Where this is cancelled the function is, too, and has a moment to end."""
+        here, there, ended = asyncio.get_running_loop(), background_loop(AGENT_THREAD), asyncio.Event()
+        task: asyncio.Task | None = None
 
-class CommandAgent:
-    """An agent that is a program: the row on its standard input, the result as its last line of output."""
+        async def call() -> Any:
+            try:
+                return await self.function(row, client)
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all agents
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def __init__(self, command: str):
-        self.arguments = shlex.split(command)
-        self.name = "agent_command"
+        def begin() -> None:
+            nonlocal task
+            task = there.create_task(call())
+            task.add_done_callback(lambda _: here.call_soon_threadsafe(ended.set))
 
-    async def run(self, row: dict[str, Any], address: str, session: AgentSession, timeout: float) -> Any:
-        """The program's result. It is ended with all processes of its group when this is cancelled."""
-        environment = {key: value for key, value in os.environ.items() if key not in OF_RANKS}
-        process = await asyncio.create_subprocess_exec(
-            *self.arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent,
-            env={
-                **environment, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": session.key,
-                "NO_PROXY": ",".join(filter(None, ("127.0.0.1", environment.get("NO_PROXY")))),
-            },
-        )  # fmt: skip
+        there.call_soon_threadsafe(begin)
         try:
-            sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))
-            output, errors, _ = await asyncio.gather(read_end(process.stdout), read_end(process.stderr), sending)
-            code = await process.wait()
+            await ended.wait()
         finally:
-            await end_group(process)
-        if code:
-            said = errors.decode(errors="replace").strip()[-500:]
-            raise RuntimeError(f"the command ended with code {code}: {said or 'it said nothing'}")
-        lines = output.decode(errors="replace").strip().splitlines()
-        try:
-            return json.loads(lines[-1]) if lines else None
-        except ValueError:
-            raise RuntimeError(f"the last line of the command is {lines[-1]!r:.200}, expected JSON") from None
-
-
-def end_with_parent() -> None:
-    """In the child: end with the trainer, be it killed."""
-    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:
-    """Write all, to a program that may not read it."""
-    with suppress(BrokenPipeError, ConnectionResetError):
-        pipe.write(content)
-        await pipe.drain()
-    pipe.close()
-
-
-async def read_end(pipe: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream that may be long."""
-    kept = b""
-    while part := await pipe.read(OUTPUT_BYTES):
-        kept = (kept + part)[-OUTPUT_BYTES:]
-    return kept
-
-
-async def end_group(process: asyncio.subprocess.Process) -> None:
-    """End all processes of a command's group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), SECONDS_TO_END)
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+            for _ in range(2):
+                if not ended.is_set():
+                    there.call_soon_threadsafe(lambda: task.cancel())
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
+            if not ended.is_set():
+                logger.warning(f"The agent {self.name} does not end: it ignores that, or blocks the loop of agents.")
+        if task.cancelled():
+            raise RuntimeError("it cancelled itself")
+        return task.result()
 
 
 def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
@@ -180,22 +163,21 @@ async def run_program(
         row: Of the dataset.
         address: Of the server.
         session: The rollout.
-        timeout: Seconds that the agent may take.
-        grace: Seconds between the first refusal of a request, because the budget is spent, and the agent's end.
+        timeout: Seconds that the agent may take, without those in which it waits for the policy.
+        grace: Such seconds between the end of its budget and its own end.
 
     Raises:
         AgentFailure: it raised, or took too long.
         Exception: what the trainer must hear of.
     """
-    running = asyncio.ensure_future(agent.run(row, address, session, timeout + grace))
-    over = asyncio.ensure_future(session.over.wait())
+    running = asyncio.ensure_future(agent.run(row, address, session))
     try:
-        await asyncio.wait({running, over}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not running.done() and not over.done():
+        await own_time(running, session, timeout)
+        if not running.done() and not session.over.is_set():
             session.stop(StopReason.AGENT_TIMEOUT)
             raise AgentFailure(f"{agent.name} took longer than agent_timeout={timeout:g} s.", StopReason.AGENT_TIMEOUT)
-        if over.done() and session.failure is None:
-            await asyncio.wait({running}, timeout=grace)
+        if not running.done() and session.failure is None:
+            await own_time(running, session, grace, until_over=False)
         if session.failure is not None:
             raise session.failure
         if not running.done():
@@ -205,10 +187,36 @@ async def run_program(
         except ToolsUnavailable:
             raise
         except Exception as error:
+            if session.stop_reason is None and session.context_is_full:
+                session.stop(StopReason.CONTEXT_LENGTH)
             if session.stop_reason is not None:  # it was told that its budget is spent
                 return None
             raise AgentFailure(f"{agent.name} raised {type(error).__name__}: {error_text(error)}") from error
     finally:
-        over.cancel()
+        session.closed = True
         running.cancel()
-        await asyncio.gather(running, over, return_exceptions=True)
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def own_time(running: asyncio.Future, session: AgentSession, seconds: float, until_over: bool = True) -> None:
+    """Wait for an agent, at most so many seconds in which it does not wait for the policy.
+
+    The policy's time is not the agent's: where this process generates, all conversations wait for the slowest agent.
+
+    Args:
+        running: The agent.
+        session: Its rollout.
+        seconds: How long.
+        until_over: Whether to return when the rollout is over.
+    """
+    over = asyncio.ensure_future(session.over.wait())
+    began, before = time.monotonic(), session.policy_seconds
+    try:
+        while not running.done() and not (until_over and over.done()):
+            left = seconds - (time.monotonic() - began) + session.policy_seconds - before
+            if left <= 0:
+                return
+            waited_for = {running, over} if until_over else {running}
+            await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        over.cancel()

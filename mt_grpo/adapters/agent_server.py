@@ -21,6 +21,8 @@ from mt_grpo.adapters.responses_api import (
     responses_error,
     responses_events,
 )
+from mt_grpo.event_loop import allow_many_open_files
+from mt_grpo.replies import is_number
 
 MAX_BYTES = 64 * 2**20  # of one request
 KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its answer
@@ -61,6 +63,7 @@ class AgentServer:
 
     async def start(self) -> None:
         """Listen on a free port of the loopback address."""
+        allow_many_open_files()
         app = web.Application(client_max_size=MAX_BYTES)
         for prefix in ("/v1", "/{key}/v1"):
             app.router.add_post(f"{prefix}/chat/completions", self._handler(CHAT))
@@ -109,29 +112,29 @@ class AgentServer:
 
     def _handler(self, endpoint: Endpoint) -> Callable:
         async def handle(request: web.Request) -> web.StreamResponse:
+            session = None
             try:
                 session = self._session(request)
                 body = await read_body(request)
-                read = endpoint.read(body, session)
-                if "X-Turn-Reward" in request.headers:
-                    session.reward(read_reward(request.headers["X-Turn-Reward"]), read)
-            except ApiError as error:
-                return refusal(error)
-            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            answering = asyncio.ensure_future(self._answer(session, read, body, endpoint, is_retry))
-            if read.stream:
-                return await stream(request, answering, body, endpoint)
-            try:
+                read = read_request(endpoint, body, session)
+                reward = read_reward(request.headers.get("X-Turn-Reward"))
+                is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+                answering = asyncio.ensure_future(self._answer(session, read, body, endpoint, is_retry, reward))
+                if read.stream:
+                    return await stream(request, answering, body, endpoint)
                 return web.json_response(endpoint.write(await answering, body))
             except ApiError as error:
+                if session is not None:
+                    session.last_error = error
                 return refusal(error)
 
         return handle
 
     async def _answer(
-        self, session: AgentSession, read: ModelRequest, body: dict, endpoint: Endpoint, is_retry: bool
-    ) -> Answer:
-        answer = await session.answer(read, body, is_retry)
+        self, session: AgentSession, read: ModelRequest, body: dict, endpoint: Endpoint, is_retry: bool,
+        reward: float | None,
+    ) -> Answer:  # fmt: skip
+        answer = await session.answer(read, body, is_retry, reward)
         if endpoint is RESPONSES:
             said = [*conversation_of(body, session.responses), answer.message]
             session.responses[response_id(answer)] = said
@@ -169,13 +172,23 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def read_reward(text: str) -> float:
+def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`, also for what no check above expects."""
+    try:
+        return endpoint.read(body, session)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise ApiError(400, f"The request cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def read_reward(text: str | None) -> float | None:
     """The number in a header. Raises `ApiError`."""
+    if text is None:
+        return None
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not abs(value) < float("inf"):
+    if not is_number(value):
         raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number.")
     return value
 
@@ -200,9 +213,7 @@ async def stream(
         if not answering.done():
             await opened.write(b": the policy is writing\n\n")
     error = answering.exception()
-    if isinstance(error, ApiError) and opened is None:
-        return refusal(error)
-    if error is not None and not isinstance(error, ApiError):
+    if error is not None and (opened is None or not isinstance(error, ApiError)):
         raise error
     opened = opened or await open_stream(request)
     events = endpoint.events(answering.result(), body) if error is None else endpoint.error(error)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from mt_grpo.adapters.agent_prompts import AgentPrompts, tools_by_name
 from mt_grpo.adapters.chains import Chains, Completion, keys_of
 from mt_grpo.adapters.chat_messages import Answer, ApiError, ModelRequest, tool_call
-from mt_grpo.control_tokens import neutralise
-from mt_grpo.hermes import HermesFormat, call_id, plain_name
+from mt_grpo.hermes import HermesFormat
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 from mt_grpo.tool_results import error_text
 
@@ -35,9 +35,10 @@ class StopsAt:
         """Sample one continuation, cut behind the token that completes the first stop text."""
         params = {**sampling_params, "stop": [*sampling_params.get("stop", []), *self._stops]}
         sampled = await self._llm.generate(prompt_ids, max_tokens, params, index)
-        size = next((k for k in range(1, len(sampled.token_ids) + 1) if self._ends(sampled.token_ids[:k])), None)
-        if size is None:
+        ids = sampled.token_ids
+        if not self._ends(ids):
             return sampled
+        size = 1 + bisect.bisect_left(range(1, len(ids) + 1), True, key=lambda size: self._ends(ids[:size]))
         logprobs = sampled.logprobs and sampled.logprobs[:size]
         return dataclasses.replace(
             sampled, token_ids=sampled.token_ids[:size], logprobs=logprobs, finish_reason="stop"
@@ -62,7 +63,9 @@ class AgentSession:
         stop_reason: Why no further request is answered. None: the rollout goes on.
         over: Set with it.
         failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
+        closed: Whether the agent is over, so that nothing more is sampled.
         last_error: The last request that was refused.
+        context_is_full: Whether the last request that went on from an answer did not fit into the context.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
@@ -70,22 +73,33 @@ class AgentSession:
         self.key = f"mt-{secrets.token_urlsafe(24)}"
         self.tokenizer = env._tokenizer(llm)
         self.format: HermesFormat = env.format_of(self.tokenizer)
+        self.prompts = AgentPrompts(self.format, self.tokenizer)
         self.chains = Chains(self.format.thinking)
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
         self.stop_reason: StopReason | None = None
         self.over = asyncio.Event()
         self.failure: Exception | None = None
+        self.closed, self.context_is_full = False, False
         self.last_error: ApiError | None = None
-        self._num_calls, self._num_written = 0, 0
+        self._num_requests, self._num_calls, self._num_written = 0, 0, 0
+        self._waited, self._in_flight, self._since = 0.0, 0, 0.0
         self._tasks: dict[str, asyncio.Task] = {}  # by request: the last one of each
         self._rewards: dict[int, float] = {}  # by number of the completion
 
     # -- what the server asks --
 
-    async def answer(self, request: ModelRequest, body: dict[str, Any], is_retry: bool) -> Answer:
+    @property
+    def policy_seconds(self) -> float:
+        """Seconds in which at least one request was in flight."""
+        return self._waited + (time.monotonic() - self._since if self._in_flight else 0.0)
+
+    async def answer(
+        self, request: ModelRequest, body: dict[str, Any], is_retry: bool, reward: float | None = None
+    ) -> Answer:
         """The answer to a request. It is sampled even if the client goes away meanwhile: it will ask again.
 
         The same request joins the one in flight; a retry gets what was sampled; any other repetition is a new sample.
+        A new one may bring a reward for the turn that it goes on from.
 
         Raises:
             ApiError: what the API refuses; 429 where the rollout is over.
@@ -94,25 +108,29 @@ class AgentSession:
         task = self._tasks.get(same)
         if task is None or (task.done() and not is_retry):
             self._check_open()
-            task = self._tasks[same] = asyncio.ensure_future(self._complete(request, self._num_calls))
-            self._num_calls += 1
+            if reward is not None:
+                self._reward_of(self._parent(request), reward, "the request goes on from no turn")
+            task = self._tasks[same] = asyncio.ensure_future(self._timed(self._complete(request, self._num_requests)))
+            self._num_requests += 1
         try:
             return await asyncio.shield(task)
-        except ApiError as error:
-            self.last_error = error
-            raise
         except asyncio.CancelledError:
             if task.cancelled():  # the rollout is over
                 raise self._ended() from None
             raise
 
-    def reward(self, value: float, request: ModelRequest | None = None) -> None:
-        """Give the last completion a turn reward, or the one that a request goes on from."""
-        found = request and self.chains.longest(request, keys_of(request.messages, self.format.thinking))
-        last = found or self.chains.last
-        if last is None:
-            raise ValueError("reward: no turn was sampled yet. Expected a request before its reward.")
-        self._rewards[last.answer.number] = self._rewards.get(last.answer.number, 0.0) + value
+    def reward(self, value: float) -> None:
+        """Give the completion that was answered last a turn reward. Rewards of one turn add up."""
+        self._reward_of(self.chains.last, value, "no turn was sampled yet")
+
+    def _reward_of(self, completion: Completion | None, value: float, missing: str) -> None:
+        if completion is None:
+            raise ApiError(400, f"reward: {missing}. Expected a turn to which the reward belongs.", None, "reward")
+        number = completion.answer.number
+        self._rewards[number] = self._rewards.get(number, 0.0) + value
+
+    def _parent(self, request: ModelRequest) -> Completion | None:
+        return self.chains.longest(request, keys_of(request.messages, self.format.thinking))
 
     # -- the end --
 
@@ -124,6 +142,7 @@ class AgentSession:
 
     async def finish(self) -> None:
         """End what is in flight, and write the completions into the rollout."""
+        self.closed = True
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -132,20 +151,29 @@ class AgentSession:
         self.chains.fill(self.rollout)
 
     def _check_open(self) -> None:
-        if self._num_calls >= self.env.max_model_calls:
-            self.stop(StopReason.MAX_TURNS)
-        if self.stop_reason is not None:
+        if self.stop_reason is not None or self.closed:
             raise self._ended()
 
     def _ended(self) -> ApiError:
-        reason = self.stop_reason or "the agent has returned"
+        reason = self.stop_reason or "the agent is over"
         return ApiError(429, f"The rollout is over: {reason}. Expected no further request.", "rollout_over")
 
     # -- one completion --
 
+    async def _timed(self, completing: Coroutine) -> Answer:
+        """The answer; the time until it is there is the policy's."""
+        if not self._in_flight:
+            self._since = time.monotonic()
+        self._in_flight += 1
+        try:
+            return await completing
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._waited += time.monotonic() - self._since
+
     async def _complete(self, request: ModelRequest, number: int) -> Answer:
-        keys = keys_of(request.messages, self.format.thinking)
-        parent = self.chains.longest(request, keys)
+        parent = self._parent(request)
         said = request.messages[len(parent.keys) :] if parent else request.messages
         try:
             fresh = self._suffix(parent, said) if parent else []
@@ -153,6 +181,9 @@ class AgentSession:
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
+        self._check_room(parent, prompt_ids)
+        if parent is not None:
+            parent.asked += 1
         turn = await self._sample(request, prompt_ids, len(fresh))
         answer = self._answer(request, turn, prompt_ids, number)
         self.chains.add(Completion(request, [], parent, said, prompt_ids, fresh, turn, answer))
@@ -162,15 +193,9 @@ class AgentSession:
         """A turn in the room that is left. Requests at the same time share it: the last one may be cut."""
         env, tools = self.env, tools_by_name(request.tools)
         left = env.max_completion_length - self._spent() - num_fresh
-        context = (env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")) - len(prompt_ids)
         if left <= 0:
             self.stop(StopReason.MAX_TOKENS)
             raise self._ended()
-        if context <= 0:
-            raise ApiError(
-                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the model's context of "
-                f"{len(prompt_ids) + context}.", "context_length_exceeded", "messages",
-            )  # fmt: skip
         room = min(left, request.max_tokens or left)
         # What is not in the room counts as spent, so that `sample_turn` keeps to it.
         edited = Context(request.messages, prompt_ids, env.max_completion_length - room)
@@ -194,6 +219,20 @@ class AgentSession:
             turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
             turn.finish_reason, turn.answer = "length", None
         return turn
+
+    def _check_room(self, parent: Completion | None, prompt_ids: list[int]) -> None:
+        """Count a call. Raises `ApiError` where there is none left, or where the context is full."""
+        context = self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
+        self.context_is_full = parent is not None and len(prompt_ids) >= context
+        if len(prompt_ids) >= context:
+            raise ApiError(
+                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {context}.",
+                "context_length_exceeded", "messages",
+            )  # fmt: skip
+        if self._num_calls >= self.env.max_model_calls:
+            self.stop(StopReason.MAX_TURNS)
+            raise self._ended()
+        self._num_calls += 1
 
     def _spent(self) -> int:
         """What max_completion_length counts: sampled tokens, and what was newly read behind them."""
@@ -226,47 +265,10 @@ class AgentSession:
 
     def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
         """The ids behind an answer."""
-        said = self._rendered([*parent.request.messages, parent.answer.message], said)
+        said = self.prompts.rendered([*parent.request.messages, parent.answer.message], said)
         return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids)
 
     def _prompt(self, request: ModelRequest) -> list[int]:
         """The ids of a conversation that begins a record."""
-        messages = self._rendered(request.messages, request.messages)
-        return self.env.prompt_ids(messages, self.tokenizer, tools_by_name(request.tools))
-
-    def _rendered(self, known: list[Message], messages: list[Message]) -> list[Message]:
-        """Messages for the chat template. Control tokens in their texts are broken, whoever wrote them.
-
-        Args:
-            known: Messages with the calls to which results belong.
-            messages: What is rendered.
-        """
-        calls = [call for message in known for call in message.get("tool_calls") or []]
-        names = {call["id"]: plain_name(SimpleNamespace(name=call["function"]["name"])) for call in calls}
-        rendered, number = [], 0
-        for message in messages:
-            each = {**message, "content": neutralise(message["content"], self.tokenizer)}
-            if message["role"] == "tool":
-                each |= {"name": names.get(message["tool_call_id"], "unknown"), "tool_call_id": call_id(number)}
-                number += 1
-            elif "tool_calls" in message:
-                number = 0
-                each["tool_calls"] = [self._template_call(call) for call in message["tool_calls"]]
-            rendered.append(each)
-        return rendered
-
-    def _template_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call with its arguments as the chat template takes them."""
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"])
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            arguments = {"arguments": function["arguments"]}
-        return {**call, "function": {"name": function["name"], "arguments": self.format.arguments(arguments)}}
-
-
-def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """An agent's tools as a tool format takes them: their schemas, as they were sent."""
-    return {tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"]) for tool in tools}
+        messages = self.prompts.rendered(request.messages, request.messages)
+        return self.env.prompt_ids(messages, self.tokenizer, tools_by_name(self.prompts.broken(request.tools)))

@@ -32,6 +32,7 @@ def plain_text(text: str, thinking: tuple[str, str]) -> str:
 def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]:
     """What each message says. A call's id is its number in the conversation, so that ids may be renamed.
 
+    >>> from mt_grpo.adapters.chat_messages import tool_call
     >>> keys_of([{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "add", "{ }")]},
     ...          {"role": "tool", "content": "2", "tool_call_id": "a"}], ("<think>", "</think>"))
     [('assistant', '', (('add', '{}'),)), ('tool', '2', 0)]
@@ -68,6 +69,13 @@ class Completion:
     turn: Turn
     answer: Answer
     children: list[Completion] = field(default_factory=list)
+    asked: int = 0  # requests that go on from this one, answered or not
+
+    @functools.cached_property
+    def call_ids(self) -> set[str]:
+        """The ids of all calls up to the answer, as they were given."""
+        own = {call["id"] for call in self.answer.tool_calls}
+        return own | self.parent.call_ids if self.parent else own
 
     @functools.cached_property
     def tools(self) -> str:
@@ -108,9 +116,8 @@ class Chains:
         tools = same_json(json.dumps(request.tools))
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
-        def rank(found: Completion) -> tuple:  # two answers may say the same
-            own = {call["id"] for call in found.answer.tool_calls}
-            return len(found.keys), own <= ids, not found.children, -found.answer.number
+        def rank(found: Completion) -> tuple:  # two conversations may say the same
+            return len(found.keys), len(found.call_ids & ids), not found.asked, -found.answer.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         best = max(found, key=rank, default=None)

@@ -36,11 +36,12 @@ def read_chat_request(body: dict[str, Any]) -> ModelRequest:
     for key in REFUSED:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
+    expect(body.get("stream_options") or {}, dict, "stream_options", "an object")
+    if expect(body.get("response_format") or {}, dict, "response_format", "an object").get("type", "text") != "text":
         tell_once("An agent sent response_format. It is accepted and not enforced: the policy writes what it writes.")
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else expect(stop, list, "stop", "text or a list of texts")
-    if not all(isinstance(text, str) and text for text in stops):
+    if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() != "" for text in stops):
         raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
@@ -62,7 +63,7 @@ def read_messages(messages: Any) -> list[Message]:
     for k, message in enumerate(messages):
         param = f"messages[{k}]"
         expect(message, dict, param, "an object with role and content")
-        if message.get("role") not in ROLES:
+        if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
             raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
         role, content = ROLES[message["role"]], read_text(message.get("content"), f"{param}.content")
         each: Message = {"role": role, "content": content}

@@ -139,6 +139,10 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
             tool = {"type": "function", "function": {key: v for key, v in tool.items() if key != "type"}}
         function = expect(tool["function"], dict, "tools", "an object `function`")
         expect(function.get("name"), str, "tools", "a name of each function")
+        parameters = expect(function.get("parameters") or {}, dict, "tools", "parameters that are a JSON schema")
+        properties = expect(parameters.get("properties") or {}, dict, "tools", "properties that are an object")
+        if not all(isinstance(schema, dict) for schema in properties.values()):
+            raise refuse("tools", f"got properties {properties!r:.100}, expected a schema of each.")
         read.append(tool)
     return read
 

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.adapters.agent_programs import AgentFailure, CommandAgent, FunctionAgent, read_result, run_program
+from mt_grpo.adapters.agent_commands import CommandAgent
+from mt_grpo.adapters.agent_programs import AgentFailure, FunctionAgent, read_result, run_program
 from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.environments import failures_end
+from mt_grpo.event_loop import close_on
 from mt_grpo.plugins import import_file
 from mt_grpo.rollout import Message, Rollout, StopReason
 from mt_grpo.settings import absolute, default_of
@@ -118,10 +120,18 @@ def agent_conversation(
             environment.outcome, environment.result = read_result(result)
             if session.stop_reason is not None and result is None:
                 environment.outcome, environment.result = 0.0, {}
-            if not rollout.turns:
+            if not rollout.turns and session.stop_reason is None:
                 refused = f"; its last request was refused: {session.last_error}" if session.last_error else ""
                 raise AgentFailure(f"{program.name} never got a completion of the policy{refused}.")
             rollout.stop_reason = session.stop_reason or StopReason.AGENT_DONE
+
+        def close(self, states: list[Rollout] | None = None) -> None:
+            """Close the environments of these conversations, None: of all, and the server."""
+            super().close(states)
+            if states is None:
+                for loop, (server, _) in list(self._servers.items()):
+                    del self._servers[loop]
+                    close_on(loop, server.stop())
 
         async def server(self) -> AgentServer:
             """The server of this process, which listens."""
@@ -168,7 +178,7 @@ def load_function(reference: str) -> FunctionAgent:
     if not path or not Path(path).is_file():
         raise ValueError(f"agent: {reference!r} names no file. Expected path.py:function.")
     function = getattr(import_file(path, "agent"), name, None)
-    if not callable(function) or isinstance(function, type):
+    if not inspect.isfunction(function):
         raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")
     check_signature(function, reference)
     return FunctionAgent(function)

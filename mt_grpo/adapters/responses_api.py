@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,14 +75,23 @@ def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]]) -> l
 
 
 def read_items(items: Any) -> list[Message]:
-    """Items as messages: reasoning, text and calls that follow each other are one message of the assistant."""
+    """Items as messages. Reasoning, text and calls of one answer are one message of the assistant.
+
+    Items that were given here say by their ids which answer they are of; others are of one where they are neighbours.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
+    numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
 
     def assistant() -> Message:
-        if not messages or messages[-1]["role"] != "assistant":
+        found = re.fullmatch(r"(?:rs|msg|fc)_(\d+)(?:_\d+)?", str(item.get("id")))
+        if found and found[1] in numbered:
+            return numbered[found[1]]
+        if found or not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
+        if found:
+            numbered[found[1]] = messages[-1]
         return messages[-1]
 
     for k, item in enumerate(expect(items or [], list, "input", "text or a list of items")):
@@ -101,7 +111,7 @@ def read_items(items: Any) -> list[Message]:
             content = read_text(item.get("output"), f"{param}.output")
             call_id = expect(item.get("call_id"), str, f"{param}.call_id", "the call's id")
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
-        elif kind == "message" and item.get("role") in ROLES and item["role"] != "tool":
+        elif kind == "message" and item.get("role") in [role for role in ROLES if role != "tool"]:
             role, content = ROLES[item["role"]], read_text(item.get("content"), f"{param}.content")
             if role == "assistant":
                 assistant()["content"] += content
