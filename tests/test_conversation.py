@@ -1775,12 +1775,12 @@ def test_a_hung_tool_neither_blocks_nor_starves_the_others():
         [hang, add],
         [[call("hang"), ANSWER], [call("hang"), ANSWER], [ADD, ANSWER]],
         max_concurrent_tools=1,
-        tool_timeout=0.3,
+        tool_timeout=1.0,
     )
     release.set()
     assert [r.turns[0].error for r in rollouts] == ["timeout", "timeout", None]
     assert rollouts[2].turns[0].observation == "5"
-    assert elapsed < 3
+    assert elapsed < 8
 
 
 def test_many_hung_tools_do_not_keep_the_process_alive():
