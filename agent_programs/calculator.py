@@ -7,10 +7,10 @@ The client is an `AsyncOpenAI`, whose model `policy` is the one in training. Wha
 reward, and `client.reward` gives the last turn one of its own.
 """
 
-import ast
 import json
-import operator
 from typing import Any
+
+from tools.calculator import calculator
 
 CALCULATOR = {
     "type": "function",
@@ -26,25 +26,15 @@ CALCULATOR = {
         },
     },
 }
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def compute(node: ast.AST) -> float:
-    """The value of an expression of numbers. Raises `ValueError` for anything else."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -compute(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](compute(node.left), compute(node.right))
-    raise ValueError("expected numbers, brackets and + - * /")
-
-
-def calculator(expression: str) -> str:
+def run_call(call: Any) -> str:
     """What the policy reads: a number, or what was wrong."""
     try:
-        return f"{compute(ast.parse(expression, mode='eval').body):g}"
-    except (ValueError, SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        if call.function.name != "calculator":
+            raise ValueError(f"there is no tool {call.function.name!r}")
+        return calculator(**json.loads(call.function.arguments))
+    except (TypeError, ValueError, ArithmeticError) as error:  # other arguments than the schema's, no expression
         return f"Error: {error}"
 
 
@@ -58,11 +48,7 @@ async def solve(row: dict[str, Any], client: Any) -> float:
         if not message.tool_calls:
             return float(message.content.strip() == row["answer"])
         messages.append(message.model_dump(exclude_none=True))
-        results = []
-        for call in message.tool_calls:
-            try:
-                results.append(calculator(**json.loads(call.function.arguments)))
-            except TypeError as error:  # other arguments than the schema's
-                results.append(f"Error: {error}")
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
-        client.reward(0.2 if not any(result.startswith("Error") for result in results) else -0.2)
+        results = [run_call(call) for call in message.tool_calls]
+        for call, result in zip(message.tool_calls, results):
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        client.reward(-0.2 if any(result.startswith("Error") for result in results) else 0.2)

@@ -777,16 +777,23 @@ def test_requests_within_the_budget_are_answered_before_the_agent_is_ended(monke
 
 def test_an_agent_that_closes_its_client_closes_nobody_elses():
     async def agent(row, client):
-        async with client:
-            await ask(client, [user("a")])
-        await client.close()
-        again = client.with_options(max_retries=0)
-        await ask(again, [user("b")])
-        again.reward(0.5)
+        if row["closes"]:
+            async with client:
+                await ask(client, [user("a")])
+        else:
+            again = client.with_options(max_retries=0)
+            for text in "abc":
+                await ask(again, [user(text)])
+            again.reward(0.5)
         return 1.0
 
-    rollout, _ = run(agent, "1", "2")
-    assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [None, 0.5], rollout.error
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    rows = [{"closes": True}, {"closes": False}] * 2
+    rollouts = env.generate([[]] * 4, Scripted("1", seconds=0.05), rows=rows)["rollouts"]
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 4, [rollout.error for rollout in rollouts]
+    assert [rollout.turns[-1].reward for rollout in rollouts] == [None, 0.5] * 2
 
 
 def test_an_agent_has_a_moment_to_end():
