@@ -21,7 +21,9 @@ class AdapterKeys:
         default=None,
         metadata={"help": "A program in place of agent: a row on standard input, OpenAI's API by address"},
     )
-    agent_timeout: float = field(default=600.0, metadata={"help": "Seconds that the agent may take for one row"})
+    agent_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds of the agent's own for one row, without its waits for the policy"}
+    )
     max_model_calls: int = field(default=32, metadata={"help": "Completions that the agent may ask for, per rollout"})
 
 

@@ -152,6 +152,7 @@ def test_every_python_block_is_run_here():
         "doctest_batch()",
         "import Turn",
         "async def solve",
+        "sys.stdin.read()",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
@@ -268,6 +269,13 @@ def test_the_agent_example_runs():
     rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
     assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
     assert len(rollout.records) == 1
+
+
+def test_the_command_of_an_agent_runs(tmp_path):
+    (tmp_path / "my_agent.py").write_text(block(ENVIRONMENTS, "python", "sys.stdin.read()"))
+    row = {"question": "2 + 2?", "answer": "4"}
+    rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
+    assert rollout.reward == 1.0, rollout.error
 
 
 def test_the_page_says_what_the_protocol_has():
@@ -514,7 +522,7 @@ def test_the_readme_leads_to_every_page():
 
 
 @pytest.mark.parametrize("name, function", [("rollout", "section"), ("overlap", "section"), ("step", "section"),
-                                            ("sync", "markdown")])  # fmt: skip
+                                            ("sync", "markdown"), ("agents", "section")])  # fmt: skip
 def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/{name}_results.json").read_text())
     made = getattr(importlib.import_module(f"bench_{name}"), function)(results)
