@@ -1,4 +1,4 @@
-"""The tiny model learns through programs that speak OpenAI's API, and not where its rewards are shuffled: minutes each."""
+"""The tiny model learns through programs that speak OpenAI's API, and not where its rewards are shuffled."""
 
 import json
 from pathlib import Path
@@ -135,9 +135,7 @@ def exact_match(agent, folder, seed, shuffled=False):
     steps = [row for row in history if "reward" in row]
     assert len(steps) == STEPS and all(row["stop/agent_error"] == row["stop/agent_timeout"] == 0.0 for row in steps)
     assert all(row["records/mean"] == 1.0 for row in steps)  # every history was repeated as it was sampled
-    column = next(
-        key for key in steps[0] if key.startswith("rewards/") and key.split("/")[1].startswith(("solve", "resp"))
-    )
+    column = f"rewards/{agent.rpartition(':')[2]}/mean"
     return [row[column] for row in steps]
 
 

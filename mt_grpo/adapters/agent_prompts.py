@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.chat_messages import tool_call
-from mt_grpo.control_tokens import neutralise
+from mt_grpo.control_tokens import find_control, neutralise
 from mt_grpo.hermes import HermesFormat, call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
 
@@ -62,11 +63,25 @@ class AgentPrompts:
         """A JSON value in whose texts control tokens are broken."""
         if isinstance(value, str):
             return neutralise(value, self.tokenizer)
+        if find_control("\n".join(texts_of(value)), self.tokenizer) is None:  # one look in place of many
+            return value
         if isinstance(value, list):
             return [self.broken(each) for each in value]
         if isinstance(value, dict):
             return {self.broken(key): self.broken(each) for key, each in value.items()}
         return value
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_of(each)
+    elif isinstance(value, dict):
+        yield from texts_of(list(value))
+        yield from texts_of(list(value.values()))
 
 
 def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:

@@ -269,6 +269,12 @@ class AgentSession:
         return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids)
 
     def _prompt(self, request: ModelRequest) -> list[int]:
-        """The ids of a conversation that begins a record."""
-        messages = self.prompts.rendered(request.messages, request.messages)
-        return self.env.prompt_ids(messages, self.tokenizer, tools_by_name(self.prompts.broken(request.tools)))
+        """The ids of a conversation that begins a record. The rollouts of a group begin with the same one."""
+        key, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
+        if key not in cache:
+            if len(cache) >= 1024:
+                cache.clear()
+            messages = self.prompts.rendered(request.messages, request.messages)
+            tools = tools_by_name(self.prompts.broken(request.tools))
+            cache[key] = self.env.prompt_ids(messages, self.tokenizer, tools)
+        return list(cache[key])

@@ -87,6 +87,7 @@ def agent_conversation(
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.max_model_calls = max_model_calls
+            self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
             self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
         async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
