@@ -101,6 +101,14 @@ async def ask(client, messages, **options):
     return answer.choices[0].message.model_dump(exclude_none=True)
 
 
+def by_way(way, client):
+    """The agent's own client, or one that goes over HTTP."""
+    return client if way == "direct" else openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
+
+
+ways = pytest.mark.parametrize("way", ["direct", "http"])
+
+
 def tool_message(message, text="2"):
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
 
@@ -137,10 +145,12 @@ def test_a_conversation_token_for_token():
     assert rollout.environment.row["question"] == "What?"
 
 
-def test_what_the_api_says_of_an_answer():
+@ways
+def test_what_the_api_says_of_an_answer(way):
     said = []
 
-    async def agent(row, client):
+    async def agent(row, own):
+        client = by_way(way, own)
         for messages, options in (
             ([user("a")], {"tools": [ADD]}), ([user("b")], {"max_tokens": 3}), ([user("c")], {"stop": "END"}),
             ([user("d")], {"tools": [ADD], "tool_choice": "none"}), ([user("e")], {"tools": [ADD]}),
@@ -326,9 +336,11 @@ async def respond(client, items, **options):
 FLAT = {"type": "function", **ADD["function"]}
 
 
+@ways
 @pytest.mark.parametrize("by_id", [False, True])
-def test_responses(by_id):
-    async def agent(row, client):
+def test_responses(by_id, way):
+    async def agent(row, own):
+        client = by_way(way, own)
         options = {"instructions": "Be brief.", "tools": [FLAT]}
         items = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
         first = await respond(client, items, **options)
@@ -360,11 +372,13 @@ def test_both_endpoints_are_one_conversation():
 # -- streams --
 
 
+@ways
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_streams(monkeypatch, seconds):
+def test_streams(monkeypatch, seconds, way):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
 
-    async def agent(row, client):
+    async def agent(row, own):
+        client = by_way(way, own)
         options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
         chunks = [
             c async for c in await client.chat.completions.create(model="policy", messages=[user("a")], **options)
@@ -389,10 +403,12 @@ def test_streams(monkeypatch, seconds):
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
 
 
-def test_an_error_inside_a_stream(monkeypatch):
+@ways
+def test_an_error_inside_a_stream(monkeypatch, way):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
 
-    async def agent(row, client):
+    async def agent(row, own):
+        client = by_way(way, own)
         with pytest.raises(openai.APIError, match="server failed: gone"):
             async for _ in await client.chat.completions.create(model="policy", messages=[user("a")], stream=True):
                 pass
@@ -425,9 +441,10 @@ def test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled():
     assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked)
 
 
-def test_a_client_that_disconnects_gets_its_answer_by_a_retry():
+@ways
+def test_a_client_that_disconnects_gets_its_answer_by_a_retry(way):
     async def agent(row, client):
-        impatient = client.with_options(timeout=0.2, max_retries=3)
+        impatient = by_way(way, client).with_options(timeout=0.2, max_retries=3)
         answer = await impatient.chat.completions.create(model="policy", messages=[user("a")])
         return float(answer.choices[0].message.content == "1")
 
@@ -527,6 +544,23 @@ async def returns_nan(row, client):
     return {"reward": float("nan")}
 
 
+def sync_in_two_ways(row, client):
+    """As streams and over both endpoints, with a time limit that the first request does not keep."""
+    chunks = client.chat.completions.create(model="policy", messages=[user("a")], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "1"
+    assert (
+        client.with_options(timeout=0.2, max_retries=3).responses.create(model="policy", input="b").output_text == "2"
+    )
+    with client.responses.stream(model="policy", input="c") as events:
+        assert [event.type for event in events][-1] == "response.completed"
+    return 1.0
+
+
+def test_a_function_without_async():
+    rollout, llm = run(sync_in_two_ways, "1", "2", "3", seconds=0.5)
+    assert rollout.reward == 1.0 and len(llm.asked) == 3, rollout.error
+
+
 async def another_model(row, client):
     await client.chat.completions.create(model="gpt-5", messages=[user("a")])
 
@@ -549,12 +583,12 @@ def test_a_request_after_the_end():
     kept = []
 
     async def agent(row, client):
-        kept.append(client.with_options(max_retries=0))
+        kept.append(client.api_key)
         await ask(client, [user("a")])
 
     async def late(row, client):
         with pytest.raises(openai.RateLimitError, match="The rollout is over"):
-            await ask(kept[0].with_options(base_url=client.base_url), [user("b")])
+            await ask(client.with_options(api_key=kept[0]), [user("b")])
         with pytest.raises(openai.AuthenticationError, match="The key is of no rollout"):
             await ask(client.with_options(api_key="mine"), [user("b")])
         await ask(client, [user("a")])
@@ -975,6 +1009,15 @@ def alive(pid):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def ends(pid):
+    for _ in range(100):
+        if not alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
 
 
@@ -983,7 +1026,7 @@ def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tm
     command = CommandAgent(f"bash {tmp_path}/run.sh")
 
     async def cancelled_twice():
-        running = asyncio.ensure_future(command.run({}, "http://127.0.0.1:1/v1", type("S", (), {"key": "k"})))
+        running = asyncio.ensure_future(command.run({}, NOWHERE, NOWHERE))
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             await asyncio.sleep(0.05)
         running.cancel()
@@ -992,14 +1035,15 @@ def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tm
         await asyncio.gather(running, return_exceptions=True)
 
     mt.run_async(cancelled_twice())
-    assert not alive(int((tmp_path / "pid").read_text()))
+    assert ends(int((tmp_path / "pid").read_text()))
 
 
 TRAINER = """
 import asyncio, sys
 from mt_grpo.adapters.agent_commands import CommandAgent
 
-asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, "http://127.0.0.1:1/v1", type("S", (), {{"key": "k"}})))
+nowhere = type("Nowhere", (), {{"address": "http://127.0.0.1:1/v1", "key": "none"}})
+asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, nowhere, nowhere))
 """
 
 
@@ -1016,11 +1060,7 @@ def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path):
     finally:
         trainer.kill()
         trainer.wait()
-    for _ in range(100):
-        if not alive(pid):
-            break
-        time.sleep(0.05)
-    assert not alive(pid)
+    assert ends(pid)
 
 
 def test_the_environment_of_a_command(monkeypatch):

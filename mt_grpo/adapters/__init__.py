@@ -9,6 +9,7 @@ A module imports from the package, and from modules that stand above it in this 
     agent_prompts    messages and tools as the chat template takes them
     agent_session    one rollout as the model that an agent talks to
     agent_server     the HTTP server on the loopback address
+    agent_transport  the same server for clients in this process
     agent_launcher   a process that ends a command with the trainer
     agent_commands   an agent as a command
     agent_programs   an agent as a function; the end of an agent of either kind

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
 
 OUTPUT_BYTES = 2**20  # of a command's output, the end is kept
@@ -27,14 +28,14 @@ class CommandAgent:
         self.arguments = shlex.split(command)
         self.name = "agent_command"
 
-    async def run(self, row: dict[str, Any], address: str, session: AgentSession) -> Any:
+    async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
         """The program's result. It is ended with all processes of its group when this is cancelled."""
         watched, held = os.pipe()  # closed with this process
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(LAUNCHER), str(watched), *self.arguments, pass_fds=[watched],
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True, env=environment_of(address, session.key),
+                start_new_session=True, env=environment_of(server.address, session.key),
             )  # fmt: skip
         finally:
             os.close(watched)

@@ -16,7 +16,9 @@ import openai.resources.chat  # the clients import them at their first request, 
 import openai.resources.responses
 
 from mt_grpo.adapters.agent_commands import CommandAgent
+from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.adapters.agent_transport import AgentTransport
 from mt_grpo.event_loop import background_loop
 from mt_grpo.replies import EnvironmentFailure, is_number
 from mt_grpo.rollout import StopReason
@@ -80,15 +82,11 @@ class FunctionAgent:
         self.function, self.name = function, function.__name__
         self._client: AgentClient | AsyncAgentClient | None = None  # the others are copies of it
 
-    def client(self, address: str, session: AgentSession) -> AgentClient | AsyncAgentClient:
-        """A client with the key of a rollout.
-
-        A new one of OpenAI's costs 27 ms, a copy 0.3 ms. Each has connections of its own: httpx looks through all
-        connections of a pool at each request. No certificates are read (verify), and no proxy of the machine stands
-        between a process and itself (trust_env).
-        """
-        asynchronous = inspect.iscoroutinefunction(self.function)
-        http = (httpx.AsyncClient if asynchronous else httpx.Client)(verify=False, trust_env=False, timeout=None)
+    def client(self, server: AgentServer, session: AgentSession) -> AgentClient | AsyncAgentClient:
+        """A client with the key of a rollout. A new one of OpenAI's costs 27 ms, a copy 0.3 ms."""
+        asynchronous, address = inspect.iscoroutinefunction(self.function), server.address
+        transport = AgentTransport(server, asyncio.get_running_loop())
+        http = (httpx.AsyncClient if asynchronous else httpx.Client)(transport=transport, trust_env=False)
         if self._client is None:
             kind = AsyncAgentClient if asynchronous else AgentClient
             self._client = kind(base_url=address, api_key="none", http_client=http)
@@ -96,9 +94,9 @@ class FunctionAgent:
         client.session = session
         return client
 
-    async def run(self, row: dict[str, Any], address: str, session: AgentSession) -> Any:
+    async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
         """What the function returns. Raises what the function raises."""
-        client = self.client(address, session)
+        client = self.client(server, session)
         if inspect.iscoroutinefunction(self.function):
             return await self._run_on_agents_loop(row, client)
 
@@ -155,15 +153,15 @@ def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
 
 
 async def run_program(
-    agent: FunctionAgent | CommandAgent, row: dict[str, Any], address: str, session: AgentSession, timeout: float,
-    grace: float,
+    agent: FunctionAgent | CommandAgent, row: dict[str, Any], server: AgentServer, session: AgentSession,
+    timeout: float, grace: float,
 ) -> Any:  # fmt: skip
     """What an agent returns, None where its budget was spent and it did not return by itself.
 
     Args:
         agent: The program.
         row: Of the dataset.
-        address: Of the server.
+        server: Which answers it.
         session: The rollout.
         timeout: Seconds that the agent may take, without those in which it waits for the policy.
         grace: Such seconds between the end of its budget and its own end.
@@ -172,7 +170,7 @@ async def run_program(
         AgentFailure: it raised, or took too long.
         Exception: what the trainer must hear of.
     """
-    running = asyncio.ensure_future(agent.run(row, address, session))
+    running = asyncio.ensure_future(agent.run(row, server, session))
     try:
         await own_time(running, session, timeout)
         if not running.done() and not session.over.is_set():

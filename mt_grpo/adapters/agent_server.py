@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -37,6 +38,7 @@ class Endpoint(NamedTuple):
     error: Callable[[ApiError], Iterator[str]]
 
 
+JSON = "application/json"
 CHAT = Endpoint(lambda body, session: read_chat_request(body), chat_answer, chat_events, chat_error)
 RESPONSES = Endpoint(
     lambda body, session: read_responses_request(body, session.responses),
@@ -44,6 +46,21 @@ RESPONSES = Endpoint(
     responses_events,
     responses_error,
 )
+ENDPOINTS = {"chat/completions": CHAT, "responses": RESPONSES}
+
+
+class Served(NamedTuple):
+    """An answer as HTTP has it."""
+
+    status: int
+    kind: str  # of content
+    text: str
+    event: str = ""  # an error behind the beginning of a stream
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The official clients send 429 and 5xx again unless they are told not to."""
+        return {"Content-Type": self.kind, **({"x-should-retry": "false"} if self.status != 200 else {})}
 
 
 class AgentServer:
@@ -65,17 +82,17 @@ class AgentServer:
         """Listen on a free port of the loopback address."""
         allow_many_open_files()
         app = web.Application(client_max_size=MAX_BYTES)
-        for prefix in ("/v1", "/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", self._handler(CHAT))
-            app.router.add_post(f"{prefix}/responses", self._handler(RESPONSES))
-            app.router.add_get(f"{prefix}/models", self._models)
-            app.router.add_get(prefix + "/models/{name}", self._models)
-        app.router.add_route("*", "/{path:.*}", self._unknown)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    @property
+    def address(self) -> str:
+        """What clients call their base URL."""
+        return f"http://127.0.0.1:{self.port}/v1"
 
     async def stop(self) -> None:
         """Close the port, and all connections."""
@@ -93,13 +110,54 @@ class AgentServer:
         while len(self._ended) > 65_536:
             self._ended.popitem(last=False)
 
-    def _session(self, request: web.Request) -> AgentSession:
+    async def serve(
+        self, method: str, path: str, headers: Mapping[str, str], content: bytes,
+        keep_alive: Callable[[], Awaitable] | None = None,
+    ) -> Served:  # fmt: skip
+        """Answer a request, whichever way it came.
+
+        Args:
+            method, path, headers, content: Of the request. Names of headers in any case.
+            keep_alive: Awaited every few seconds while a stream waits for its answer.
+        """
+        session, endpoint = None, CHAT
+        try:
+            key, name = split_path(path)
+            token = headers.get("Authorization", "").removeprefix("Bearer ")
+            session = self._session((key, token, headers.get("X-Session-ID")))
+            if method == "GET" and name.partition("/")[0] == "models":
+                return Served(200, JSON, json.dumps(models(name.partition("/")[2])))
+            if method != "POST" or name not in ENDPOINTS:
+                raise ApiError(
+                    404, f"{method} {path} is not served. Expected /v1/chat/completions, /v1/responses or /v1/models.",
+                    "unknown_url",
+                )  # fmt: skip
+            endpoint = ENDPOINTS[name]
+            body = read_body(content)
+            read = read_request(endpoint, body, session)
+            reward = read_reward(headers.get("X-Turn-Reward"))
+            is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+            answering = asyncio.ensure_future(self._answer(session, read, body, endpoint, is_retry, reward))
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone
+            while read.stream and keep_alive is not None:
+                await asyncio.wait({answering}, timeout=KEEP_ALIVE_SECONDS)
+                if answering.done():
+                    break
+                await keep_alive()
+            answer = await answering
+            if read.stream:
+                return Served(200, "text/event-stream", "".join(endpoint.events(answer, body)))
+            return Served(200, JSON, json.dumps(endpoint.write(answer, body)))
+        except ApiError as error:
+            if session is not None:
+                session.last_error = error
+            return Served(error.status, JSON, json.dumps(error.body), "".join(endpoint.error(error)))
+
+    def _session(self, keys: tuple[str | None, ...]) -> AgentSession:
         """The rollout of a request. Raises `ApiError` for keys of none, or of one that is over.
 
         Programs send session ids of their own, too: only a key that is known counts.
         """
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        keys = [request.match_info.get("key"), token, request.headers.get("X-Session-ID")]
         for key in keys:
             if key in self._sessions:
                 return self._sessions[key]
@@ -110,63 +168,67 @@ class AgentServer:
             "X-Session-ID, or in the path.", "invalid_api_key",
         )  # fmt: skip
 
-    def _handler(self, endpoint: Endpoint) -> Callable:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            session = None
-            try:
-                session = self._session(request)
-                body = await read_body(request)
-                read = read_request(endpoint, body, session)
-                reward = read_reward(request.headers.get("X-Turn-Reward"))
-                is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-                answering = asyncio.ensure_future(self._answer(session, read, body, endpoint, is_retry, reward))
-                if read.stream:
-                    return await stream(request, answering, body, endpoint)
-                return web.json_response(endpoint.write(await answering, body))
-            except ApiError as error:
-                if session is not None:
-                    session.last_error = error
-                return refusal(error)
-
-        return handle
-
     async def _answer(
         self, session: AgentSession, read: ModelRequest, body: dict, endpoint: Endpoint, is_retry: bool,
         reward: float | None,
     ) -> Answer:  # fmt: skip
         answer = await session.answer(read, body, is_retry, reward)
-        if endpoint is RESPONSES:
+        if endpoint is ENDPOINTS["responses"]:
             said = [*conversation_of(body, session.responses), answer.message]
             session.responses[response_id(answer)] = said
         return answer
 
-    async def _models(self, request: web.Request) -> web.Response:
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "mt-grpo"} for name in (POLICY, FROZEN)]
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        """A request over HTTP. Of a stream the status is sent with the first comment, or with the answer."""
+        opened: web.StreamResponse | None = None
+
+        async def keep_alive() -> None:
+            nonlocal opened
+            if opened is None:
+                opened = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+                await opened.prepare(request)
+            await opened.write(b": the policy is writing\n\n")
+
         try:
-            self._session(request)
-            name = request.match_info.get("name")
-            if name is None:
-                return web.json_response({"object": "list", "data": models})
-            found = next((model for model in models if model["id"] == name), None)
-            if found is None:
-                raise ApiError(404, f"The model {name!r} does not exist.", "model_not_found", "model")
-            return web.json_response(found)
-        except ApiError as error:
-            return refusal(error)
-
-    async def _unknown(self, request: web.Request) -> web.Response:
-        return refusal(ApiError(404, f"{request.method} {request.path} is not served. Expected /v1/chat/completions, "
-                                "/v1/responses or /v1/models.", "unknown_url"))  # fmt: skip
+            content = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
+            return web.json_response(error.body, status=error.status)
+        served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
+        if opened is None:
+            return web.Response(status=served.status, text=served.text, headers=served.headers)
+        await opened.write((served.text if served.status == 200 else served.event).encode())
+        await opened.write_eof()
+        return opened
 
 
-async def read_body(request: web.Request) -> dict[str, Any]:
+def split_path(path: str) -> tuple[str | None, str]:
+    """(key or None, name of the endpoint) of a path.
+
+    >>> split_path("/v1/chat/completions"), split_path("/mt-secret/v1/models/policy"), split_path("/health")
+    ((None, 'chat/completions'), ('mt-secret', 'models/policy'), (None, ''))
+    """
+    found = re.fullmatch(r"(?:/([^/]+))?/v1/(.+?)/?", path)
+    return (found[1], found[2]) if found else (None, "")
+
+
+def models(name: str) -> dict[str, Any]:
+    """The list of models, or one. Raises `ApiError` for an unknown one."""
+    known = [{"id": name, "object": "model", "created": 0, "owned_by": "mt-grpo"} for name in (POLICY, FROZEN)]
+    if not name:
+        return {"object": "list", "data": known}
+    found = next((model for model in known if model["id"] == name), None)
+    if found is None:
+        raise ApiError(404, f"The model {name!r} does not exist.", "model_not_found", "model")
+    return found
+
+
+def read_body(content: bytes) -> dict[str, Any]:
     """The object that a request holds. Raises `ApiError`."""
     try:
-        body = json.loads(await request.read())
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise refuse("body", f"is no JSON: {error}.") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large") from None
     if not isinstance(body, dict):
         raise refuse("body", f"got {type(body).__name__}, expected an object.")
     return body
@@ -191,39 +253,3 @@ def read_reward(text: str | None) -> float | None:
     if not is_number(value):
         raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number.")
     return value
-
-
-def refusal(error: ApiError) -> web.Response:
-    """An error as HTTP. The official clients send 429 and 5xx again unless they are told not to."""
-    return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})
-
-
-async def stream(
-    request: web.Request, answering: asyncio.Future, body: dict, endpoint: Endpoint
-) -> web.StreamResponse:
-    """Comments that keep the connection alive, then the whole answer as events.
-
-    An error before the first comment has a status of its own; one behind it is an event.
-    """
-    opened: web.StreamResponse | None = None
-    while not answering.done():
-        await asyncio.wait({answering}, timeout=KEEP_ALIVE_SECONDS)
-        if not answering.done() and opened is None:
-            opened = await open_stream(request)
-        if not answering.done():
-            await opened.write(b": the policy is writing\n\n")
-    error = answering.exception()
-    if error is not None and (opened is None or not isinstance(error, ApiError)):
-        raise error
-    opened = opened or await open_stream(request)
-    events = endpoint.events(answering.result(), body) if error is None else endpoint.error(error)
-    await opened.write("".join(events).encode())
-    await opened.write_eof()
-    return opened
-
-
-async def open_stream(request: web.Request) -> web.StreamResponse:
-    """The beginning of a stream of events."""
-    opened = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await opened.prepare(request)
-    return opened

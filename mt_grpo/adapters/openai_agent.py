@@ -107,11 +107,10 @@ def agent_conversation(
             """Let the program run, and fill the rollout. Raises `AgentFailure`."""
             server, environment = await self.server(), rollout.environment
             session = AgentSession(self, rollout, llm, sampling_params)
-            address = f"http://127.0.0.1:{server.port}/v1"
             server.add(session)
             try:
                 result = await run_program(
-                    self.agent, environment.row, address, session, self.agent_timeout, SECONDS_TO_RETURN
+                    self.agent, environment.row, server, session, self.agent_timeout, SECONDS_TO_RETURN
                 )
             finally:
                 server.remove(session)
