@@ -2205,9 +2205,117 @@ STOPPING_AND_RESUMING: list[Mutation] = [
     ),
 ]
 
+AGENTS = [
+    Mutation(
+        "agents: a second branch goes on in the record of the first",
+        "mt_grpo/adapters/chains.py",
+        "if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):",
+        "if parent is not None:",
+        "tests/test_agents.py::test_repetitions_and_branches",
+    ),
+    Mutation(
+        "agents: the tools of a request are not compared",
+        "mt_grpo/adapters/chains.py",
+        "if each.tools == tools and each.is_begun_by(keys)]",
+        "if each.is_begun_by(keys)]",
+        "tests/test_agents.py::test_other_tools_begin_a_record",
+    ),
+    Mutation(
+        "agents: turns of the frozen model are trained on",
+        "mt_grpo/adapters/chains.py",
+        "turn.context, turn.after, turn.trained = None, None, each.request.trained",
+        "turn.context, turn.after, turn.trained = None, None, True",
+        "tests/test_agents.py::test_a_frozen_branch_is_read_and_not_trained",
+    ),
+    Mutation(
+        "agents: a message that the policy never wrote is taken for sampled",
+        "mt_grpo/adapters/chains.py",
+        'if best is None or any(message["role"] == "assistant" for message in request.messages[len(best.keys) :]):',
+        "if best is None:",
+        "tests/test_agents.py::test_an_assistants_message_that_was_not_sampled_begins_a_record",
+    ),
+    Mutation(
+        "agents: the arguments of calls are not compared",
+        "mt_grpo/adapters/chains.py",
+        'if sent[0] != "assistant" or sent[2] != calls:',
+        'if sent[0] != "assistant":',
+        "tests/test_agents.py::test_what_was_not_said_begins_a_record",
+    ),
+    Mutation(
+        "agents: requests at the same time overrun the budget",
+        "mt_grpo/adapters/agent_session.py",
+        "if len(turn.token_ids) > left:",
+        "if False:",
+        "tests/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+    ),
+    Mutation(
+        "agents: a retry is sampled anew",
+        "mt_grpo/adapters/agent_session.py",
+        "if task is None or (task.done() and not is_retry):",
+        "if task is None or task.done():",
+        "tests/test_agents.py::test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled",
+    ),
+    Mutation(
+        "agents: a request in flight is sampled twice",
+        "mt_grpo/adapters/agent_session.py",
+        "if task is None or (task.done() and not is_retry):",
+        "if task is None or not is_retry:",
+        "tests/test_agents.py::test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled",
+    ),
+    Mutation(
+        "agents: a request is sampled after the end of its rollout",
+        "mt_grpo/adapters/agent_session.py",
+        "if self.stop_reason is not None or self.closed:",
+        "if self.stop_reason is not None:",
+        "tests/test_agents.py::test_an_agent_whose_conversation_is_cancelled_gets_no_answer_any_more",
+    ),
+    Mutation(
+        "agents: what stands behind a stop text is kept",
+        "mt_grpo/adapters/agent_session.py",
+        "if not self._ends(ids):",
+        "if True:",
+        "tests/test_agents.py::test_what_the_api_says_of_an_answer",
+    ),
+    Mutation(
+        "agents: words of control in an agent's texts open turns",
+        "mt_grpo/adapters/agent_prompts.py",
+        "            return neutralise(value, self.tokenizer)\n",
+        "            return value\n",
+        "tests/test_agents.py::test_control_tokens_of_an_agents_texts_are_broken",
+    ),
+    Mutation(
+        "agents: the time of the policy is the agent's",
+        "mt_grpo/adapters/agent_programs.py",
+        "left = seconds - (time.monotonic() - began) + session.policy_seconds - before",
+        "left = seconds - (time.monotonic() - began)",
+        "tests/test_agents.py::test_the_policys_time_is_not_the_agents",
+    ),
+    Mutation(
+        "agents: the failure of an agent is trained on",
+        "mt_grpo/rollout.py",
+        "FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR,",
+        "FAILURES = (StopReason.ENVIRONMENT_ERROR,",
+        "tests/test_agents.py::test_an_agents_failure_is_not_trained",
+    ),
+    Mutation(
+        "agents: a reward by header is counted for each retry",
+        "mt_grpo/adapters/agent_session.py",
+        "            if reward is not None:\n                self._reward_of(",
+        "            if True:\n                self._reward_of(",
+        "tests/test_agents.py::test_a_reward_by_header_is_given_once",
+    ),
+    Mutation(
+        "agents: an answer that was extended before is extended in its record again",
+        "mt_grpo/rollout.py",
+        "chain_of[k - 1 if turn.after is None else turn.after]",
+        "chain_of[k - 1]",
+        "tests/test_agents.py::test_requests_at_the_same_time_go_on_from_their_own_answers",
+    ),
+]
+
 MUTATIONS = [
     *REWARDS_AND_CREDIT, *SERVER_AND_WEIGHTS, *CONVERSATION_AND_TOOLS, *CONFIGURATION_AND_DATA,
-    *STOPPING_AND_RESUMING,
+    *STOPPING_AND_RESUMING, *AGENTS,
 ]  # fmt: skip
 
 

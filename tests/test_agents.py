@@ -22,6 +22,7 @@ from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
 from mt_grpo.adapters.agent_programs import FunctionAgent
 from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
+from mt_grpo.event_loop import start_in_background
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
 
@@ -243,16 +244,27 @@ def test_what_was_not_said_begins_a_record(name):
     )
 
 
+def test_other_tools_begin_a_record():
+    async def agent(row, client):
+        said = await ask(client, [user("Add.")], tools=[ADD])
+        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+        await ask(client, [user("Add."), said, *tool_message(said)], tools=[other])
+
+    rollout, _ = run(agent, CALL, "2")
+    assert [record.numbers for record in rollout.records] == [[0], [1]]
+    assert "Add two." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
 def test_an_assistants_message_that_was_not_sampled_begins_a_record():
     async def agent(row, client):
         messages = [user("a")]
         messages += [await ask(client, messages), user("b")]
-        await ask(client, messages)  # goes on
         await ask(client, [*messages, {"role": "assistant", "content": "Mine."}, user("c")])
-        await ask(client, [*messages, {"role": "assistant", "content": "2"}, user("c")])  # sampled: goes on
+        await ask(client, messages)  # goes on
+        await ask(client, [*messages, {"role": "assistant", "content": "3"}, user("c")])  # sampled: goes on
 
     rollout, _ = run(agent, "1", "2", "3", "4")
-    assert [record.numbers for record in rollout.records] == [[0, 1, 3], [2]]
+    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
     assert "Mine." in TOKENIZER.decode(rollout.records[1].prompt_ids)
 
 
@@ -875,6 +887,34 @@ def test_nothing_is_sampled_for_a_rollout_that_is_over():
             break
         time.sleep(0.05)
     assert answers[0].status_code == 429 and len(llm.asked) == 1 == len(rollout.turns)
+
+
+def test_an_agent_whose_conversation_is_cancelled_gets_no_answer_any_more():
+    """As where the server has restarted, and all conversations start over."""
+    began, got = threading.Event(), []
+
+    async def agent(row, client):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            try:
+                got.append((await ask(client, [user("late")]))["content"])
+            except openai.RateLimitError as error:
+                got.append(error.code)
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    (rollout,), llm = env.start([[]], rows=[{}]), Scripted("1")
+    running = start_in_background(env.converse(rollout, llm, {}))
+    assert began.wait(10)
+    running.cancel()
+    for _ in range(100):
+        if got:
+            break
+        time.sleep(0.05)
+    assert got == ["rollout_over"] and not llm.asked
 
 
 def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
