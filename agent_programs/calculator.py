@@ -7,10 +7,10 @@ The client is an `AsyncOpenAI`, whose model `policy` is the one in training. Wha
 reward, and `client.reward` gives the last turn one of its own.
 """
 
+import ast
 import json
+import operator
 from typing import Any
-
-from tools.calculator import calculator
 
 CALCULATOR = {
     "type": "function",
@@ -26,6 +26,27 @@ CALCULATOR = {
         },
     },
 }
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers, brackets and + - * /, such as 3 * (4 + 5).
+    """
+    return f"{compute(ast.parse(expression, mode='eval').body):.12g}"
+
+
+def compute(node: ast.AST) -> float:
+    """The value of a syntax tree. Raises `ValueError` for anything but numbers and their operators."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -compute(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](compute(node.left), compute(node.right))
+    raise ValueError("expected numbers, brackets and + - * /")
 
 
 def run_call(call: Any) -> str:
@@ -34,7 +55,7 @@ def run_call(call: Any) -> str:
         if call.function.name != "calculator":
             raise ValueError(f"there is no tool {call.function.name!r}")
         return calculator(**json.loads(call.function.arguments))
-    except (TypeError, ValueError, ArithmeticError) as error:  # other arguments than the schema's, no expression
+    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
         return f"Error: {error}"
 
 

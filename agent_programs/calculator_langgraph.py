@@ -5,10 +5,9 @@ Needs `pip install langgraph langchain-openai`.
 
 from typing import Any
 
+from calculator import calculator
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import ToolNode, create_react_agent
-
-from tools.calculator import calculator
 
 
 async def solve(row: dict[str, Any], client: Any) -> float:

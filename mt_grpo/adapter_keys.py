@@ -41,7 +41,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         except ImportError as error:
             raise ValueError(
                 f"environment: {OPENAI_AGENT} needs a package that is not installed ({error}). Run "
-                "`pip install -e .[agents]` in the clone."
+                "`pip install -e .[agents]` in the clone. (A file of scripts/one_file.py has no adapters.)"
             ) from None
         return load_agent_conversation(script_args, args, base)
     for key in ("agent", "agent_command"):

@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,8 @@ def load_function(reference: str) -> FunctionAgent:
     path = absolute(path)
     if not path or not Path(path).is_file():
         raise ValueError(f"agent: {reference!r} names no file. Expected path.py:function.")
+    if (folder := str(Path(path).parent)) not in sys.path:  # a program finds the modules beside it; behind all others
+        sys.path.append(folder)
     function = getattr(import_file(path, "agent"), name, None)
     if not inspect.isfunction(function):
         raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")
