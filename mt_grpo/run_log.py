@@ -144,6 +144,7 @@ def rollout_rows(
             "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
             "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
             "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
+            **({"error": str(rollout.error)} if rollout.error is not None else {}),
             **({"info": [turn.info for turn in rollout.turns]} if any(turn.info for turn in rollout.turns) else {}),
         }
         for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)

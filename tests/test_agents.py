@@ -21,6 +21,7 @@ from mt_grpo.adapters import agent_server, openai_agent
 from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
 from mt_grpo.adapters.agent_programs import FunctionAgent
 from mt_grpo.adapters.agent_prompts import AgentPrompts
+from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.event_loop import start_in_background
 from mt_grpo.records import trained_records
@@ -615,6 +616,15 @@ def test_a_request_after_the_end():
     for question in ("first", "second"):
         rollouts = env.generate([[]], Scripted("1"), rows=[{"question": question}])["rollouts"]
     assert rollouts[0].reward == 1.0, rollouts[0].error
+
+
+def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(AgentSession, "_answer", broken)
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        run(endless, "1")
 
 
 def test_a_lost_server_ends_the_conversation_and_is_no_agents_failure():
@@ -1218,6 +1228,15 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path,
     path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
     with pytest.raises(ValueError, match=message):
         mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+
+
+def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({**RECIPE, "output_dir": str(tmp_path), "agent_timeout": 1800, "num_generations": 8}))
+    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="agent_timeout = 1800 s.*ddp_timeout=1800"):
+        mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)
 
 
 BRANCHES = """

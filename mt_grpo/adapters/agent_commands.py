@@ -37,6 +37,9 @@ class CommandAgent:
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 start_new_session=True, env=environment_of(server.address, session.key),
             )  # fmt: skip
+        except OSError:
+            os.close(held)
+            raise
         finally:
             os.close(watched)
         sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))

@@ -161,12 +161,18 @@ class AgentSession:
     # -- one completion --
 
     async def _timed(self, completing: Coroutine) -> Answer:
-        """The answer; the time until it is there is the policy's."""
+        """The answer; the time until it is there is the policy's. What fails here is no fault of the agent."""
         if not self._in_flight:
             self._since = time.monotonic()
         self._in_flight += 1
         try:
             return await completing
+        except ApiError:
+            raise
+        except Exception as error:
+            self.failure = error
+            self.over.set()
+            raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
         finally:
             self._in_flight -= 1
             if not self._in_flight:
@@ -204,12 +210,7 @@ class AgentSession:
             edited=edited,
         )  # fmt: skip
         llm = StopsAt(self.llm, request.stops, self.format.text) if request.stops else self.llm
-        try:
-            turn = await env.sample_turn(asked, llm, self.params)
-        except Exception as error:
-            self.failure = error
-            self.over.set()
-            raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
+        turn = await env.sample_turn(asked, llm, self.params)
         left = env.max_completion_length - self._spent() - num_fresh
         if len(turn.token_ids) > left:
             if left <= 0:

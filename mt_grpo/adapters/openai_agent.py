@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import shlex
 import shutil
 import sys
@@ -164,6 +165,11 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
             raise ValueError(
                 f"{key} has no effect with environment: openai_agent: the agent runs its tools. Remove it."
             )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
+        raise ValueError(
+            f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "
+            f"others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+        )
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
