@@ -782,11 +782,10 @@ def test_a_command_that_fails(command, do, message):
 
 
 def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path):
-    rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=8.0)
+    rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=12.0)
     assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
     for pid in (tmp_path / "pids").read_text().split():
-        status = Path(f"/proc/{pid}/stat")
-        assert not status.exists() or status.read_text().split()[2] == "Z"
+        assert ends(int(pid))
 
 
 # -- what agents do to each other, and to the trainer --
@@ -1051,7 +1050,7 @@ print('0.5')"
     """)
     rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
     assert rollout.reward == 0.5, rollout.error
-    assert not alive(int((tmp_path / "pid").read_text()))
+    assert ends(int((tmp_path / "pid").read_text()))
 
 
 def alive(pid):

@@ -363,9 +363,13 @@ def test_close_runs_where_the_server_dies():
             Closes.closed.append(self.value)
 
     class Dies(Scripted):
+        both = asyncio.Event()
+
         async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
             if index == 1:
+                await self.both.wait()
                 raise ConnectionError("gone")
+            self.both.set()
             await asyncio.sleep(30)
 
     env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Closes)
