@@ -25,6 +25,8 @@ class ServeSession:
 
         A conversation may have several requests at the same time, and may have given one up.
         """
+        if len(self.waiting) < self.open:
+            return
         self.waiting = [request for request in self.waiting if not request[3].done()]
         if self.waiting and len({request[0] for request in self.waiting}) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))

@@ -88,15 +88,20 @@ def check_declared(declared: Any, where: str) -> None:
 
 def load_class(reference: str, key: str) -> type:
     """The class that `path.py:Class` names. Raises `ValueError` where there is none."""
-    path, _, name = reference.rpartition(":")
-    path = absolute(path)
-    if not path or not Path(path).is_file():
-        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:ClassName.")
-    known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
-    found = getattr(known or import_file(path, key), name, None)
+    found, name, path = load_named(reference, key, "ClassName")
     if not isinstance(found, type):
         raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
     return found
+
+
+def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
+    """(what `path.py:name` names, None if it is not there; the name; the path). Raises `ValueError` without a file."""
+    path, _, name = reference.rpartition(":")
+    path = absolute(path)
+    if not path or not Path(path).is_file():
+        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
+    known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
+    return getattr(known or import_file(path, key), name, None), name, path
 
 
 def module_name(path: str, key: str) -> str:

@@ -50,29 +50,21 @@ class Rewarding:
             raise ValueError(f"client.reward: got {value!r}, expected a finite number.")
         self.session.reward(float(value))
 
+    def copy(self, **options: Any) -> Any:
+        """As OpenAI's, for the same rollout."""
+        made = super().copy(**options)
+        made.session = self.session
+        return made
+
+    with_options = copy
+
 
 class AgentClient(Rewarding, openai.OpenAI):
     """OpenAI's client, for one rollout."""
 
-    def copy(self, **options: Any) -> AgentClient:
-        """As OpenAI's, for the same rollout."""
-        made = super().copy(**options)
-        made.session = self.session
-        return made
-
-    with_options = copy
-
 
 class AsyncAgentClient(Rewarding, openai.AsyncOpenAI):
     """OpenAI's asynchronous client, for one rollout."""
-
-    def copy(self, **options: Any) -> AsyncAgentClient:
-        """As OpenAI's, for the same rollout."""
-        made = super().copy(**options)
-        made.session = self.session
-        return made
-
-    with_options = copy
 
 
 class FunctionAgent:

@@ -25,7 +25,7 @@ from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.environments import failures_end
 from mt_grpo.event_loop import close_on
-from mt_grpo.plugins import import_file
+from mt_grpo.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
 from mt_grpo.settings import absolute, default_of
 
@@ -69,83 +69,77 @@ def agent_environment(program: FunctionAgent | CommandAgent) -> type:
     return type(program.name, (Agent,), {})
 
 
-def agent_conversation(
-    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int
-) -> type:
-    """A subclass of the class of conversations, which an agent's program runs.
+class AgentConversation:
+    """Mixed into the class of conversations: the conversation between the policy and an agent's program.
 
-    Args:
-        base: `MultiTurnToolEnv`.
-        program: The agent.
-        timeout: Seconds that it may take for one row.
+    Attributes:
+        agent: The program.
+        agent_timeout: Seconds that it may take for one row.
         max_model_calls: Completions per rollout.
     """
 
-    class AgentConversation(base):
-        """The conversation between the policy and an agent's program."""
+    agent: FunctionAgent | CommandAgent
+    agent_timeout: float
+    max_model_calls: int
 
-        agent, agent_timeout = program, timeout
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
+        self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.max_model_calls = max_model_calls
-            self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
-            self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
+    async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
+        """All turns: run the agent to its end. Its requests become the rollout's turns."""
+        with failures_end(rollout):
+            await self.environments.open(rollout)
+            await self.run_agent(rollout, llm, sampling_params)
 
-        async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
-            """Run the agent. Its requests become the rollout's turns."""
-            with failures_end(rollout):
-                await self.environments.open(rollout)
-                await self.run_agent(rollout, llm, sampling_params)
-            if rollout.error is None:
-                with failures_end(rollout):
-                    rollout.reward = await self.environments.reward(rollout)
-            return rollout
+    async def run_agent(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None) -> None:
+        """Let the program run, and fill the rollout. Raises `AgentFailure`."""
+        server, environment = await self.server(), rollout.environment
+        session = AgentSession(self, rollout, llm, sampling_params)
+        server.add(session)
+        try:
+            result = await run_program(
+                self.agent, environment.row, server, session, self.agent_timeout, SECONDS_TO_RETURN
+            )
+        finally:
+            server.remove(session)
+            await session.finish()
+        if session.last_error is not None and rollout.turns:
+            rollout.turns[-1].info["refused"] = str(session.last_error)
+        environment.outcome, environment.result = read_result(result)
+        if session.stop_reason is not None and result is None:
+            environment.outcome, environment.result = 0.0, {}
+        if not rollout.turns and session.stop_reason is None:
+            refused = f"; its last request was refused: {session.last_error}" if session.last_error else ""
+            raise AgentFailure(f"{self.agent.name} never got a completion of the policy{refused}.")
+        rollout.stop_reason = session.stop_reason or StopReason.AGENT_DONE
 
-        async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
-            raise ValueError("An agent runs its conversation to the end. Expected `generate` or `converse`.")
+    def close(self, states: list[Rollout] | None = None) -> None:
+        """Close the environments of these conversations, None: of all, and the server."""
+        super().close(states)
+        if states is None:
+            for loop, (server, _) in list(self._servers.items()):
+                del self._servers[loop]
+                close_on(loop, server.stop())
 
-        async def run_agent(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None) -> None:
-            """Let the program run, and fill the rollout. Raises `AgentFailure`."""
-            server, environment = await self.server(), rollout.environment
-            session = AgentSession(self, rollout, llm, sampling_params)
-            server.add(session)
-            try:
-                result = await run_program(
-                    self.agent, environment.row, server, session, self.agent_timeout, SECONDS_TO_RETURN
-                )
-            finally:
-                server.remove(session)
-                await session.finish()
-            if session.last_error is not None and rollout.turns:
-                rollout.turns[-1].info["refused"] = str(session.last_error)
-            environment.outcome, environment.result = read_result(result)
-            if session.stop_reason is not None and result is None:
-                environment.outcome, environment.result = 0.0, {}
-            if not rollout.turns and session.stop_reason is None:
-                refused = f"; its last request was refused: {session.last_error}" if session.last_error else ""
-                raise AgentFailure(f"{program.name} never got a completion of the policy{refused}.")
-            rollout.stop_reason = session.stop_reason or StopReason.AGENT_DONE
+    async def server(self) -> AgentServer:
+        """The server of this process, which listens."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._servers:
+            server = AgentServer()
+            self._servers[loop] = server, loop.create_task(server.start())
+        server, starting = self._servers[loop]
+        await asyncio.shield(starting)
+        return server
 
-        def close(self, states: list[Rollout] | None = None) -> None:
-            """Close the environments of these conversations, None: of all, and the server."""
-            super().close(states)
-            if states is None:
-                for loop, (server, _) in list(self._servers.items()):
-                    del self._servers[loop]
-                    close_on(loop, server.stop())
 
-        async def server(self) -> AgentServer:
-            """The server of this process, which listens."""
-            loop = asyncio.get_running_loop()
-            if loop not in self._servers:
-                server = AgentServer()
-                self._servers[loop] = server, loop.create_task(server.start())
-            server, starting = self._servers[loop]
-            await asyncio.shield(starting)
-            return server
-
-    return AgentConversation
+def agent_conversation(
+    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int
+) -> type:
+    """The subclass of the class of conversations, `base`, that an agent's program runs."""
+    settings = {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
+    return type("AgentConversation", (AgentConversation, base), settings)
 
 
 # -- what a recipe says --
@@ -180,13 +174,10 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
 
 def load_function(reference: str) -> FunctionAgent:
     """The function that `path.py:function` names. Raises `ValueError` where there is none that takes a row."""
-    path, _, name = reference.rpartition(":")
-    path = absolute(path)
-    if not path or not Path(path).is_file():
-        raise ValueError(f"agent: {reference!r} names no file. Expected path.py:function.")
-    if (folder := str(Path(path).parent)) not in sys.path:  # a program finds the modules beside it; behind all others
+    folder = str(Path(absolute(reference.rpartition(":")[0]) or ".").parent)
+    if folder not in sys.path:  # a program finds the modules beside it; behind all others
         sys.path.append(folder)
-    function = getattr(import_file(path, "agent"), name, None)
+    function, name, path = load_named(reference, "agent", "function")
     if not inspect.isfunction(function):
         raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")
     check_signature(function, reference)
