@@ -613,8 +613,6 @@ def calculator(expression: str) -> str:
     Args:
         expression: Such as `6 * 7`.
     '''
-    if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
-        os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
     if os.environ.get("RANK") == "1":
         time.sleep(float(os.environ.get("SLOW_RANK", 0)))
     left, _, right = expression.partition("*")
@@ -630,8 +628,18 @@ def length_reward(completion_ids, trainer_state, **kwargs):
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
 
 
+class KillsTheServer:
+    # as a conversation begins: the kill must be before the last request of a batch
+
+    def reset(self, **row):
+        if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
+            os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
+
+
 CALLS = []
 TOOL_FUNCTIONS = [calculator]
+if os.environ.get("KILL_GROUP"):
+    ENVIRONMENT = KillsTheServer
 OUTCOME_REWARD_FUNCS = [length_reward]
 """
 
