@@ -8,11 +8,13 @@ from typing import Any
 from mt_grpo.plugins import load_environment
 
 OPENAI_AGENT = "openai_agent"  # a value of `environment`
+OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
+                 "stop_words", "vllm_server_pass_dataset")  # fmt: skip
 
 
 @dataclass
 class AdapterKeys:
-    """Which program of another house takes part in the conversation."""
+    """Which program of another house takes part in the conversation. Those of ms-swift have its names."""
 
     agent: str | None = field(
         default=None, metadata={"help": "path.py:function of (row, client), with environment: openai_agent"}
@@ -24,7 +26,37 @@ class AdapterKeys:
     agent_timeout: float = field(
         default=600.0, metadata={"help": "Seconds of the agent's own for one row, without its waits for the policy"}
     )
-    max_model_calls: int = field(default=32, metadata={"help": "Completions that the agent may ask for, per rollout"})
+    max_model_calls: int = field(
+        default=32, metadata={"help": "Completions that an agent or a scheduler may ask for, per rollout"}
+    )
+    multi_turn_scheduler: str | None = field(
+        default=None, metadata={"help": "ms-swift's: the name in multi_turns of what runs the conversation"}
+    )
+    external_plugins: list[str] | None = field(
+        default=None, metadata={"help": "ms-swift's: Python files that register schedulers, rewards, environments"}
+    )
+    reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "ms-swift's: names in orms, with multi_turn_scheduler"}
+    )
+    max_turns: int | None = field(default=None, metadata={"help": "ms-swift's: responses per conversation"})
+    loss_scale: str = field(
+        default="default", metadata={"help": "ms-swift's: default trains all responses, last_round the last message"}
+    )
+    completion_length_limit_scope: str = field(
+        default="per_round", metadata={"help": "ms-swift's: what max_completion_length bounds, per_round or total"}
+    )
+    stop_words: list[str] | None = field(
+        default=None, metadata={"help": "ms-swift's: texts that end a response, which keeps them"}
+    )
+    gym_env: str | None = field(
+        default=None, metadata={"help": "ms-swift's: the name in envs of what gym_scheduler plays"}
+    )
+    use_gym_env: bool = field(
+        default=False, metadata={"help": "ms-swift's: the environment's total_reward is a reward"}
+    )
+    vllm_server_pass_dataset: bool = field(
+        default=True, metadata={"help": "ms-swift's: requests have the row's columns as data_dict"}
+    )
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
@@ -44,6 +76,17 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
                 "`pip install -e .[agents]` in the clone. (A file of scripts/one_file.py has no adapters.)"
             ) from None
         return load_agent_conversation(script_args, args, base)
+    if script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env:
+        try:
+            from mt_grpo.adapters.swift_recipe import load_scheduler_conversation
+        except ImportError as error:
+            raise ValueError(
+                f"multi_turn_scheduler needs the clone ({error}): a file of scripts/one_file.py has no adapters."
+            ) from None
+        return load_scheduler_conversation(script_args, args, base)
+    for key in OF_SCHEDULERS:
+        if getattr(script_args, key) != AdapterKeys.__dataclass_fields__[key].default:
+            raise ValueError(f"{key} has no effect without the key multi_turn_scheduler. Add it, or remove {key}.")
     for key in ("agent", "agent_command"):
         if getattr(script_args, key) is not None:
             raise ValueError(f"{key} has no effect without the line environment: {OPENAI_AGENT}. Add it.")

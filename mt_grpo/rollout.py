@@ -106,6 +106,7 @@ class Turn:
     context: Context | None = None  # None: the model read all that was before this turn, or up to the turn `after`
     after: int | None = None  # the turn that this one goes on from; None: the one before it
     trained: bool = True  # False: its tokens are only read, as those of observations
+    mask: list[int] | None = None  # per token 1, or 0 for one that is only read; None: all ones
     reward: float | None = None  # from the environment's reply
     info: dict[str, Any] = field(default_factory=dict)  # from the environment's replies
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
@@ -135,6 +136,10 @@ class Turn:
         """The sum over its calls."""
         return sum(result.seconds for result in self.results)
 
+    def per_token(self, value: int, masked: int) -> list[int]:
+        """For each sampled token `value`, or `masked` where its mask is 0."""
+        return [value] * len(self.token_ids) if self.mask is None else [value if one else masked for one in self.mask]
+
 
 def join(parts: typing.Iterable[list]) -> list:
     """One list of them all."""
@@ -163,14 +168,15 @@ class TurnTokens:
     @property
     def loss_mask(self) -> list[int]:
         """1 for ids that the policy sampled, 0 for observations, (C,)."""
-        turns = ((int(t.trained), t) for t in self.turns)
-        return join(part for one, t in turns for part in ([one] * len(t.token_ids), [0] * len(t.observation_ids)))
+        return join(
+            part for t in self.turns for part in (t.per_token(int(t.trained), 0), [0] * len(t.observation_ids))
+        )
 
     @property
     def turn_ids(self) -> list[int]:
         """The index of the rollout's turn that sampled an id, -1 for observations, (C,)."""
         turns = zip(self.owners, self.turns)
-        return join(part for k, t in turns for part in ([k] * len(t.token_ids), [-1] * len(t.observation_ids)))
+        return join(part for k, t in turns for part in (t.per_token(k, -1), [-1] * len(t.observation_ids)))
 
     @property
     def logprobs(self) -> list[float] | None:
@@ -212,6 +218,10 @@ class Rollout(TurnTokens):
     ...                                   Turn([30], [-.3], "", "stop")])
     >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
     ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
+    >>> r.turns[0].mask = [0, 1]  # the first of its tokens is not trained
+    >>> r.loss_mask, r.turn_ids
+    ([0, 1, 0, 1], [-1, 0, -1, 1])
+    >>> r.turns[0].mask = None
     >>> r.turns[1].context = Context([], [1, 2, 7])  # the history was edited before turn 1
     >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
     [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]

@@ -72,7 +72,8 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
     """(turn, outcome) reward functions with what environments and tools give, named as they are logged.
 
-    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class.
+    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class, and
+    what it lists as `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -98,7 +99,8 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
     may_give = any(hint is inspect.Signature.empty or "ToolResult" in str(hint) for hint in returned)
     if may_give or any(hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes):
         turn_funcs = [environment, tool]
-    return turn_funcs, [of_class(cls) for cls in classes if hasattr(cls, "get_reward")]
+    further = [func for cls in classes for func in getattr(cls, "outcome_reward_funcs", [])]
+    return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
 
 
 def summed(rewards: typing.Iterable[float | None]) -> float | None:

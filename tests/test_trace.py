@@ -48,6 +48,7 @@ TEXTS |= {  # where a turn ends, and what it says
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
 ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close", "with_prompts"}
 LISTS = {
+    "per_token",
     "join",
     "owners",
     "loss_mask",

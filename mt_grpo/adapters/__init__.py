@@ -2,16 +2,30 @@
 
 A module imports from the package, and from modules that stand above it in this list.
 
-    chat_messages    requests of OpenAI's API in one form, and its errors
-    chains           the tree of what an agent asked: which request goes on from which answer
-    chat_api         /v1/chat/completions: requests, answers, streams
-    responses_api    /v1/responses: requests, answers, streams
-    agent_prompts    messages and tools as the chat template takes them
-    agent_session    one rollout as the model that an agent talks to
-    agent_server     the HTTP server on the loopback address
-    agent_transport  the same server for clients in this process
-    agent_launcher   a process that ends a command with the trainer
-    agent_commands   an agent as a command
-    agent_programs   an agent as a function; the end of an agent of either kind
-    openai_agent     the conversation that an agent runs
+    policy_time       seconds in which a program waits for the policy
+    chat_messages     requests of OpenAI's API in one form, and its errors
+    chains            the tree of what an agent asked: which request goes on from which answer
+    chat_api          /v1/chat/completions: requests, answers, streams
+    responses_api     /v1/responses: requests, answers, streams
+    agent_prompts     messages and tools as the chat template takes them
+    agent_session     one rollout as the model that an agent talks to
+    agent_server      the HTTP server on the loopback address
+    agent_transport   the same server for clients in this process
+    agent_launcher    a process that ends a command with the trainer
+    agent_commands    an agent as a command
+    agent_programs    an agent as a function; the end of an agent of either kind
+    openai_agent      the conversation that an agent runs
+    swift_protocol    ms-swift's requests, responses and outputs
+    swift_rewards     ms-swift's reward classes
+    swift_loop        the turns of a scheduler
+    swift_schedulers  the base classes of schedulers
+    swift_tips        schedulers that give a tip after a wrong answer
+    swift_gym         environments, and the scheduler that plays them
+    swift_messages    a request's messages as text, and as the chat template takes them
+    swift_samples     a scheduler's responses
+    swift_session     one rollout as the engine of a scheduler
+    swift_outputs     what a scheduler returned, as turns and records
+    swift_paths       the import paths of ms-swift
+    ms_swift          the conversation that a scheduler runs
+    swift_recipe      what a recipe says with ms-swift's keys
 """

@@ -15,6 +15,7 @@ from typing import Any
 from mt_grpo.adapters.agent_prompts import AgentPrompts, tools_by_name
 from mt_grpo.adapters.chains import Chains, Completion, keys_of
 from mt_grpo.adapters.chat_messages import Answer, ApiError, ModelRequest, tool_call
+from mt_grpo.adapters.policy_time import PolicyTime
 from mt_grpo.hermes import HermesFormat
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 from mt_grpo.tool_results import error_text
@@ -49,7 +50,7 @@ class StopsAt:
         return any(stop in text for stop in self._stops)
 
 
-class AgentSession:
+class AgentSession(PolicyTime):
     """The model of one rollout.
 
     Args:
@@ -69,6 +70,7 @@ class AgentSession:
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
+        super().__init__()
         self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
         self.key = f"mt-{secrets.token_urlsafe(24)}"
         self.tokenizer = env._tokenizer(llm)
@@ -82,16 +84,10 @@ class AgentSession:
         self.closed, self.context_is_full = False, False
         self.last_error: ApiError | None = None
         self._num_requests, self._num_calls, self._num_written = 0, 0, 0
-        self._waited, self._in_flight, self._since = 0.0, 0, 0.0
         self._tasks: dict[str, asyncio.Task] = {}  # by request: the last one of each
         self._rewards: dict[int, float] = {}  # by number of the completion
 
     # -- what the server asks --
-
-    @property
-    def policy_seconds(self) -> float:
-        """Seconds in which at least one request was in flight."""
-        return self._waited + (time.monotonic() - self._since if self._in_flight else 0.0)
 
     async def answer(
         self, request: ModelRequest, body: dict[str, Any], is_retry: bool, reward: float | None = None
@@ -162,21 +158,15 @@ class AgentSession:
 
     async def _timed(self, completing: Coroutine) -> Answer:
         """The answer; the time until it is there is the policy's. What fails here is no fault of the agent."""
-        if not self._in_flight:
-            self._since = time.monotonic()
-        self._in_flight += 1
-        try:
-            return await completing
-        except ApiError:
-            raise
-        except Exception as error:
-            self.failure = error
-            self.over.set()
-            raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
-        finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._waited += time.monotonic() - self._since
+        with self.in_flight():
+            try:
+                return await completing
+            except ApiError:
+                raise
+            except Exception as error:
+                self.failure = error
+                self.over.set()
+                raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
 
     async def _complete(self, request: ModelRequest, number: int) -> Answer:
         parent = self._parent(request)

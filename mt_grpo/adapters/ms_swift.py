@@ -1,0 +1,274 @@
+"""`multi_turn_scheduler: NAME`: the conversation is a scheduler's of ms-swift, from a plug-in as it is.
+
+    external_plugins: [my_plugin.py]      # multi_turns["mine"] = MyScheduler
+    multi_turn_scheduler: mine
+    max_turns: 3
+    reward_funcs: [my_reward]             # orms["my_reward"] = MyReward
+
+A scheduler's methods and its `run` are awaited on a loop of their own, synchronous ones in threads. What they ask of
+`infer_engine.infer_async` is sampled by the trainer's backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import inspect
+import logging
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from mt_grpo.adapters.swift_loop import SchedulerFailure, called, drive
+from mt_grpo.adapters.swift_outputs import conversation_of, fill, read_outputs, train_outputs
+from mt_grpo.adapters.swift_paths import protocol_module
+from mt_grpo.adapters.swift_session import SchedulerSession
+from mt_grpo.environments import failures_end
+from mt_grpo.event_loop import background_loop
+from mt_grpo.rollout import Message, Rollout, StopReason
+from mt_grpo.tool_results import error_text
+from mt_grpo.tool_threads import ToolsUnavailable
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_THREAD = "mt-grpo-schedulers"  # their loop: one that blocks must not stop the trainer's
+SECONDS_TO_END = 2.0  # for a conversation that is cancelled
+CURRENT: contextvars.ContextVar[SchedulerSession | None] = contextvars.ContextVar("scheduler_session", default=None)
+# Columns of a row that are the request's own, and not in its `data_dict`.
+STANDARD_COLUMNS = ("prompt", "messages", "tools", "images", "audios", "videos", "objects", "chat_template_kwargs")
+
+
+class SchedulerEngine:
+    """`infer_engine` of a scheduler: all its conversations, each with a session."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int | None):
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.sessions: dict[str, SchedulerSession] = {}  # by uuid of the first request
+
+    async def infer_async(self, infer_request: Any, request_config: Any = None, **kwargs: Any) -> Any:
+        """The policy's response to a request, of the conversation in which this is called."""
+        session = CURRENT.get() or self.sessions.get(getattr(infer_request, "uuid", None))
+        if session is None:
+            raise SchedulerFailure("infer_async was called outside of a conversation, with the uuid of none.")
+        return await self._on_session(session, session.infer(infer_request, request_config))
+
+    async def drove(self, response: Any, text: str, segment: Any) -> None:
+        """`SchedulerSession.drove` for a response."""
+        session = CURRENT.get()
+        await self._on_session(session, session.drove(response.choices[0], text, segment))
+
+    async def segments(self, response: Any) -> dict[str, list]:
+        """`SchedulerSession.segments` for a response."""
+        session = CURRENT.get()
+        return await self._on_session(session, session.segments(response.choices[0]))
+
+    async def _on_session(self, session: SchedulerSession, coroutine: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
+
+
+class ScheduledConversation:
+    """What rewards see of a conversation, as `environments`.
+
+    Attributes:
+        row: Of the dataset.
+        request_id: Of this rollout.
+        outputs: What the scheduler gave, one dict per output with what its rewards get by name.
+    """
+
+    tools: list = []  # it has none of the trainer's
+
+    def __init__(self):
+        self.row: dict[str, Any] = {}
+        self.request_id = ""
+        self.outputs: list[dict[str, Any]] = []
+
+    def reset(self, **row: Any) -> list[Message] | None:
+        """Begin anew."""
+        self.row, self.request_id, self.outputs = row, f"chatcmpl-{uuid.uuid4()}", []
+        has_prompt = row.get("prompt") or row.get("messages")
+        return None if has_prompt else [{"role": "user", "content": "The environment writes the prompt."}]
+
+    @property
+    def infos(self) -> dict[str, Any]:
+        """The `rollout_infos` of the last output."""
+        return self.outputs[-1]["rollout_infos"] if self.outputs else {}
+
+
+class PlayedConversation(ScheduledConversation):
+    """One whose outcome reward is an environment's: the `total_reward` of its infos."""
+
+    def get_reward(self) -> float | None:
+        """The sum over its steps."""
+        return self.infos.get("total_reward")
+
+
+class SchedulerConversation:
+    """Mixed into the class of conversations: the turns are a scheduler's.
+
+    Attributes:
+        scheduler_class: Of the plug-in.
+        scheduler_kwargs: For its constructor, such as `max_turns`.
+        loss_scale: What is trained: `default` or `last_round`.
+        length_scope: What max_completion_length counts: `per_round` or `total`.
+        max_model_calls: Responses per rollout.
+        passes_dataset: Whether requests have the row's columns as `data_dict`.
+        stop_words: Texts that end a response, which keeps them.
+    """
+
+    scheduler_class: type
+    scheduler_kwargs: dict[str, Any]
+    loss_scale: str
+    length_scope: str
+    max_model_calls: int
+    passes_dataset: bool
+    stop_words: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.engine: SchedulerEngine | None = None
+        self.scheduler: Any = None
+
+    @property
+    def keeps_thinking(self) -> bool:
+        """Whether the model reads the thinking of earlier turns: as in ms-swift, not for `last_round`."""
+        return self.loss_scale != "last_round"
+
+    async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
+        """All turns: run the scheduler to its end. Its requests become the rollout's turns."""
+        with failures_end(rollout):
+            messages = await self.environments.open(rollout)
+            await self.run_scheduler(rollout, messages, llm, sampling_params)
+
+    async def run_scheduler(
+        self, rollout: Rollout, messages: list[Message], llm: Any, sampling_params: dict[str, Any] | None
+    ) -> None:
+        """Let the scheduler run, and fill the rollout. Raises `SchedulerFailure`."""
+        protocol = protocol_module()
+        session = SchedulerSession(self, rollout, llm, sampling_params, protocol)
+        scheduler = self.scheduler_of(llm)
+        row = rollout.row
+        columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
+        request = protocol.RolloutInferRequest(
+            messages=copy.deepcopy(messages), tools=row.get("tools"), uuid=rollout.environment.request_id,
+            data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
+            **{kind: row[kind] for kind in ("images", "audios", "videos") if row.get(kind)},
+        )  # fmt: skip
+        first = copy.deepcopy(request)
+        config = protocol.RequestConfig(
+            max_tokens=self.max_completion_length, stop=list(self.stop_words), n=1, logprobs=True, return_details=True
+        )  # fmt: skip
+        self.engine.sessions[request.uuid] = session
+        try:
+            outputs = await self.watched(session, rollout, scheduler, request, config)
+            train_outputs(session, outputs, self.loss_scale)
+        finally:
+            del self.engine.sessions[request.uuid]
+            fill(rollout, session.samples)
+        rollout.environment.outputs = [self.as_columns(output, first, rollout) for output in outputs]
+        rollout.stop_reason = session.stop_reason or self.why_it_ended(session, outputs)
+
+    async def watched(
+        self, session: SchedulerSession, rollout: Rollout, scheduler: Any, request: Any, config: Any
+    ) -> list[Any]:
+        """The outputs of a scheduler, in its time. None of them where it raised because its room was spent."""
+        name, timeout = type(scheduler).__name__, self.environment_timeout
+        running = self.begin(session, scheduler, request, config)
+        try:
+            while not running.done() and session.failure is None:
+                left = timeout - session.idle_seconds
+                if left <= 0:
+                    rollout.abandoned = True
+                    raise SchedulerFailure(
+                        f"{name} took longer than environment_timeout={timeout:g} s between two responses."
+                    )
+                await asyncio.wait([running], timeout=min(left, 1.0))
+            if session.failure is not None:
+                raise session.failure
+            return read_outputs(running.result(), name)
+        except (SchedulerFailure, ToolsUnavailable):
+            if session.stop_reason is not None and running.done():
+                return []
+            raise
+        except Exception as error:
+            if session.failure is not None:
+                raise
+            if session.stop_reason is not None:
+                return []
+            raise SchedulerFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+        finally:
+            running.cancel()
+
+    def begin(self, session: SchedulerSession, scheduler: Any, request: Any, config: Any) -> asyncio.Future:
+        """Begin a conversation on the loop of schedulers. A future of this loop with its result."""
+        CURRENT.set(session)  # in this task, whose context the other loop's task gets
+
+        async def run() -> Any:
+            try:
+                own_run = run_of(scheduler)
+                return await (own_run(request, config) if own_run else drive(scheduler, request, config))
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all schedulers
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            finally:
+                if hasattr(scheduler, "_close_and_remove"):  # an environment is closed, however it ended
+                    with suppress(Exception):
+                        await called(scheduler._close_and_remove, request.uuid)
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), background_loop(SCHEDULER_THREAD)))
+
+    def scheduler_of(self, llm: Any) -> Any:
+        """The scheduler of all conversations, which the first one makes."""
+        if self.scheduler is None:
+            self.engine = SchedulerEngine(self._tokenizer(llm), self.max_model_len)
+            self.scheduler = make_scheduler(self.scheduler_class, self.engine, self.scheduler_kwargs)
+        return self.scheduler
+
+    def as_columns(self, output: Any, request: Any, rollout: Rollout) -> dict[str, Any]:
+        """An output by the names that ms-swift's rewards get."""
+        choice = output.response.choices[0]
+        ids = output.response_token_ids or [list(choice.token_ids or [])]
+        return {
+            "messages": conversation_of(output, request), "finish_reason": choice.finish_reason,
+            "is_truncated": choice.finish_reason == "length", "rollout_infos": dict(output.rollout_infos),
+            "multi_turn_infos": dict(output.rollout_infos), "response_token_ids": ids,
+        }  # fmt: skip
+
+    def why_it_ended(self, session: SchedulerSession, outputs: list[Any]) -> StopReason:
+        """The reason of a conversation that had room left."""
+        if not session.samples:
+            raise SchedulerFailure(f"{self.scheduler_class.__name__} never asked for a response.")
+        if session.samples[-1].turn.finish_reason == "length":
+            return StopReason.MAX_TOKENS
+        most = self.scheduler_kwargs.get("max_turns")
+        return StopReason.MAX_TURNS if most and len(session.samples) >= most else StopReason.ENVIRONMENT_STOP
+
+
+def run_of(scheduler: Any) -> Any:
+    """A scheduler's own `run`; None where it has that of ms-swift's base class, which `drive` replaces."""
+    for cls in type(scheduler).__mro__:
+        if "run" in vars(cls):
+            return None if cls.__name__ == "MultiTurnScheduler" else scheduler.run
+    return None
+
+
+def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -> Any:
+    """An instance, by either constructor: `(infer_engine, max_turns, ...)` or that of before 3.8, `(max_turns, ...)`.
+
+    Raises `ValueError` where its constructor raises.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {"infer_engine": engine, "tokenizer": engine.tokenizer, **kwargs}
+    if "max_turns" in parameters and "infer_engine" not in parameters:
+        del given["infer_engine"]  # `super().__init__(max_turns, ...)` would be a second value for it
+    try:
+        scheduler = cls(**{key: value for key, value in given.items() if takes_all or key in parameters})
+    except Exception as error:
+        raise ValueError(
+            f"multi_turn_scheduler: {cls.__name__}{inspect.signature(cls)} raised {type(error).__name__}: "
+            f"{error_text(error)}"
+        ) from error
+    for key, value in {"infer_engine": engine, "max_turns": kwargs.get("max_turns")}.items():
+        if vars(scheduler).get(key) is None:  # its constructor passed on neither
+            setattr(scheduler, key, value)
+    return scheduler

@@ -1,0 +1,129 @@
+"""ms-swift's environments, the context managers of 3.7, and the scheduler that plays them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler
+
+
+class Env:
+    """An environment of `gym_scheduler`, one per conversation, registered in `envs`."""
+
+    def __init__(self, env_config: dict[str, Any]):
+        self.env_config = env_config
+
+    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        """(the first observation, information, the system message), for a `RolloutInferRequest`."""
+        raise NotImplementedError
+
+    async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
+        """(the next observation, the reward, whether it is over, information), for all messages so far."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Give back what it holds."""
+
+
+envs: dict[str, type] = {}
+
+
+class ContextManager:
+    """Edits the messages that the model reads next."""
+
+    def __init__(self, ctx_config: dict[str, Any]):
+        self.ctx_config = ctx_config
+
+    def manage_context(self, history: list[dict[str, Any]], trajectory_id: str) -> list[dict[str, Any]]:
+        """The messages in place of `history`, of the conversation with this id."""
+        raise NotImplementedError
+
+
+class DummyContextManager(ContextManager):
+    """Edits nothing."""
+
+    def manage_context(self, history: list[dict[str, Any]], trajectory_id: str) -> list[dict[str, Any]]:
+        """The messages as they are."""
+        return history
+
+
+context_managers: dict[str, type] = {"dummyContextManager": DummyContextManager}
+
+
+def registered(registry: dict[str, type], name: str | None, key: str) -> type:
+    """The class of this name. Raises `ValueError`."""
+    if name not in registry:
+        raise ValueError(f"{key}: {name!r} is not registered. Expected one of: {', '.join(registry) or 'none is'}.")
+    return registry[name]
+
+
+class GYMScheduler(MultiTurnScheduler):
+    """`gym_scheduler`: an `Env` per conversation; `rollout_infos` has `total_reward` and `step_rewards`.
+
+    The environment is named by the row's `env_config: {name: ...}`, else by the recipe's `gym_env`; a context manager
+    by the row's `ctx_config`, else by `context_manager`. It edits what the model reads before each turn.
+    """
+
+    def __init__(self, *args: Any, gym_env: str | None = None, context_manager: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gym_env_name, self.context_manager_name = gym_env, context_manager
+        self._contexts: dict[str, ContextManager] = {}  # by uuid
+        self._envs: dict[str, Any] = {}  # by uuid
+        self._rewards: dict[str, list[float]] = {}
+        self._observations: dict[str, str] = {}
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        return registered(envs, env_config.get("name") or self.gym_env_name, "gym_env")(env_config)
+
+    def _create_context_manager(self, ctx_config: dict[str, Any]) -> ContextManager:
+        name = ctx_config.get("name") or self.context_manager_name or "dummyContextManager"
+        return registered(context_managers, name, "context_manager")(ctx_config)
+
+    async def on_trajectory_start(self, requests: list) -> None:
+        """Make and reset an environment for each request, whose messages become its observation."""
+        await asyncio.gather(*map(self._begin, requests))
+
+    async def _begin(self, request: Any) -> None:
+        uuid, row = request.uuid, request.data_dict or {}
+        self._envs[uuid] = env = self._create_env(row.get("env_config") or {})
+        self._contexts[uuid] = self._create_context_manager(row.get("ctx_config") or {})
+        self._rewards[uuid] = []
+        observation, _, system = await env.reset(request)
+        request.messages = self._contexts[uuid].manage_context(self._messages(observation, system), uuid)
+
+    def _messages(self, observation: str, system: str | None) -> list[dict[str, Any]]:
+        first = [{"role": "system", "content": system}] if system else []
+        return [*first, {"role": "user", "content": observation}]
+
+    async def _act(self, env: Any, request: Any, choice: Any) -> tuple[str, float, bool]:
+        observation, reward, done, _ = await env.step(copy.deepcopy(request.messages))
+        return observation, float(reward), bool(done)
+
+    async def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        """One step of the environment."""
+        uuid = infer_request.uuid
+        observation, reward, done = await self._act(self._envs[uuid], infer_request, response_choice)
+        self._rewards[uuid].append(reward)
+        self._observations[uuid] = observation
+        infos = {"total_reward": sum(self._rewards[uuid]), "step_rewards": list(self._rewards[uuid])}
+        return {"done": done, "rollout_infos": {**infos, "gym_done": done}}
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        """The observation as the user's next message."""
+        uuid = infer_request.uuid
+        infer_request.messages.append({"role": "user", "content": self._observations.pop(uuid)})
+        infer_request.messages = self._contexts[uuid].manage_context(infer_request.messages, uuid)
+        return {"infer_request": infer_request}
+
+    async def _close_and_remove(self, uuid: str) -> None:
+        """Close the environment of a conversation that is over, however it ended."""
+        env = self._envs.pop(uuid, None)
+        for held in (self._rewards, self._observations, self._contexts):
+            held.pop(uuid, None)
+        if env is not None:
+            await self._close(env)
+
+    async def _close(self, env: Any) -> None:
+        await env.close()

@@ -1,0 +1,150 @@
+"""What ms-swift's schedulers read and write: requests, choices, outputs, under its names and with its fields.
+
+Interfaces: ms-swift 3.6 to 4.6, `swift.infer_engine.protocol`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass
+class InferRequest:
+    """A conversation that the model goes on with."""
+
+    messages: Messages
+    images: list = field(default_factory=list)
+    audios: list = field(default_factory=list)
+    videos: list = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutInferRequest(InferRequest):
+    """One with the row's columns (`data_dict`) and an id of the conversation (`uuid`)."""
+
+    data_dict: dict[str, Any] = field(default_factory=dict)
+    uuid: str | None = None
+
+
+@dataclass
+class RequestConfig:
+    """How to sample. Only `stop` and `max_tokens` of a request count: the policy's sampling settings hold."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    num_beams: int = 1
+    stop: list[str] | None = field(default_factory=list)
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    length_penalty: float = 1.0
+    return_details: bool = False
+
+
+@dataclass
+class ChatMessage:
+    """What the model said."""
+
+    role: str
+    content: str
+    tool_calls: list | None = None
+    reasoning_content: str | None = None
+
+
+@dataclass
+class ChatCompletionResponseChoice:
+    """One sampled continuation. `token_ids` are the sampled ones; `logprobs` is `{"content": [{"logprob": x}]}`."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    logprobs: dict[str, list[dict[str, Any]]] | None = None
+    token_ids: list[int] | None = None
+    messages: Messages | None = None
+    images: list | None = None
+    multi_turn_infos: dict[str, Any] | None = None
+    routed_experts: Any = None
+
+
+@dataclass
+class UsageInfo:
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass
+class ChatCompletionResponse:
+    """The answer to a request. `id` is the request's `uuid`."""
+
+    model: str
+    choices: list[ChatCompletionResponseChoice]
+    usage: UsageInfo
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4()}")
+    object: str = "chat.completion"
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_token_ids: list[int] | None = None
+
+
+class RolloutOutput(BaseModel):
+    """What a conversation gave.
+
+    Attributes:
+        response: The last one.
+        messages: All, with the last response.
+        response_token_ids: One list per message of the assistant, in their order; it may begin later than the first.
+        response_loss_mask: As long as those.
+        rollout_infos: For rewards.
+        rollout_logprobs: One per id with mask 1.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    response: Any
+    messages: Messages | None = None
+    response_token_ids: list[list[int]] = Field(default_factory=list)
+    response_loss_mask: list[list[int]] = Field(default_factory=list)
+    rollout_infos: dict[str, Any] = Field(default_factory=dict)
+    rollout_logprobs: list[list[float]] = Field(default_factory=list)
+    prompt_logprobs: list | None = None
+
+    @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="before")
+    @classmethod
+    def _nested(cls, value: Any) -> Any:
+        """A flat list is that of one message."""
+        return [value] if isinstance(value, list) and value and isinstance(value[0], (int, float)) else value
+
+
+def remove_response(messages: Messages) -> str | None:
+    """Take away a last message of the assistant; return what it said."""
+    return messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+
+
+def logprobs_of(choice: Any) -> list[float]:
+    """The logprobs of a choice; empty where it has none.
+
+    >>> message = ChatMessage("assistant", "")
+    >>> logprobs_of(ChatCompletionResponseChoice(0, message, "stop", {"content": [{"logprob": -1}]}))
+    [-1]
+    """
+    return [each["logprob"] for each in (choice.logprobs or {}).get("content") or []]

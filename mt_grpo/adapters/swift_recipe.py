@@ -1,0 +1,175 @@
+"""What a recipe says with ms-swift's keys: plug-ins, a scheduler, rewards. All is checked before a model is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.adapters.ms_swift import (
+    PlayedConversation,
+    ScheduledConversation,
+    SchedulerConversation,
+    SchedulerEngine,
+    make_scheduler,
+    run_of,
+)
+from mt_grpo.adapters.swift_outputs import LOSS_SCALES
+from mt_grpo.adapters.swift_paths import install, registry
+from mt_grpo.plugins import import_file
+from mt_grpo.settings import absolute, default_of
+
+# Settings of what a scheduler does by itself. They would have no effect.
+OF_THE_SCHEDULER = (
+    "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
+    "isolate_tools",
+)  # fmt: skip
+LENGTH_SCOPES = ("per_round", "total")
+OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
+        "log_extra", "log_metric")  # fmt: skip
+
+
+def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
+    """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
+    if args.tool_format == "xml":
+        raise ValueError("tool_format='xml' does not fit multi_turn_scheduler. Expected hermes or native.")
+    for key in ("tools_script", "system_prompt", "environment"):
+        if getattr(script_args, key) is not None:
+            raise ValueError(f"{key} has no effect with multi_turn_scheduler: the scheduler does that. Remove it.")
+    for key in OF_THE_SCHEDULER:
+        if getattr(args, key) != default_of(key, (type(args),)):
+            raise ValueError(f"{key} has no effect with multi_turn_scheduler: the scheduler does that. Remove it.")
+    for key, values in (("loss_scale", LOSS_SCALES), ("completion_length_limit_scope", LENGTH_SCOPES)):
+        if getattr(script_args, key) not in values:
+            raise ValueError(f"{key}={getattr(script_args, key)!r}, expected one of {', '.join(values)}.")
+    install()
+    for path in script_args.external_plugins or []:
+        import_file(absolute(path), "external_plugins")
+    plays = script_args.use_gym_env or script_args.gym_env is not None
+    name = script_args.multi_turn_scheduler or "gym_scheduler"
+    cls = registered("multi_turns", name, "multi_turn_scheduler")
+    if script_args.gym_env is not None:
+        registered("envs", script_args.gym_env, "gym_env")
+    kwargs = {"max_turns": script_args.max_turns, "gym_env": script_args.gym_env}
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    check_scheduler(cls, name, kwargs)
+    settings = {
+        "scheduler_class": cls, "scheduler_kwargs": kwargs, "loss_scale": script_args.loss_scale,
+        "length_scope": script_args.completion_length_limit_scope, "max_model_calls": script_args.max_model_calls,
+        "passes_dataset": script_args.vllm_server_pass_dataset, "stop_words": script_args.stop_words or [],
+    }  # fmt: skip
+    kind = PlayedConversation if plays else ScheduledConversation
+    rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
+    environment = type(script_args.gym_env or name, (kind,), {"outcome_reward_funcs": rewards})
+    return type("SchedulerConversation", (SchedulerConversation, base), settings), environment
+
+
+def registered(kind: str, name: str, key: str) -> Any:
+    """What plug-ins have registered under a name. Raises `ValueError`."""
+    found = registry(kind)
+    if name not in found:
+        raise ValueError(
+            f"{key}: {name!r} is not in {kind}. Expected one of: {', '.join(sorted(found)) or 'none is there'}. A "
+            f"plug-in of external_plugins registers it by `{kind}[{name!r}] = MyClass`."
+        )
+    return found[name]
+
+
+def check_scheduler(cls: Any, name: str, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` unless a class can run conversations: its methods take what the trainer passes."""
+    where = f"multi_turn_scheduler: {name!r}"
+    if not isinstance(cls, type):
+        raise ValueError(f"{where} is {cls!r}, expected a class.")
+    scheduler = make_scheduler(cls, SchedulerEngine(None, None), kwargs)
+    own_run = run_of(scheduler)
+    if own_run is not None:
+        if not inspect.iscoroutinefunction(own_run):
+            raise ValueError(f"{where}: {cls.__name__}.run is no async function, expected `async def run`.")
+        return
+    for method, count in (("step", 3), ("check_finished", 3), ("on_turn_end", 3), ("on_trajectory_start", 1)):
+        function = getattr(scheduler, method, None)
+        if function is None and method in ("step", "check_finished"):
+            raise ValueError(
+                f"{where}: {cls.__name__} has no run, and no {method}. Expected `run`, or `step` and `check_finished`."
+            )
+        if function is None:
+            continue
+        try:
+            inspect.signature(function).bind(*[None] * count)
+        except TypeError as error:
+            takes = ("infer_request", "response_choice", "current_turn") if count == 3 else ("requests",)
+            raise ValueError(
+                f"{where}: {cls.__name__}.{method}{inspect.signature(function)} cannot take ({', '.join(takes)}), "
+                f"which are passed by position: {error}."
+            ) from None
+    if getattr(cls.step, "__qualname__", "") == "MultiTurnScheduler.step":
+        raise ValueError(f"{where}: {cls.__name__} has neither step nor run. Expected one of them.")
+
+
+def as_reward(name: str, script_args: Any, args: Any) -> Callable:
+    """A reward of `orms`, a class or a function, as an outcome reward of the trainer. Raises `ValueError`."""
+    found = registered("orms", name, "reward_funcs")
+    try:
+        reward = found(**({"args": args} if takes(found, "args") else {})) if isinstance(found, type) else found
+    except Exception as error:
+        raise ValueError(f"reward_funcs: {name!r} raised {type(error).__name__}: {error}.") from error
+    call = reward if inspect.isroutine(reward) else type(reward).__call__
+
+    def columns(environments: list, given: dict[str, Any]) -> dict[str, Any]:
+        return {**columns_of(environments), **{key: value for key, value in given.items() if key not in OURS}}
+
+    async def run_async(environments: list, **kwargs: Any) -> list:
+        return await reward(completions_of(environments), **columns(environments, kwargs))
+
+    def run(environments: list, **kwargs: Any) -> list:
+        return [None if each is None else float(each) for each in reward(completions_of(environments),
+                                                                         **columns(environments, kwargs))]  # fmt: skip
+
+    function = run_async if inspect.iscoroutinefunction(call) else run
+    function.__name__ = name
+    return function
+
+
+def takes(function: Callable, name: str) -> bool:
+    """Whether a function or a class takes an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def completions_of(environments: list[ScheduledConversation]) -> list[str]:
+    """What the assistant's last message of each conversation says."""
+    return [each.outputs[-1]["messages"][-1]["content"] if each.outputs else "" for each in environments]
+
+
+def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | dict]:
+    """What ms-swift's rewards get beside the dataset's columns, one value per conversation: its last output's.
+
+    `trajectory_inputs` has all outputs of a conversation by its `request_id`, as rows with the dataset's columns.
+    """
+    last = [each.outputs[-1] if each.outputs else nothing(each) for each in environments]
+    columns: dict[str, Any] = {key: [row[key] for row in last] for key in nothing(None)}
+    columns["request_id"] = [each.request_id for each in environments]
+    columns["prompt_id"] = [prompt_id(each) for each in environments]
+    columns["trajectory_inputs"] = {
+        each.request_id: [
+            {**each.row, **output, "request_id": each.request_id, "prompt_id": prompt_id(each)}
+            for output in each.outputs or [nothing(each)]
+        ]
+        for each in environments
+    }
+    return columns
+
+
+def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
+    """The columns of a conversation for which there was no room."""
+    messages = list(conversation.row.get("prompt") or []) if conversation else []
+    infos: dict[str, Any] = {}
+    return {
+        "messages": [*messages, {"role": "assistant", "content": ""}], "finish_reason": "length",
+        "is_truncated": True, "rollout_infos": infos, "multi_turn_infos": infos, "response_token_ids": [],
+    }  # fmt: skip
+
+
+def prompt_id(conversation: ScheduledConversation) -> str:
+    """The same for all conversations of a prompt."""
+    return repr(conversation.row.get("prompt"))

@@ -1,0 +1,776 @@
+"""ms-swift's schedulers: plug-ins as they are, and their ids by hand. The policy is scripted."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters import swift_paths
+from mt_grpo.adapters.ms_swift import PlayedConversation, SchedulerConversation
+from mt_grpo.adapters.swift_gym import ContextManager, Env, GYMScheduler, context_managers, envs
+from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_protocol import RolloutInferRequest, RolloutOutput
+from mt_grpo.adapters.swift_recipe import as_reward, columns_of
+from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
+from mt_grpo.adapters.swift_tips import MathTipsMultiTurnScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
+from mt_grpo.plugins import import_file
+from mt_grpo.records import trained_records
+from mt_grpo.rollout import Generation, StopReason
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
+needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+END = [TOKENIZER.eos_token_id]
+PROMPT = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+swift_paths.install()
+
+
+class Scripted:
+    """Writes these texts, each with an end of turn; notes what it read and wrote. A pair is cut off at its end."""
+
+    def __init__(self, *turns, max_model_len=1024):
+        self.turns, self.max_model_len, self.asked, self.params = list(turns), max_model_len, [], []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        await asyncio.sleep(0)
+        if isinstance(turn, Exception):
+            raise turn
+        whole = ids(turn) + END if isinstance(turn, str) else ids(turn[0])
+        sampled = whole[:max_tokens]
+        self.asked.append((list(prompt_ids), sampled))
+        self.params.append(sampling_params)
+        logprobs = [-k / 64 for k in range(len(sampled))]
+        return Generation(sampled, logprobs, "stop" if sampled == whole and isinstance(turn, str) else "length")
+
+
+def ids(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def conversations(
+    cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, stop_words=(), **settings
+):
+    """The class of conversations of a scheduler, made."""
+    kwargs = {key: settings.pop(key) for key in ("max_turns", "gym_env", "context_manager") if key in settings}
+    own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss_scale": loss_scale, "length_scope": scope,
+           "max_model_calls": max_model_calls, "passes_dataset": passes,
+           "stop_words": list(stop_words)}  # fmt: skip
+    mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
+    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400,
+                "environment_timeout": 20.0, **settings}  # fmt: skip
+    return mixed([], None, environment=PlayedConversation, **settings)
+
+
+def run(cls, *turns, row=None, llm=None, messages=None, **settings):
+    """(the rollout, the policy) of one conversation with a scripted policy."""
+    env, llm = conversations(cls, **settings), llm or Scripted(*turns)
+    prompt = messages or [user("What?")]
+    (rollout,) = env.start([prompt], rows=[{"prompt": prompt, **(row or {})}])
+    mt.run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+    if rollout.error is not None:
+        raise rollout.error
+    verify(rollout, llm)
+    return rollout, llm
+
+
+def verify(rollout, llm):
+    """Each turn was read as its record says, and is a beginning of what was sampled there."""
+    for record in rollout.records if rollout.turns else []:
+        read = list(record.prompt_ids)
+        for turn in record.turns:
+            size = len(turn.token_ids)
+            assert any(asked == read and sampled[:size] == turn.token_ids for asked, sampled in llm.asked)
+            assert turn.logprobs is None or len(turn.logprobs) == size
+            read = read + turn.token_ids + turn.observation_ids
+    assert sorted(k for r in rollout.records for k in r.numbers) == list(range(len(rollout.turns)))
+
+
+class Asks(MultiTurnScheduler):
+    """A new turn by the user, until `max_turns`."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages.append(user(f"And {current_turn}?"))
+        return {"infer_request": infer_request, "rollout_infos": {"asked": current_turn}}
+
+
+class GoesOn(MultiTurnScheduler):
+    """The same message goes on behind a text, which is not trained."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages[-1]["content"] += " Wait:"
+        return {"infer_request": infer_request}
+
+
+class GivesIds(MultiTurnScheduler):
+    """The same, with ids and a mask."""
+
+    mask = staticmethod(lambda sampled, added: [1] * sampled + [0] * added)
+
+    def step(self, infer_request, response_choice, current_turn):
+        added = self.tokenizer.encode(" Wait:", add_special_tokens=False)
+        infer_request.messages[-1]["content"] += " Wait:"
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": response_choice.token_ids + added,
+            "response_loss_mask": self.mask(len(response_choice.token_ids), len(added)),
+        }
+
+
+# -- ids by hand --
+
+
+def test_a_new_turn_token_for_token():
+    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2)
+    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
+    assert rollout.prompt_ids == ids(PROMPT)
+    assert rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
+    assert rollout.turn_ids == [0] * len(first) + [-1] * len(behind) + [1] * len(second)
+    (output,) = rollout.environment.outputs
+    assert output["response_token_ids"] == [first, second] and rollout.stop_reason == StopReason.MAX_TURNS
+    assert output["rollout_infos"] == {"asked": 1, "num_turns": 2}
+    said = [user("What?"), "It is 2.", user("And 1?"), "It is 3."]
+    assert output["messages"] == [each if isinstance(each, dict) else answer(each) for each in said]
+    assert len(trained_records(rollout)) == 1
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def cut_off(text):
+    """A turn without an end of turn, which `check_finished` does not take for the last one."""
+    return (text, "goes on")
+
+
+class GoesOnAnyway(GoesOn):
+    def check_finished(self, infer_request, response_choice, current_turn):
+        return current_turn >= self.max_turns
+
+
+class GivesIdsAnyway(GivesIds, GoesOnAnyway):
+    step = GivesIds.step
+
+
+@pytest.mark.parametrize("cls", [GoesOnAnyway, GivesIdsAnyway])
+def test_a_continuation_token_for_token(cls):
+    """The text that the scheduler put behind is read, and not trained; with its ids and without."""
+    rollout, _ = run(cls, cut_off("It is 2."), "It is 3.", max_turns=2)
+    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("It is 3.") + END
+    assert rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
+    assert rollout.messages == [answer("It is 2. Wait:It is 3.")]
+    (output,) = rollout.environment.outputs
+    assert output["messages"][-1] == answer("It is 2. Wait:It is 3.")
+
+
+@pytest.mark.parametrize("cls", [GoesOn, GivesIds])
+def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(cls):
+    """The end was sampled and is trained. What goes on does not follow it, so that a record begins."""
+    rollout, _ = run(cls, "It is 2.", "It is 3.", max_turns=2)
+    first, second = trained_records(rollout)
+    assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids("It is 2.") + END
+    assert second.prompt_ids == ids(PROMPT) + ids("It is 2.") + ids(" Wait:")
+    assert second.completion_ids == ids("It is 3.") + END and second.loss_mask == [1] * len(ids("It is 3.") + END)
+
+
+def test_an_edited_history_begins_a_record():
+    class Edits(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages = [user("Said: 2."), answer("Right."), user("And now?")]
+            return {"infer_request": infer_request}
+
+    rollout, _ = run(Edits, "It is 2.", "It is 3.", max_turns=2)
+    first, second = trained_records(rollout)
+    assert first.completion_ids == ids("It is 2.") + END and second.completion_ids == ids("It is 3.") + END
+    assert TOKENIZER.decode(second.prompt_ids) == (
+        "<|im_start|>user\nSaid: 2.<|im_end|>\n<|im_start|>assistant\nRight.<|im_end|>\n"
+        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_mask_chooses_among_what_was_sampled():
+    """Its logprobs are those of the ids with mask 1, and the ids stay in the record."""
+
+    class Masks(GivesIdsAnyway):
+        mask = staticmethod(lambda sampled, added: [0, 1] + [1] * (sampled - 2) + [0] * added)
+
+    rollout, _ = run(Masks, cut_off("It is 2."), "It is 3.", max_turns=2)
+    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("It is 3.") + END
+    assert rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [0] + [1] * (len(first) - 1) + [0] * len(behind) + [1] * len(second)
+    assert rollout.turn_ids == [-1] + [0] * (len(first) - 1) + [-1] * len(behind) + [1] * len(second)
+    assert len(rollout.logprobs) == len(rollout.completion_ids)
+
+
+def test_a_cut_answer_token_for_token():
+    """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
+    solution = {"solution": "3"}
+    rollout, _ = run(MathTipsScheduler, "so <answer>2</answer>", "<answer>3</answer>", row=solution, max_turns=3)
+    kept, tip, second = ids("so "), ids(MathTipsScheduler.tips_prompt), ids("<answer>3</answer>") + END
+    (record,) = trained_records(rollout)
+    size = len(record.completion_ids) - len(second)
+    assert TOKENIZER.decode(record.completion_ids[:size]) == "so But wait... It seems I made a mistake,"
+    assert record.loss_mask[:size] == [1] * record.loss_mask[:size].count(1) + [0] * record.loss_mask[:size].count(0)
+    assert TOKENIZER.decode(record.completion_ids[: record.loss_mask[:size].count(1)]).strip() == "so"
+    assert record.completion_ids[size:] == second and 0 < size <= len(kept) + len(tip) + 1
+    assert rollout.environment.outputs[0]["rollout_infos"]["num_turns"] == 2
+    right, _ = run(MathTipsScheduler, "<answer>3</answer>", row=solution, max_turns=3)
+    assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
+
+
+def test_a_tip_as_a_new_turn():
+    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", "<answer>2</answer>", row={"solution": "3"})
+    assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
+    assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize("loss_scale", ["default", "last_round"])
+def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
+    said = "<think>much</think> <answer>2</answer>"
+    rollout, _ = run(ThinkingModelTipsScheduler, said, said, row={"solution": "3"}, loss_scale=loss_scale)
+    first, second = trained_records(rollout)
+    assert first.completion_ids == second.completion_ids == ids(said) + END
+    assert "much" not in TOKENIZER.decode(second.prompt_ids) and "<answer>2" in TOKENIZER.decode(second.prompt_ids)
+    assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
+
+
+def test_last_round_trains_the_last_message_alone():
+    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="last_round")
+    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
+    assert rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [0] * len(first + behind) + [1] * len(second)
+
+
+@pytest.mark.parametrize("keys, trained", [({"loss": False}, 0), ({"loss_scale": 0.0}, 0), ({"loss": True}, 1)])
+def test_a_message_may_say_whether_it_is_trained(keys, trained):
+    class Marks(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages[-1].update(keys)
+            return super().step(infer_request, response_choice, current_turn)
+
+    rollout, _ = run(Marks, "It is 2.", max_turns=2, loss_scale="last_round" if trained else "default")
+    assert rollout.loss_mask[0] == trained and rollout.loss_mask[-1] == 1
+
+
+# -- what schedulers may write --
+
+
+def old_request(self, infer_request, result, current_turn):  # 3.6
+    infer_request.messages.append(user("And 1?"))
+    return infer_request
+
+
+def old_pair(self, infer_request, result, current_turn):  # 3.7
+    return old_request(self, infer_request, result, current_turn), {"asked": 1}
+
+
+def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
+    return {"infer_request": old_request(self, infer_request, response_choice, current_turn)}
+
+
+def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
+    choice = response_choice
+    return {**new_dict(self, infer_request, choice, current_turn), "response_token_ids": choice.token_ids,
+            "response_loss_mask": [1] * len(choice.token_ids),
+            "rollout_logprobs": [each["logprob"] for each in choice.logprobs["content"]]}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [old_request, old_pair, new_dict, new_dict_with_ids])
+def test_every_form_of_step(step):
+    rollout, _ = run(type("Old", (MultiTurnScheduler,), {"step": step}), "It is 2.", max_turns=2)
+    first, behind = ids("It is 2.") + END, ids(NEXT.format("And 1?"))
+    assert rollout.completion_ids == first + behind + first and rollout.logprobs.count(0.0) == len(behind) + 2
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(first)
+
+
+def test_a_dummy_message_means_that_the_last_one_goes_on():
+    class Dummy(GoesOnAnyway):
+        def step(self, infer_request, response_choice, current_turn):
+            super().step(infer_request, response_choice, current_turn)
+            infer_request.messages.append({"role": "assistant", "content": None})
+            return infer_request
+
+    rollout, _ = run(Dummy, cut_off("It is 2."), "It is 3.", max_turns=2)
+    assert rollout.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("It is 3.") + END
+    assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
+
+
+class Calls(Asks):
+    """Notes the order of its methods."""
+
+    order = []
+
+    async def on_trajectory_start(self, requests):
+        self.order.append(("start", len(requests)))
+
+    def on_turn_end(self, infer_request, response_choice, current_turn):
+        self.order.append(("end", current_turn, infer_request.messages[-1]["content"]))
+        return {"rollout_infos": {"ended": current_turn}}
+
+    def check_finished(self, infer_request, response_choice, current_turn):
+        self.order.append(("check", current_turn))
+        return False
+
+
+def test_the_order_of_the_methods(monkeypatch):
+    """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
+    monkeypatch.setattr(Calls, "order", [])
+    rollout, _ = run(Calls, "It is 2.", max_turns=2)
+    assert Calls.order == [("start", 1), ("end", 1, "It is 2."), ("check", 1), ("end", 2, "It is 2."), ("check", 2)]
+    assert rollout.environment.infos == {"asked": 1, "ended": 2, "num_turns": 2}
+
+
+def test_both_constructors():
+    class Old(Asks):
+        def __init__(self, max_turns=None, *args, **kwargs):
+            super().__init__(max_turns, *args, **kwargs)
+
+    class Bare(Asks):
+        def __init__(self, max_turns):
+            self.max_turns = max_turns
+
+    for cls in (Old, Bare, Asks):
+        assert len(run(cls, "It is 2.", max_turns=3)[0].turns) == 3
+
+
+def test_a_run_of_ones_own():
+    """Every request is exact, at the same time too; what no output goes through is not trained."""
+
+    class Own(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            judge = RolloutInferRequest(messages=[user("Judge!")], uuid="another")
+            first, _ = await asyncio.gather(
+                self.infer_engine.infer_async(infer_request, request_config),
+                self.infer_engine.infer_async(judge, request_config),
+            )
+            messages = [*infer_request.messages, answer(first.choices[0].message.content), user("And 1?")]
+            last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
+            messages.append(answer(last.choices[0].message.content))
+            return RolloutOutput(response=last, messages=messages, rollout_infos={"mine": True})
+
+    rollout, _ = run(Own, "It is 2.")
+    assert len(rollout.turns) == 3 and [turn.trained for turn in rollout.turns] == [True, False, True]
+    (record,) = trained_records(rollout)
+    first, behind = ids("It is 2.") + END, ids(NEXT.format("And 1?"))
+    assert record.completion_ids == first + behind + first and record.turn_ids[-1] == 2
+    assert rollout.environment.infos == {"mine": True}
+
+
+def test_outputs_that_are_a_list_are_a_record_each():
+    class Splits(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            outputs = []
+            for turn in range(3):
+                response = await self.infer_engine.infer_async(infer_request, request_config)
+                infer_request.messages.append(answer(response.choices[0].message.content))
+                outputs.append(RolloutOutput(
+                    response=response, messages=list(infer_request.messages),
+                    response_token_ids=response.choices[0].token_ids, rollout_infos={"turn": turn},
+                ))  # fmt: skip
+                infer_request.messages.append(user("And?"))
+            return outputs
+
+    rollout, _ = run(Splits, "It is 2.")
+    records = trained_records(rollout)
+    assert [record.completion_ids for record in records] == [ids("It is 2.") + END] * 3
+    behind = ids("It is 2.") + END + ids(NEXT.format("And?"))
+    assert [record.prompt_ids for record in records] == [ids(PROMPT) + behind * k for k in range(3)]
+    columns = columns_of([rollout.environment])
+    (rows,) = columns["trajectory_inputs"].values()
+    assert [row["rollout_infos"]["turn"] for row in rows] == [0, 1, 2] and columns["rollout_infos"] == [{"turn": 2}]
+
+
+def test_a_base_class_of_one_turn():
+    rollout, _ = run(RolloutScheduler, "It is 2.")
+    assert rollout.completion_ids == ids("It is 2.") + END and rollout.environment.infos == {"num_turns": 1}
+
+
+class Counts(Env):
+    """Counts to the goal of its configuration."""
+
+    closed = []
+
+    async def reset(self, config):
+        self.count = 0
+        return f"Say {config.data_dict['goal']}.", {}, "Count."
+
+    async def step(self, action):
+        self.count += 1
+        right = action[-1]["content"] == str(self.count)
+        return "Go on.", float(right), self.count >= self.env_config["goal"], {}
+
+    async def close(self):
+        self.closed.append(self.count)
+
+
+@pytest.fixture()
+def counts(monkeypatch):
+    monkeypatch.setitem(envs, "counts", Counts)
+    monkeypatch.setattr(Counts, "closed", [])
+    return Counts
+
+
+def test_an_environment_is_played_and_closed(counts):
+    row = {"goal": 3, "env_config": {"name": "counts", "goal": 3}}
+    rollout, _ = run(GYMScheduler, "1", "2", "5", row=row)
+    assert rollout.environment.infos == {
+        "total_reward": 2.0, "step_rewards": [1.0, 1.0, 0.0], "gym_done": True, "num_turns": 3
+    }  # fmt: skip
+    assert rollout.reward == 2.0 and counts.closed == [3]
+    assert rollout.prompt_messages == [{"role": "system", "content": "Count."}, user("Say 3.")]
+    assert rollout.messages[1:2] == [user("Go on.")]
+
+
+def test_a_context_manager_edits_what_the_model_reads(counts, monkeypatch):
+    class LastTwo(ContextManager):
+        def manage_context(self, history, trajectory_id):
+            return [history[0], *history[-1:]]
+
+    monkeypatch.setitem(context_managers, "last_two", LastTwo)
+    row = {"goal": 3, "env_config": {"goal": 3}}
+    rollout, _ = run(GYMScheduler, "1", "2", "3", row=row, gym_env="counts", context_manager="last_two")
+    texts = [TOKENIZER.decode(record.prompt_ids) for record in trained_records(rollout)]
+    assert len(texts) == 3 and "Say 3." in texts[0] and all("Say" not in text for text in texts[1:])
+
+
+# -- pitfalls of ms-swift, and what happens here --
+
+
+def test_the_last_turn_of_new_turns_with_ids_keeps_its_own():
+    """Pitfall 1: the ids of turn N-1 were given to turn N."""
+    rollout, _ = run(
+        type("Ids", (MultiTurnScheduler,), {"step": new_dict_with_ids}), "It is 2.", "It is 3.", max_turns=2
+    )
+    assert rollout.environment.outputs[0]["response_token_ids"] == [ids("It is 2.") + END, ids("It is 3.") + END]
+
+
+def test_ids_without_a_mask_have_one():
+    """Pitfalls 2 and 5: an AssertionError. What the scheduler put behind what was sampled is not trained."""
+
+    class NoMask(GivesIdsAnyway):
+        def step(self, *args):
+            step = super().step(*args)
+            del step["response_loss_mask"]
+            return step
+
+    rollout, _ = run(NoMask, cut_off("It is 2."), "It is 3.", max_turns=2)
+    masked = len(ids(" Wait:"))
+    assert rollout.loss_mask == [1] * len(ids("It is 2.")) + [0] * masked + [1] * len(ids("It is 3.") + END)
+
+
+def test_earlier_segments_of_a_message_are_trained():
+    """Pitfalls 3 and 4: without ids, all segments but the last vanished, or the text that was put behind."""
+    rollout, _ = run(GoesOnAnyway, cut_off("1"), cut_off("2"), "3", max_turns=3)
+    trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
+    assert trained == ids("1") + ids("2") + ids("3") + END
+    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
+
+
+def test_contents_are_text_at_every_turn():
+    """Pitfall 6: from the second turn on, earlier contents were lists of ids."""
+    seen = []
+
+    class Looks(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            seen.extend(type(message["content"]) for message in infer_request.messages)
+            return super().step(infer_request, response_choice, current_turn)
+
+    rollout, _ = run(Looks, "It is 2.", max_turns=3)
+    assert set(seen) == {str} and len(rollout.turns) == 3
+
+
+def test_a_turn_that_was_cut_off_ends_an_environment(counts):
+    """Pitfalls 9 and 10: `done: False` let it go on without end, and the environment was never closed."""
+    row = {"goal": 9, "env_config": {"name": "counts", "goal": 9}}
+    rollout, _ = run(GYMScheduler, cut_off("1"), row=row)
+    assert len(rollout.turns) == 1 and counts.closed == [1] and rollout.stop_reason == StopReason.MAX_TOKENS
+    rollout, _ = run(GYMScheduler, "1", row=row, max_turns=2)
+    assert len(rollout.turns) == 2 and counts.closed == [1, 2]
+
+
+def test_a_typing_error_is_no_attribute():
+    """Pitfall 16: unknown names were None."""
+    scheduler = MultiTurnScheduler(infer_engine=SimpleNamespace(tokenizer=TOKENIZER), max_turns=2)
+    assert scheduler.tokenizer is TOKENIZER
+    with pytest.raises(AttributeError, match="tokeniser"):
+        scheduler.tokeniser  # noqa: B018
+
+
+# -- what fails --
+
+
+def returns(value):
+    """A scheduler whose `step` returns this, with the request where it is a dict."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        return {"infer_request": infer_request, **value} if isinstance(value, dict) else value
+
+    return type("Returns", (GoesOnAnyway,), {"step": step})
+
+
+class Raises(Asks):
+    def step(self, infer_request, response_choice, current_turn):
+        raise KeyError("solution")
+
+
+class Exits(Asks):
+    async def on_turn_end(self, infer_request, response_choice, current_turn):
+        raise SystemExit(3)
+
+
+class Media(Asks):
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.images.append("a.png")
+        return super().step(infer_request, response_choice, current_turn)
+
+
+class Nothing(MultiTurnScheduler):
+    async def run(self, infer_request, request_config, **kwargs):
+        return "text"
+
+
+class Invents(MultiTurnScheduler):
+    async def run(self, infer_request, request_config, **kwargs):
+        response = await self.infer_engine.infer_async(infer_request, request_config)
+        return RolloutOutput(response=response, response_token_ids=[9, 9], response_loss_mask=[1, 1])
+
+
+class Misaligned(MultiTurnScheduler):
+    async def run(self, infer_request, request_config, **kwargs):
+        response = await self.infer_engine.infer_async(infer_request, request_config)
+        ids = response.choices[0].token_ids
+        return RolloutOutput(response=response, response_token_ids=[ids, ids, ids])
+
+
+class Blocks(Asks):
+    async def on_turn_end(self, infer_request, response_choice, current_turn):
+        await asyncio.sleep(60)
+
+
+class Hangs(Asks):
+    def check_finished(self, infer_request, response_choice, current_turn):
+        time.sleep(3)
+
+
+@pytest.mark.parametrize(
+    "cls, said",
+    [
+        (Raises, "Raises raised KeyError: 'solution'"),
+        (Exits, "SystemExit: 3"),
+        (Media, "The request has images. Expected text alone"),
+        (returns("text"), "step returned 'text', expected a dict with infer_request"),
+        (returns(None), "step returned None, expected a dict"),
+        (returns({"response_loss_mask": [1]}), "response_loss_mask was returned without response_token_ids"),
+        (returns({"response_token_ids": [[1]]}), r"response_token_ids is \[\[1\]\], expected a flat list"),
+        (returns({"response_token_ids": [1, 2], "response_loss_mask": [1]}), "response_loss_mask has 1 values"),
+        (returns({"response_token_ids": [1], "response_loss_mask": [2]}), r"\[2\]. Expected a 0 or a 1"),
+        (returns({"response_token_ids": [1], "response_loss_mask": [1]}), "is 1 for id 1 at 0, which the policy did"),
+        (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [-1.0]}),
+         "rollout_logprobs has 1 values, expected 0"),
+        (Nothing, "Nothing.run returned 'text', expected a RolloutOutput"),
+        (Invents, "is 1 for id 9 at 0, which the policy did not sample"),
+        (Misaligned, "response_token_ids has 3 lists, expected at most 1"),
+        (Blocks, "took longer than environment_timeout=1 s between two responses"),
+        (Hangs, "took longer than environment_timeout=1 s between two responses"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_the_environments_and_says_why(cls, said):
+    """The rollout is not trained on; the others go on."""
+    env, llm = conversations(cls, max_turns=2, environment_timeout=1.0), Scripted("It is 2.")
+    (rollout,) = env.start([[user("What?")]], rows=[{"prompt": [user("What?")]}])
+    mt.run_async(env.converse(rollout, llm))
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
+    with pytest.raises(SchedulerFailure, match=said):
+        raise rollout.error
+    assert not any(turn.trained for record in trained_records(rollout) for turn in record.turns)
+
+
+def test_a_slow_method_stalls_no_other_conversation():
+    class Slow(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            time.sleep(0.3)
+            return super().step(infer_request, response_choice, current_turn)
+
+    env, llm = conversations(Slow, max_turns=2), Scripted("It is 2.")
+    rollouts = env.start([[user("What?")]] * 16, rows=[{}] * 16)
+
+    async def all_of_them():
+        await asyncio.gather(*(env.converse(rollout, llm) for rollout in rollouts))
+
+    began = time.monotonic()
+    mt.run_async(all_of_them())
+    assert all(len(rollout.turns) == 2 for rollout in rollouts) and time.monotonic() - began < 16 * 0.3
+    assert len({rollout.environment.request_id for rollout in rollouts}) == 16
+
+
+def test_a_lost_server_is_the_trainers_to_hear_of():
+    llm = Scripted(mt.ServerError("gone"))
+    with pytest.raises(mt.ServerError, match="gone"):
+        run(Asks, llm=llm, max_turns=2)
+
+
+def test_the_budget_ends_a_conversation():
+    """`total` bounds all that is sampled and newly read; `per_round` each response. A full context ends both."""
+    first = len(ids("It is 2.") + END + ids(NEXT.format("And 1?")))
+    rollout, _ = run(Asks, "It is 2.", scope="total", max_completion_length=first + 2, max_turns=9)
+    assert len(rollout.completion_ids) == first + 2 and rollout.stop_reason == StopReason.MAX_TOKENS
+    rollout, _ = run(Asks, "It is 2.", max_completion_length=6, max_turns=3)
+    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
+    size = len(ids(PROMPT)) + first
+    rollout, _ = run(Asks, "It is 2.", llm=Scripted("It is 2.", max_model_len=size), max_turns=9)
+    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    rollout, _ = run(Asks, "It is 2.", max_model_calls=4)
+    assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+# -- what a recipe says --
+
+
+def arguments(folder, plugin, **keys):
+    (folder / "plugin.py").write_text(plugin)
+    script = mt.MTGRPOScriptArguments(external_plugins=[str(folder / "plugin.py")], **keys)
+    return script, settings(folder)
+
+
+def settings(folder):
+    return mt.MTGRPOConfig(output_dir=str(folder), tool_format="hermes", report_to=[], use_cpu=True, bf16=False)
+
+
+HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
+
+
+@pytest.mark.parametrize(
+    "plugin, said",
+    [
+        ("import nonsense_module", "external_plugins: .* fails to import: ModuleNotFoundError"),
+        ("from swift.rollout.multi_turn import Nonsense", "fails to import: ImportError"),
+        (HEAD, "multi_turn_scheduler: 'mine' is not in multi_turns. Expected one of: .*math_tip_trick"),
+        (HEAD + "multi_turns['mine'] = 3", "'mine' is 3, expected a class"),
+        (HEAD + "class A(MultiTurnScheduler):\n    pass\nmulti_turns['mine'] = A", "A has neither step nor run"),
+        (HEAD + "class A:\n    def check_finished(self, a, b, c): ...\nmulti_turns['mine'] = A",
+         "A has no run, and no step"),
+        (HEAD + "class A(MultiTurnScheduler):\n    def step(self, request): ...\nmulti_turns['mine'] = A",
+         r"A.step\(request\) cannot take \(infer_request, response_choice, current_turn\)"),
+        (HEAD + "class A(MultiTurnScheduler):\n    def run(self, a, b): ...\nmulti_turns['mine'] = A",
+         "A.run is no async function"),
+        (HEAD + "class A(MultiTurnScheduler):\n    def __init__(self, **k): raise OSError('no disk')\n"
+         "multi_turns['mine'] = A", "raised OSError: no disk"),
+    ],
+)  # fmt: skip
+def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
+    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
+    script, args = arguments(tmp_path, plugin, multi_turn_scheduler="mine")
+    with pytest.raises(ValueError, match=said):
+        mt.build_env(script, args, [], TOKENIZER)
+    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "hermes"}, "loss_scale='hermes', expected one of"),
+        ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
+        ({"multi_turn_scheduler": "math_tip_trick", "tools_script": "tools/calculator.py"}, "tools_script has no eff"),
+        ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms. Expected one"),
+        ({"gym_env": "mine"}, "gym_env: 'mine' is not in envs"),
+        ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
+        ({"stop_words": ["a"]}, "stop_words has no effect without the key multi_turn_scheduler"),
+    ],
+)
+def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
+    script, args = mt.MTGRPOScriptArguments(**keys), settings(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        mt.build_env(script, args, [], TOKENIZER)
+
+
+OLD_AND_NEW = """
+from swift.infer_engine import InferRequest, RequestConfig
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
+from swift.llm import RolloutInferRequest as A
+from swift.llm.infer.protocol import RolloutOutput as B
+from swift.llm.template.template_inputs import RolloutInferRequest as C
+from swift.plugin import ORM, orms, rm_plugins
+from swift.plugin.context_manager import ContextManager, context_managers
+from swift.plugin.env import Env, envs
+from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
+from swift.plugin.orm import MathAccuracy
+from swift.rewards import AsyncORM, ORM as D, orms as E
+from swift.rollout import MultiTurnScheduler as F
+from swift.rollout.gym_env import Env as G
+from swift.rollout.multi_turn import MultiTurnScheduler as H, RolloutScheduler, multi_turns as I
+from swift.utils import get_logger
+import swift.rollout.multi_turn
+
+assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E is orms and G is Env
+assert F is H is MultiTurnScheduler and I is multi_turns
+"""
+
+
+def test_old_and_new_import_paths_are_the_same_classes():
+    exec(OLD_AND_NEW, {})
+
+
+def test_another_package_of_that_name_is_left_alone(tmp_path, monkeypatch):
+    """Python's own finders are asked first; what the other package lacks comes from here."""
+    (tmp_path / "swift").mkdir()
+    (tmp_path / "swift/__init__.py").write_text("mine = 1")
+    (tmp_path / "swift/utils.py").write_text("mine = 2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        monkeypatch.delitem(sys.modules, name)
+    exec("import swift, swift.utils, swift.rollout.multi_turn\nassert (swift.mine, swift.utils.mine) == (1, 2)", {})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        del sys.modules[name]
+
+
+# -- plug-ins as they are --
+
+
+@pytest.fixture()
+def plugin():
+    """ms-swift's example plug-in, imported as it is."""
+    return import_file(str(PLUGINS / "plugin.py"), "external_plugins")
+
+
+@needs_plugins
+def test_the_example_scheduler_as_it_is(plugin):
+    """Its text ends where its stop word does; the tool's result is read and not trained, and is the tool's."""
+    action = "Action: calculator\nAction Input: 6*7\nObservation:"
+    rollout, llm = run(plugin.ToolCallScheduler, action, "It is 42.", max_turns=3, stop_words=["Observation:"])
+    sampled, result, last = ids(action), ids("Result: 42"), ids("It is 42.") + END
+    assert rollout.completion_ids == sampled + result + last
+    assert rollout.loss_mask == [1] * len(sampled) + [0] * len(result) + [1] * len(last)
+    assert rollout.environment.infos == {"tool_results": "Result: 42", "num_turns": 2}
+    assert llm.params[0]["stop"] == ["Observation:"]
+
+
+@needs_plugins
+def test_the_example_rewards_as_they_are(tmp_path):
+    script, args = SimpleNamespace(), settings(tmp_path)
+    import_file(str(PLUGINS / "plugin.py"), "external_plugins")
+    import_file(str(PLUGINS / "gsm8k_plugin.py"), "external_plugins")
+    said = ["<answer>(1+2)*3</answer>", "<answer>9</answer>"]
+    runs = [run(RolloutScheduler, text)[0].environment for text in said]
+    countdown = as_reward("external_countdown", script, args)
+    assert countdown(environments=runs, target=[9, 9], nums=[[1, 2, 3]] * 2) == [1.0, 0.0]
+    tips = as_reward("thinking_tips", script, args)
+    for each in runs:
+        each.row["solution"] = "9"
+    assert tips(environments=runs, solution=["9", "9"]) == [1.0, 1.0]
+    (worked,) = [run(RolloutScheduler, "3 + 4 is 7.\n#### 7")[0].environment]
+    gsm8k, written = as_reward("gsm8k_accuracy", script, args), as_reward("gsm8k_format", script, args)
+    assert gsm8k(environments=[worked], solution=["so\n#### 7"]) == [1.0] and gsm8k.__name__ == "gsm8k_accuracy"
+    assert written(environments=[worked, runs[0]]) == [1.0, 0.0]
