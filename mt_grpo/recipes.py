@@ -152,13 +152,17 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
     for key, value in (
         ("dataset_name", script_args.dataset_name or args.max_steps > 0),  # an environment may bring the prompts
-        ("tools_script", script_args.tools_script or script_args.environment),
+        ("tools_script", any(getattr(script_args, each) for each in CONVERSATIONS)),
         ("model_name_or_path", model_args.model_name_or_path),
     ):
         if not value:
             raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
     make_paths_absolute(script_args, model_args)
     return script_args, args, model_args
+
+
+# Keys of which one says what the conversation is.
+CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env")
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:
@@ -168,6 +172,8 @@ def make_paths_absolute(script_args: Any, model_args: Any) -> None:
     """
     for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
         setattr(config, key, absolute(getattr(config, key)))
+    if script_args.external_plugins:
+        script_args.external_plugins = [absolute(path) for path in script_args.external_plugins]
     if script_args.environment:
         path, separator, name = script_args.environment.rpartition(":")
         script_args.environment = f"{absolute(path)}{separator}{name}"

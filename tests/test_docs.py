@@ -152,6 +152,7 @@ def test_every_python_block_is_run_here():
         "doctest_batch()",
         "import Turn",
         "async def solve",
+        "class Again",
         "sys.stdin.read()",
         *EXAMPLES,
     )
@@ -269,6 +270,21 @@ def test_the_agent_example_runs():
     rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
     assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
     assert len(rollout.records) == 1
+
+
+def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
+    """One step, with the recipe's lines as the page has them."""
+    page = PAGES["docs/ms_swift.md"]
+    (tmp_path / "my_plugin.py").write_text(block(page, "python", "class Again"))
+    keys = yaml.safe_load(block(page, "yaml", "my_plugin.py"))
+    recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/scheduler.yaml").read_text())
+    recipe |= {**keys, "model_name_or_path": str(ROOT / recipe["model_name_or_path"]), "disable_tqdm": True}
+    recipe |= {"max_steps": 1, "per_device_train_batch_size": 8, "output_dir": str(tmp_path / "out")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    mt.main(["--config", "recipe.yaml"])
+    (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and "rewards/right/mean" in row
 
 
 def test_the_command_of_an_agent_runs(tmp_path):

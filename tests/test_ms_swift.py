@@ -1,8 +1,12 @@
 """ms-swift's schedulers: plug-ins as they are, and their ids by hand. The policy is scripted."""
 
 import asyncio
+import json
+import subprocess
 import sys
 import time
+import types
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -774,3 +778,70 @@ def test_the_example_rewards_as_they_are(tmp_path):
     gsm8k, written = as_reward("gsm8k_accuracy", script, args), as_reward("gsm8k_format", script, args)
     assert gsm8k(environments=[worked], solution=["so\n#### 7"]) == [1.0] and gsm8k.__name__ == "gsm8k_accuracy"
     assert written(environments=[worked, runs[0]]) == [1.0, 0.0]
+
+
+def test_a_recipe_trains_by_a_plugin(tmp_path, monkeypatch):
+    """Two steps of the bundled recipe: a record for each conversation, and the plug-in's reward."""
+    monkeypatch.chdir(ROOT)
+    mt.main([
+        "--config", "hf_recipes/tiny/scheduler.yaml", "--max_steps", "2", "--per_device_train_batch_size", "16",
+        "--output_dir", str(tmp_path), "--disable_tqdm", "true",
+    ])  # fmt: skip
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    steps = [row for row in history if "reward" in row]
+    assert len(steps) == 2 and all(row["reward"] == row["rewards/calculator_answer/mean"] for row in steps)
+    assert all(row["stop/environment_error"] == 0.0 and row["records/mean"] == 1.0 for row in steps)
+    assert all(row["turns/mean"] > 1.0 and row["tools/call_frequency"] > 0.0 for row in steps)
+    assert any(row["grad_norm"] > 0.0 for row in steps)
+
+
+# -- the schedulers of ms-swift's own releases --
+
+
+def from_wheel(version, file, folder):
+    """A file of a release, imported from its archive; what it imports of `swift` is ours."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*command, f"ms-swift=={version}"], check=True)
+    (wheel,) = Path(folder).glob(f"ms_swift-{version}-*.whl")
+    code = zipfile.ZipFile(wheel).read(file).decode()
+    package = file.rpartition("/")[0].replace("/", ".")
+    module = types.ModuleType(f"{package}.as_released")
+    module.__package__ = package
+    exec(compile(code, file, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "version, file",
+    [
+        ("3.7.3", "swift/plugin/multi_turn.py"),
+        ("3.8.0", "swift/plugin/multi_turn.py"),
+        ("4.6.0", "swift/rollout/multi_turn.py"),
+    ],
+)
+def test_the_schedulers_of_a_release(version, file, tmp_path, counts):
+    """Loaded from the wheel as they are, on the classes of their own file."""
+    module = from_wheel(version, file, tmp_path)
+    found, solution = module.multi_turns, {"solution": "3"}
+    wrong = "so <answer>2</answer>"
+    rollout, _ = run(found["math_tip_trick"], wrong, "<answer>3</answer>", row=solution, max_turns=3)
+    (record,) = trained_records(rollout)
+    said = TOKENIZER.decode(record.completion_ids[:-1])
+    assert said.startswith("so ") and "But wait... It seems I made a mistake,<answer>3</answer>" in said
+    trained = [token for token, one in zip(record.completion_ids, record.loss_mask) if one]
+    assert "mistake" not in TOKENIZER.decode(trained) and trained[-1:] == END
+    played = {"goal": 2, "env_config": {"name": "counts", "goal": 2}}
+    if "gym_scheduler" in found and version == "4.6.0":
+        rollout, _ = run(found["gym_scheduler"], "1", "2", row=played, max_turns=5)
+        assert rollout.reward == 2.0 and rollout.environment.infos["step_rewards"] == [1.0, 1.0]
+        assert counts.closed == [2]
+    if "math_tip_trick_multi_turn" in found:
+        rollout, _ = run(found["math_tip_trick_multi_turn"], wrong, row=solution, max_turns=3)
+        assert len(rollout.turns) == 2 and len(trained_records(rollout)) == 1
+    if "thinking_tips_scheduler" in found:
+        thought = "<think>much</think> <answer>2</answer>"
+        rollout, _ = run(found["thinking_tips_scheduler"], thought, row=solution, loss_scale="last_round", max_turns=3)
+        first, second = trained_records(rollout)
+        assert "much" not in TOKENIZER.decode(second.prompt_ids)
+        assert first.completion_ids == second.completion_ids == ids(thought) + END

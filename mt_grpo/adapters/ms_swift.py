@@ -76,8 +76,6 @@ class ScheduledConversation:
         outputs: What the scheduler gave, one dict per output with what its rewards get by name.
     """
 
-    tools: list = []  # it has none of the trainer's
-
     def __init__(self):
         self.row: dict[str, Any] = {}
         self.request_id = ""

@@ -46,7 +46,7 @@ def train_outputs(session: SchedulerSession, outputs: list[Any], loss_scale: str
             groups[0][0].fresh = None  # one record each
         if not last.driven:
             keep_ids(session, groups, output)
-        messages = [m for m in output.messages or [] if m.get("role") == "assistant"]
+        messages = [m for m in output.messages or [] if isinstance(m, str) or m.get("role") == "assistant"]
         for k, group in enumerate(reversed(groups)):
             message = messages[-1 - k] if k < len(messages) else {}
             by_message = weight_of(message)
@@ -56,12 +56,14 @@ def train_outputs(session: SchedulerSession, outputs: list[Any], loss_scale: str
                 sample.turn.trained = sample.masked or trained
 
 
-def weight_of(message: Message) -> bool | None:
+def weight_of(message: Message | str) -> bool | None:
     """Whether a message's own keys `loss` and `loss_scale` have it trained; None without them.
 
     >>> weight_of({"loss": False}), weight_of({"loss_scale": 0.5}), weight_of({"content": ""})
     (False, True, None)
     """
+    if isinstance(message, str):
+        return None
     if message.get("loss_scale") is not None:
         return bool(message["loss_scale"])
     return None if message.get("loss") is None else bool(message["loss"])
@@ -130,7 +132,7 @@ def fill(rollout: Rollout, samples: list[Sample]) -> None:
 def conversation_of(output: Any, request: Any) -> list[Message]:
     """All messages of an output: its own, or the request's with the response."""
     if output.messages is not None:
-        return list(output.messages)
+        return [{"role": "assistant", "content": m} if isinstance(m, str) else m for m in output.messages]
     messages = list(request.messages)
     remove_response(messages)
     return [*messages, {"role": "assistant", "content": output.response.choices[0].message.content}]

@@ -43,6 +43,16 @@ def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
     return logging.getLogger("swift")
 
 
+def get_token_backed_response_ids(content: Any) -> list[int] | None:
+    """The ids that a message's content is in ms-swift 4.6; here it is always text.
+
+    >>> get_token_backed_response_ids([1, 2]), get_token_backed_response_ids("text")
+    ([1, 2], None)
+    """
+    is_ids = isinstance(content, list) and content and all(isinstance(each, int) for each in content)
+    return list(content) if is_ids else None
+
+
 multi_turns: dict[str, type] = {
     "math_tip_trick": swift_tips.MathTipsScheduler,
     "math_tip_trick_multi_turn": swift_tips.MathTipsMultiTurnScheduler,
@@ -90,7 +100,7 @@ MODULES = {
     "swift.llm.template.template_inputs": TYPES,
     "swift.llm.utils": TEMPLATES,
     "swift.template": TEMPLATES,
-    "swift.template.utils": TEMPLATES,
+    "swift.template.utils": {**TEMPLATES, "get_token_backed_response_ids": get_token_backed_response_ids},
     "swift.utils": UTILS,
 }
 

@@ -111,7 +111,8 @@ class RolloutOutput(BaseModel):
 
     Attributes:
         response: The last one.
-        messages: All, with the last response.
+        messages: All, with the last response. A text in place of a dict is the assistant's: schedulers of 3.8 to 4.6
+            write such.
         response_token_ids: One list per message of the assistant, in their order; it may begin later than the first.
         response_loss_mask: As long as those.
         rollout_infos: For rewards.
@@ -121,7 +122,7 @@ class RolloutOutput(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     response: Any
-    messages: Messages | None = None
+    messages: list | None = None
     response_token_ids: list[list[int]] = Field(default_factory=list)
     response_loss_mask: list[list[int]] = Field(default_factory=list)
     rollout_infos: dict[str, Any] = Field(default_factory=dict)

@@ -17,7 +17,7 @@ from mt_grpo.adapters.ms_swift import (
 from mt_grpo.adapters.swift_outputs import LOSS_SCALES
 from mt_grpo.adapters.swift_paths import install, registry
 from mt_grpo.plugins import import_file
-from mt_grpo.settings import absolute, default_of
+from mt_grpo.settings import default_of
 
 # Settings of what a scheduler does by itself. They would have no effect.
 OF_THE_SCHEDULER = (
@@ -44,7 +44,7 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
             raise ValueError(f"{key}={getattr(script_args, key)!r}, expected one of {', '.join(values)}.")
     install()
     for path in script_args.external_plugins or []:
-        import_file(absolute(path), "external_plugins")
+        import_file(path, "external_plugins")
     plays = script_args.use_gym_env or script_args.gym_env is not None
     name = script_args.multi_turn_scheduler or "gym_scheduler"
     cls = registered("multi_turns", name, "multi_turn_scheduler")
