@@ -40,7 +40,7 @@ class AdapterKeys:
     )
     max_turns: int | None = field(default=None, metadata={"help": "ms-swift's: responses per conversation"})
     loss_scale: str = field(
-        default="default", metadata={"help": "ms-swift's: default trains all responses, last_round the last message"}
+        default="default", metadata={"help": "ms-swift's: [base+]type[+type...], base of default, last_round, all"}
     )
     completion_length_limit_scope: str = field(
         default="per_round", metadata={"help": "ms-swift's: what max_completion_length bounds, per_round or total"}

@@ -18,6 +18,7 @@ from mt_grpo.adapters import swift_paths
 from mt_grpo.adapters.ms_swift import PlayedConversation, SchedulerConversation
 from mt_grpo.adapters.swift_gym import ContextManager, Env, GYMScheduler, context_managers, envs
 from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_loss import LossScale, loss_scale_map, read_loss_scale
 from mt_grpo.adapters.swift_protocol import RolloutInferRequest, RolloutOutput
 from mt_grpo.adapters.swift_recipe import as_reward, columns_of
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
@@ -68,7 +69,8 @@ def conversations(
 ):
     """The class of conversations of a scheduler, made."""
     kwargs = {key: settings.pop(key) for key in ("max_turns", "gym_env", "context_manager") if key in settings}
-    own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss_scale": loss_scale, "length_scope": scope,
+    own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss": read_loss_scale(loss_scale, loss_scale_map),
+           "length_scope": scope,
            "max_model_calls": max_model_calls, "passes_dataset": passes,
            "stop_words": list(stop_words)}  # fmt: skip
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
@@ -77,7 +79,7 @@ def conversations(
     return mixed([], None, environment=PlayedConversation, **settings)
 
 
-def run(cls, *turns, row=None, llm=None, messages=None, **settings):
+def run(cls, *turns, row=None, llm=None, messages=None, checked=True, **settings):
     """(the rollout, the policy) of one conversation with a scripted policy."""
     env, llm = conversations(cls, **settings), llm or Scripted(*turns)
     prompt = messages or [user("What?")]
@@ -85,7 +87,8 @@ def run(cls, *turns, row=None, llm=None, messages=None, **settings):
     mt.run_async(env.converse(rollout, llm, {"temperature": 1.0}))
     if rollout.error is not None:
         raise rollout.error
-    verify(rollout, llm)
+    if checked:
+        verify(rollout, llm)
     return rollout, llm
 
 
@@ -235,6 +238,17 @@ def test_a_cut_answer_token_for_token():
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
 
 
+def test_calls_as_react_writes_them():
+    action = "Action: calculator\nAction Input: {}\nObservation:"
+    cls = swift_paths.multi_turns["tool_call_scheduler"]
+    for given, result in (("6*7", "Result: 42"), ("6*", "Error: expected numbers, brackets and + - * /")):
+        rollout, _ = run(cls, action.format(given), "It is 42.", max_turns=3, stop_words=["Observation:"])
+        sampled, last = ids(action.format(given)), ids("It is 42.") + END
+        assert rollout.completion_ids[: len(sampled)] == sampled and rollout.completion_ids[-len(last) :] == last
+        middle = slice(len(sampled), -len(last))
+        assert TOKENIZER.decode(rollout.completion_ids[middle]) == result and not any(rollout.loss_mask[middle])
+
+
 def test_a_tip_as_a_new_turn():
     rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", "<answer>2</answer>", row={"solution": "3"})
     assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
@@ -267,6 +281,47 @@ def test_a_message_may_say_whether_it_is_trained(keys, trained):
 
     rollout, _ = run(Marks, "It is 2.", max_turns=2, loss_scale="last_round" if trained else "default")
     assert rollout.loss_mask[0] == trained and rollout.loss_mask[-1] == 1
+
+
+def test_a_loss_scale_masks_parts_of_the_text():
+    """By hand: what stands behind `Observation:`, up to the next of its words; and an empty thinking."""
+    said = "Action: a Observation: b Thought: c"
+    rollout, _ = run(RolloutScheduler, said, loss_scale="react")
+    masked = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if not one]
+    assert TOKENIZER.decode(masked).strip() == "b" and rollout.loss_mask[-1] == 1
+    said = "<think>\n\n</think>\n\nIt is 2."
+    rollout, _ = run(RolloutScheduler, said, loss_scale="last_round+ignore_empty_think")
+    trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
+    assert TOKENIZER.decode(trained[:-1]) == "It is 2."
+
+
+class Evens(LossScale):
+    def get_loss_scale(self, context, *, query=None):
+        words = [f"{word} " for word in context.split(" ")]
+        words[-1] = words[-1][:-1]
+        return words, [float(k % 2) for k in range(len(words))]
+
+
+class OldEvens(Evens):  # 3.x
+    def get_loss_scale(self, context, context_type, is_last_round, *, query=None):
+        assert (context_type, is_last_round, query) == ("response", True, "What?")
+        return super().get_loss_scale(context, query=query)
+
+
+@pytest.mark.parametrize("cls", [Evens, OldEvens])
+def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
+    monkeypatch.setitem(loss_scale_map, "evens", cls)
+    rollout, _ = run(RolloutScheduler, "11 22 33 44", loss_scale="evens")
+    trained = TOKENIZER.decode([t for t, one in zip(rollout.completion_ids, rollout.loss_mask) if one][:-1])
+    assert trained.split() == ["22", "44"]
+
+
+def test_all_trains_what_is_read_behind_the_prompt():
+    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="all", checked=False)
+    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
+    assert rollout.prompt_ids == ids(PROMPT) and rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [1] * len(rollout.completion_ids) and rollout.logprobs is None
+    assert rollout.turn_ids == [0] * len(first) + [1] * len(behind + second)
 
 
 # -- what schedulers may write --
@@ -685,7 +740,7 @@ def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said)
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "hermes"}, "loss_scale='hermes', expected one of"),
+        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "all+mine"}, "'mine' is unknown. Expected .*base"),
         ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
         ({"multi_turn_scheduler": "math_tip_trick", "tools_script": "tools/calculator.py"}, "tools_script has no eff"),
         ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms. Expected one"),

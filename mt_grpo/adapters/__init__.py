@@ -18,8 +18,10 @@ A module imports from the package, and from modules that stand above it in this 
     swift_protocol    ms-swift's requests, responses and outputs
     swift_rewards     ms-swift's reward classes
     swift_loop        the turns of a scheduler
+    swift_loss        loss_scale as a mask
     swift_schedulers  the base classes of schedulers
     swift_tips        schedulers that give a tip after a wrong answer
+    swift_react       a scheduler whose calls are written as ReAct does
     swift_gym         environments, and the scheduler that plays them
     swift_messages    a request's messages as text, and as the chat template takes them
     swift_samples     a scheduler's responses

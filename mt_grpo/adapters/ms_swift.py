@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from mt_grpo.adapters.swift_loop import SchedulerFailure, called, drive
+from mt_grpo.adapters.swift_loss import LossMask
 from mt_grpo.adapters.swift_outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.swift_paths import protocol_module
 from mt_grpo.adapters.swift_session import SchedulerSession
@@ -107,7 +108,7 @@ class SchedulerConversation:
     Attributes:
         scheduler_class: Of the plug-in.
         scheduler_kwargs: For its constructor, such as `max_turns`.
-        loss_scale: What is trained: `default` or `last_round`.
+        loss: What is trained, of `loss_scale`.
         length_scope: What max_completion_length counts: `per_round` or `total`.
         max_model_calls: Responses per rollout.
         passes_dataset: Whether requests have the row's columns as `data_dict`.
@@ -116,7 +117,7 @@ class SchedulerConversation:
 
     scheduler_class: type
     scheduler_kwargs: dict[str, Any]
-    loss_scale: str
+    loss: LossMask
     length_scope: str
     max_model_calls: int
     passes_dataset: bool
@@ -130,7 +131,7 @@ class SchedulerConversation:
     @property
     def keeps_thinking(self) -> bool:
         """Whether the model reads the thinking of earlier turns: as in ms-swift, not for `last_round`."""
-        return self.loss_scale != "last_round"
+        return self.loss.base != "last_round"
 
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
         """All turns: run the scheduler to its end. Its requests become the rollout's turns."""
@@ -159,10 +160,10 @@ class SchedulerConversation:
         self.engine.sessions[request.uuid] = session
         try:
             outputs = await self.watched(session, rollout, scheduler, request, config)
-            train_outputs(session, outputs, self.loss_scale)
+            train_outputs(session, outputs, self.loss)
         finally:
             del self.engine.sessions[request.uuid]
-            fill(rollout, session.samples)
+            fill(rollout, session.samples, self.loss.base == "all")
         rollout.environment.outputs = [self.as_columns(output, first, rollout) for output in outputs]
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session, outputs)
 

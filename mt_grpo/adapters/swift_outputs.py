@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from mt_grpo.adapters.swift_loop import SchedulerFailure, segment_of
+from mt_grpo.adapters.swift_loss import LossMask
 from mt_grpo.adapters.swift_protocol import remove_response
 from mt_grpo.adapters.swift_samples import Sample, messages_of
 from mt_grpo.adapters.swift_session import SchedulerSession
 from mt_grpo.rollout import Context, Message, Rollout
-
-LOSS_SCALES = ("default", "last_round")  # what of a conversation is trained: all responses, or the last one's message
 
 
 def read_outputs(returned: Any, name: str) -> list[Any]:
@@ -28,14 +27,14 @@ def read_outputs(returned: Any, name: str) -> list[Any]:
     return outputs
 
 
-def train_outputs(session: SchedulerSession, outputs: list[Any], loss_scale: str) -> None:
+def train_outputs(session: SchedulerSession, outputs: list[Any], loss: LossMask) -> None:
     """Mark what is trained of a conversation's responses. Raises `SchedulerFailure`.
 
     Those of `drive` are, also before an edit of the history. One of a scheduler's own `run` is where an output ends
     with it, or goes through it: a scheduler may ask the policy for more than it returns.
     """
     for sample in session.samples:
-        sample.turn.trained = sample.driven and (sample.masked or loss_scale == "default")
+        sample.turn.trained = sample.driven and (sample.masked or loss.base != "last_round")
     for output in outputs:
         last = session.sample_of(output.response.choices[0])
         if last is None:
@@ -50,10 +49,15 @@ def train_outputs(session: SchedulerSession, outputs: list[Any], loss_scale: str
         for k, group in enumerate(reversed(groups)):
             message = messages[-1 - k] if k < len(messages) else {}
             by_message = weight_of(message)
-            trained = by_message if by_message is not None else loss_scale == "default" or k == 0
+            trained = by_message if by_message is not None else loss.base != "last_round" or k == 0
             for sample in group:
                 sample.masked |= not last.driven and k < len(output.response_loss_mask)
-                sample.turn.trained = sample.masked or trained
+                sample.turn.trained, sample.weighed = sample.masked or trained, by_message is not None
+                sample.is_last |= k == 0
+    for sample in session.samples:
+        if loss.scales and sample.turn.trained and not sample.masked and not sample.weighed:
+            query = next((m["content"] for m in reversed(sample.messages) if m["role"] != "assistant"), None)
+            sample.turn.mask = loss.mask(sample.turn, query, sample.is_last, session.format.text)
 
 
 def weight_of(message: Message | str) -> bool | None:
@@ -107,8 +111,11 @@ def keep_ids(session: SchedulerSession, groups: list[list[Sample]], output: Any)
             session.keep(last, last.text, own[place:], mask[place:], None)
 
 
-def fill(rollout: Rollout, samples: list[Sample]) -> None:
+def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> None:
     """Write the responses into a rollout as its turns, in the order of their requests.
+
+    With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
+    logprobs are not known, so that the batch has no importance sampling correction.
 
     INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them. Else it begins one,
     with all that the model read.
@@ -126,6 +133,12 @@ def fill(rollout: Rollout, samples: list[Sample]) -> None:
         else:
             rollout.prompt_ids, rollout.prompt_messages = sample.prompt_ids, list(sample.messages)
             rollout.first_messages = list(sample.messages)
+    for sample in samples if trains_all else []:
+        if sample.turn.after is not None and sample.turn.trained:
+            ids, mask = sample.turn.token_ids, sample.turn.per_token(1, 0)
+            sample.turn.token_ids, sample.turn.logprobs = sample.fresh + ids, None
+            sample.turn.mask = [1] * len(sample.fresh) + mask
+            sample.parent.turn.observation_ids = []
     rollout.turns = [sample.turn for sample in samples]
 
 

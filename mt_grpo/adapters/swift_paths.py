@@ -14,7 +14,9 @@ import types
 from typing import Any
 
 import mt_grpo.adapters.swift_gym as swift_gym
+import mt_grpo.adapters.swift_loss as swift_loss
 import mt_grpo.adapters.swift_protocol as swift_protocol
+import mt_grpo.adapters.swift_react as swift_react
 import mt_grpo.adapters.swift_rewards as swift_rewards
 import mt_grpo.adapters.swift_schedulers as swift_schedulers
 import mt_grpo.adapters.swift_tips as swift_tips
@@ -57,6 +59,7 @@ multi_turns: dict[str, type] = {
     "math_tip_trick": swift_tips.MathTipsScheduler,
     "math_tip_trick_multi_turn": swift_tips.MathTipsMultiTurnScheduler,
     "thinking_tips_scheduler": swift_tips.ThinkingModelTipsScheduler,
+    "tool_call_scheduler": swift_react.ToolCallScheduler,
     "gym_scheduler": swift_gym.GYMScheduler,
 }
 
@@ -75,11 +78,17 @@ ENGINES = {name: not_offered(name) for name in ("TransformersEngine", "PtEngine"
 TYPES = {**public(swift_protocol), "Messages": swift_protocol.Messages}
 TEMPLATES = {"Template": not_offered("Template"), "Messages": swift_protocol.Messages}
 UTILS = {"get_logger": get_logger, "to_device": to_device, "remove_response": swift_protocol.remove_response}
-ALL = {**SCHEDULERS, **ENVIRONMENTS, **REWARDS, **MODELS, **CONTEXTS}
+LOSSES = {"LossScale": swift_loss.LossScale, "loss_scale_map": swift_loss.loss_scale_map}
+ALL = {**LOSSES, **SCHEDULERS, **ENVIRONMENTS, **REWARDS, **MODELS, **CONTEXTS}
 MODULES = {
     "swift": {},
     "swift.plugin": ALL,
     "swift.plugin.multi_turn": SCHEDULERS,
+    "swift.loss_scale": LOSSES,
+    "swift.loss_scale.base": LOSSES,
+    "swift.loss_scale.mapping": LOSSES,
+    "swift.plugin.loss_scale": LOSSES,
+    "swift.plugin.loss_scale.loss_scale": LOSSES,
     "swift.plugin.env": ENVIRONMENTS,
     "swift.plugin.context_manager": CONTEXTS,
     "swift.plugin.orm": REWARDS,

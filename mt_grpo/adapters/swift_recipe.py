@@ -14,7 +14,7 @@ from mt_grpo.adapters.ms_swift import (
     make_scheduler,
     run_of,
 )
-from mt_grpo.adapters.swift_outputs import LOSS_SCALES
+from mt_grpo.adapters.swift_loss import read_loss_scale
 from mt_grpo.adapters.swift_paths import install, registry
 from mt_grpo.plugins import import_file
 from mt_grpo.settings import default_of
@@ -39,9 +39,8 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     for key in OF_THE_SCHEDULER:
         if getattr(args, key) != default_of(key, (type(args),)):
             raise ValueError(f"{key} has no effect with multi_turn_scheduler: the scheduler does that. Remove it.")
-    for key, values in (("loss_scale", LOSS_SCALES), ("completion_length_limit_scope", LENGTH_SCOPES)):
-        if getattr(script_args, key) not in values:
-            raise ValueError(f"{key}={getattr(script_args, key)!r}, expected one of {', '.join(values)}.")
+    if (scope := script_args.completion_length_limit_scope) not in LENGTH_SCOPES:
+        raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
     for path in script_args.external_plugins or []:
         import_file(path, "external_plugins")
@@ -54,7 +53,8 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     kwargs = {key: value for key, value in kwargs.items() if value is not None}
     check_scheduler(cls, name, kwargs)
     settings = {
-        "scheduler_class": cls, "scheduler_kwargs": kwargs, "loss_scale": script_args.loss_scale,
+        "scheduler_class": cls, "scheduler_kwargs": kwargs,
+        "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
         "length_scope": script_args.completion_length_limit_scope, "max_model_calls": script_args.max_model_calls,
         "passes_dataset": script_args.vllm_server_pass_dataset, "stop_words": script_args.stop_words or [],
     }  # fmt: skip

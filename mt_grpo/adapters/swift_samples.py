@@ -24,6 +24,8 @@ class Sample:
     tail: list[int] = field(default_factory=list)  # the ids of that
     is_read: bool = False  # by a later request
     driven: bool = False  # it is a turn of `drive`, and not of a scheduler's own `run`
+    is_last: bool = False  # it is of the last message of an output
+    weighed: bool = False  # its message says itself whether it is trained
     masked: bool = False  # the scheduler gave a mask for it
 
     @property
