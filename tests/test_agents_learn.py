@@ -17,6 +17,8 @@ VARIANTS = '''
 
 import json
 
+import openai
+
 from tools.calculator import calculator
 
 SCHEMA = {
@@ -50,10 +52,13 @@ def solve_sync(row, client):
 async def solve_stream(row, client):
     messages = [{"role": "user", "content": row["question"]}]
     while True:
-        async with client.chat.completions.stream(model="policy", messages=messages, tools=[CHAT]) as events:
-            async for _ in events:
-                pass
-            message = (await events.get_final_completion()).choices[0].message
+        try:
+            async with client.chat.completions.stream(model="policy", messages=messages, tools=[CHAT]) as events:
+                async for _ in events:
+                    pass
+                message = (await events.get_final_completion()).choices[0].message
+        except openai.LengthFinishReasonError:  # with a strict tool, where an answer was cut off
+            return 0.0
         if not message.tool_calls:
             return float((message.content or "").strip() == row["answer"])
         calls = [{"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments":

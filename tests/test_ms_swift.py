@@ -21,6 +21,7 @@ from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.adapters.swift_loss import LossScale, loss_scale_map, read_loss_scale
 from mt_grpo.adapters.swift_protocol import RolloutInferRequest, RolloutOutput
 from mt_grpo.adapters.swift_recipe import as_reward, columns_of
+from mt_grpo.adapters.swift_rewards import AsyncORM
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
 from mt_grpo.adapters.swift_tips import MathTipsMultiTurnScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
 from mt_grpo.plugins import import_file
@@ -452,6 +453,68 @@ def test_outputs_that_are_a_list_are_a_record_each():
     assert [row["rollout_infos"]["turn"] for row in rows] == [0, 1, 2] and columns["rollout_infos"] == [{"turn": 2}]
 
 
+def test_two_requests_from_one_response_are_two_records():
+    """Each with all that it read; what was sampled first is trained once."""
+
+    class Branches(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            first = await self.infer_engine.infer_async(infer_request, request_config)
+            outputs = []
+            for question in ("And?", "Or?"):
+                messages = [*infer_request.messages, answer(first.choices[0].message.content), user(question)]
+                last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
+                messages.append(answer(last.choices[0].message.content))
+                outputs.append(RolloutOutput(response=last, messages=messages))
+            return outputs[0] if self.max_turns == 1 else outputs
+
+    rollout, _ = run(Branches, "It is 2.", "3", "4")
+    said = [ids("It is 2.") + END + ids(NEXT.format(question)) for question in ("And?", "Or?")]
+    records = [(r.prompt_ids, r.completion_ids) for r in trained_records(rollout)]
+    assert records == [(ids(PROMPT) + said[0], ids("3") + END), (ids(PROMPT) + said[1], ids("4") + END)]
+    assert [turn.trained for turn in rollout.turns] == [False, True, True]
+    rollout, _ = run(Branches, "It is 2.", "3", "4", max_turns=1)
+    (record,) = trained_records(rollout)
+    assert record.completion_ids == said[0] + ids("3") + END
+
+
+def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
+    """The scheduler sends it, as that of ms-swift does; its history is read without, and with `default` as sampled."""
+
+    class Sends(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            for question in ("And?", None):
+                response = await self.infer_engine.infer_async(infer_request, request_config)
+                infer_request.messages.append(answer(response.choices[0].message.content))
+                if question:
+                    infer_request.messages.append(user(question))
+            return RolloutOutput(response=response, messages=infer_request.messages)
+
+    said = "<think>much</think> It is 2."
+    stripped, _ = run(Sends, said, loss_scale="last_round")
+    (record,) = trained_records(stripped)
+    assert "much" not in TOKENIZER.decode(record.prompt_ids) and record.completion_ids == ids(said) + END
+    kept, _ = run(Sends, said)
+    (record,) = trained_records(kept)
+    assert record.completion_ids == ids(said) + END + ids(NEXT.format("And?")) + ids(said) + END
+
+
+def test_texts_and_ids_in_place_of_messages():
+    """Pitfall 11: texts among the messages of an output. Contents may be ids, as in 4.6."""
+
+    class Odd(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            first = await self.infer_engine.infer_async(infer_request, request_config)
+            sampled = {"role": "assistant", "content": list(first.choices[0].token_ids)}
+            messages = [*infer_request.messages, sampled, user("And?")]
+            last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
+            return RolloutOutput(response=last, messages=[messages[0], "It is 2.", messages[2], answer("3")])
+
+    rollout, _ = run(Odd, "It is 2.", "3")
+    (record,) = trained_records(rollout)
+    assert record.completion_ids == ids("It is 2.") + END + ids(NEXT.format("And?")) + ids("3") + END
+    assert rollout.environment.outputs[0]["messages"][1] == answer("It is 2.")
+
+
 def test_a_base_class_of_one_turn():
     rollout, _ = run(RolloutScheduler, "It is 2.")
     assert rollout.completion_ids == ids("It is 2.") + END and rollout.environment.infos == {"num_turns": 1}
@@ -833,6 +896,31 @@ def test_the_example_rewards_as_they_are(tmp_path):
     gsm8k, written = as_reward("gsm8k_accuracy", script, args), as_reward("gsm8k_format", script, args)
     assert gsm8k(environments=[worked], solution=["so\n#### 7"]) == [1.0] and gsm8k.__name__ == "gsm8k_accuracy"
     assert written(environments=[worked, runs[0]]) == [1.0, 0.0]
+
+
+class Waits(AsyncORM):
+    async def __call__(self, completions, solution, request_id, **kwargs):
+        await asyncio.sleep(0)
+        assert kwargs["trainer_state"] == "state" and len(set(request_id)) == len(completions)
+        return [float(text == right) for text, right in zip(completions, solution)]
+
+
+def counted(completions, rollout_infos, messages, finish_reason, is_truncated, **kwargs):
+    assert finish_reason == ["stop"] * 2 and is_truncated == [False] * 2 and messages[0][-1]["role"] == "assistant"
+    return [infos["num_turns"] if "num_turns" in infos else None for infos in rollout_infos]
+
+
+def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
+    """They get texts and columns; a column of the data goes before one of the same name."""
+    for name, reward in (("waits", Waits), ("counted", counted)):
+        monkeypatch.setitem(swift_paths.swift_rewards.orms, name, reward)
+    script, args = SimpleNamespace(), settings(tmp_path)
+    runs = [run(RolloutScheduler, text)[0].environment for text in ("2", "3")]
+    waits, function = (as_reward(name, script, args) for name in ("waits", "counted"))
+    columns = {"environments": runs, "trainer_state": "state", "prompts": [], "completions": [[], []]}
+    assert asyncio.run(waits(**columns, solution=["2", "2"])) == [1.0, 0.0]
+    assert function(**columns) == [1.0, 1.0]
+    assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
 
 
 def test_a_recipe_trains_by_a_plugin(tmp_path, monkeypatch):
