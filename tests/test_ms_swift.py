@@ -1,6 +1,8 @@
 """ms-swift's schedulers: plug-ins as they are, and their ids by hand. The policy is scripted."""
 
 import asyncio
+import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -703,7 +705,7 @@ class Hangs(Asks):
         (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [-1.0]}),
          "rollout_logprobs has 1 values, expected 0"),
         (Nothing, "Nothing.run returned 'text', expected a RolloutOutput"),
-        (Invents, "is 1 for id 9 at 0, which the policy did not sample"),
+        (Invents, "response_token_ids has 9 at 0, expected 43: the ids that were sampled"),
         (Misaligned, "response_token_ids has 3 lists, expected at most 1"),
         (Blocks, "took longer than environment_timeout=1 s between two responses"),
         (Hangs, "took longer than environment_timeout=1 s between two responses"),
@@ -785,11 +787,11 @@ HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
         (HEAD + "class A:\n    def check_finished(self, a, b, c): ...\nmulti_turns['mine'] = A",
          "A has no run, and no step"),
         (HEAD + "class A(MultiTurnScheduler):\n    def step(self, request): ...\nmulti_turns['mine'] = A",
-         r"A.step\(request\) cannot take \(infer_request, response_choice, current_turn\)"),
+         r"A.step\(self, request\) cannot take \(infer_request, response_choice, current_turn\)"),
         (HEAD + "class A(MultiTurnScheduler):\n    def run(self, a, b): ...\nmulti_turns['mine'] = A",
          "A.run is no async function"),
         (HEAD + "class A(MultiTurnScheduler):\n    def __init__(self, **k): raise OSError('no disk')\n"
-         "multi_turns['mine'] = A", "raised OSError: no disk"),
+         "    def step(self, a, b, c): ...\nmulti_turns['mine'] = A", "raised OSError: no disk"),
     ],
 )  # fmt: skip
 def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
@@ -988,3 +990,325 @@ def test_the_schedulers_of_a_release(version, file, tmp_path, counts):
         first, second = trained_records(rollout)
         assert "much" not in TOKENIZER.decode(second.prompt_ids)
         assert first.completion_ids == second.completion_ids == ids(thought) + END
+
+
+# -- what no record may lose --
+
+
+def own_run(function):
+    """A scheduler whose `run` gets itself, a shorthand for requests, and the first request."""
+
+    async def run(self, infer_request, request_config, **kwargs):
+        async def ask(*messages, **fields):
+            request = RolloutInferRequest(messages=list(messages), **fields)
+            return await self.infer_engine.infer_async(request, request_config)
+
+        return await function(self, ask, infer_request, request_config)
+
+    return type("Own", (MultiTurnScheduler,), {"run": run})
+
+
+def text_of(response):
+    return response.choices[0].message.content
+
+
+def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
+    """The record stays what the model read."""
+
+    async def leaves_out(self, ask, request, config):
+        first = await ask(*request.messages)
+        second = await ask(*request.messages, answer(text_of(first)), user("And?"))
+        a, b = first.choices[0].token_ids[:-1], second.choices[0].token_ids
+        return RolloutOutput(
+            response=second, response_token_ids=[a, b], response_loss_mask=[[1] * len(a), [1] * len(b)]
+        )
+
+    rollout, _ = run(own_run(leaves_out), "It is 2.")
+    first, behind = ids("It is 2."), ids(NEXT.format("And?"))
+    assert rollout.completion_ids == first + END + behind + first + END
+    assert rollout.loss_mask == [1] * len(first) + [0] * (1 + len(behind)) + [1] * len(first + END)
+
+
+def test_an_answer_that_is_taken_back_is_not_trained():
+    for cls in (MathTipsScheduler,):
+        rollout, _ = run(cls, "<answer>2</answer>", "<answer>3</answer>", row={"solution": "3"}, max_turns=3)
+        (record,) = trained_records(rollout)
+        assert record.completion_ids == ids("<answer>3</answer>") + END
+        assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
+
+    class Empties(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages[-1]["content"] = ""
+            infer_request.messages.append(user("Again!"))
+            return infer_request
+
+    rollout, _ = run(Empties, "It is 2.", "It is 3.", max_turns=2)
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+@pytest.mark.parametrize("said", ["😀😀😀 ab ", "好的好的 so 我 ", "é"])
+def test_a_cut_keeps_whole_characters(said):
+    class Cuts(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            kept = infer_request.messages[-1]["content"].split("<answer>")[0]
+            infer_request.messages[-1]["content"] = kept + "Hm"
+            return infer_request
+
+    rollout, _ = run(Cuts, f"{said}<answer>2", "3", max_turns=2)
+    (record,) = trained_records(rollout)
+    trained = [token for token, one in zip(record.completion_ids, record.loss_mask) if one]
+    assert TOKENIZER.decode(record.completion_ids[:-1]) == f"{said}Hm3"
+    assert TOKENIZER.decode(trained[:-1]).startswith(said.rstrip()) and "answer" not in TOKENIZER.decode(trained)
+
+
+def test_a_branch_that_cuts_leaves_the_other_responses_whole():
+    async def branches(self, ask, request, config):
+        a, b = await ask(*request.messages), await ask(*request.messages)
+        begun = answer(text_of(a).split("<answer>")[0] + "Wait:")
+        c = await ask(*request.messages, begun)
+        return [
+            RolloutOutput(response=each, messages=[*request.messages, answer(text_of(each))]) for each in (c, a, b)
+        ]
+
+    rollout, _ = run(own_run(branches), "so it is <answer>2</answer>", "so it is <answer>7</answer>", "3")
+    said = sorted(TOKENIZER.decode(record.completion_ids[:-1]) for record in trained_records(rollout))
+    assert said == ["3", "so it is <answer>2</answer>", "so it is <answer>7</answer>"]
+
+
+def test_text_behind_one_branch_is_not_read_in_another():
+    async def branches(self, ask, request, config):
+        a = await ask(*request.messages)
+        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
+        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
+        return [RolloutOutput(response=each) for each in (b, c)]
+
+    rollout, _ = run(own_run(branches), cut_off("It is 2."), "3", "4")
+    b, c = trained_records(rollout)  # the message that goes on is one with its beginning
+    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("3") + END
+    assert c.prompt_ids == ids(PROMPT) + ids("It is 2.") + ids("<|im_end|>" + NEXT.format("And?"))
+
+
+def test_requests_of_a_shared_worker_reach_their_own_conversation():
+    """By the request's uuid, whichever conversation's task asks."""
+
+    class Worker(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            if not hasattr(self, "queue"):
+                self.queue = asyncio.Queue()
+                self.task = asyncio.ensure_future(self.work())
+            first = await self.infer_engine.infer_async(infer_request, request_config)
+            infer_request.messages += [answer(text_of(first)), user("And?")]
+            done = asyncio.get_running_loop().create_future()
+            await self.queue.put((infer_request, request_config, done))
+            return RolloutOutput(response=await done, messages=infer_request.messages)
+
+        async def work(self):
+            while True:
+                request, config, done = await self.queue.get()
+                done.set_result(await self.infer_engine.infer_async(request, config))
+
+    env, llm = conversations(Worker), Scripted("It is 2.")
+    for rollout in env.start([[user("What?")]] * 3, rows=[{"prompt": [user("What?")]}] * 3):
+        mt.run_async(env.converse(rollout, llm))
+        assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True]
+
+
+def test_a_response_may_be_copied_and_no_other_is_taken_for_it():
+    async def copies(self, ask, request, config):
+        response = await ask(*request.messages)
+        response.choices[0] = dataclasses.replace(response.choices[0])
+        return RolloutOutput(response=response)
+
+    async def invents(self, ask, request, config):
+        response = await ask(*request.messages)
+        response.choices[0] = dataclasses.replace(response.choices[0], token_ids=[5])
+        return RolloutOutput(response=response)
+
+    rollout, _ = run(own_run(copies), "It is 2.")
+    assert rollout.turns[0].trained
+    with pytest.raises(SchedulerFailure, match="none that infer_async gave"):
+        run(own_run(invents), "It is 2.")
+
+
+FIRST_TURN = len(ids("It is 2.") + END + ids(NEXT.format("And?")))
+
+
+def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
+    async def loops(self, ask, request, config):
+        while True:
+            response = await ask(*request.messages)
+            request.messages.append(answer(text_of(response)))
+            if response.choices[0].finish_reason == "length":
+                return RolloutOutput(response=response, messages=request.messages)
+            request.messages.append(user("And?"))
+
+    async def never_ends(self, ask, request, config):
+        while True:
+            request.messages += [answer(text_of(await ask(*request.messages))), user("And?")]
+
+    for function in (loops, never_ends):
+        rollout, _ = run(own_run(function), "It is 2.", scope="total", max_completion_length=FIRST_TURN)
+        assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
+        assert rollout.environment.outputs[-1]["messages"][-1]["role"] == "assistant"
+
+
+def test_a_budget_ends_drive_with_the_output_so_far(counts):
+    """No method is called for a response that is none."""
+
+    class Never(Asks):
+        def on_turn_end(self, infer_request, response_choice, current_turn):
+            return {"rollout_infos": {"share": 1 / len(response_choice.message.content)}}
+
+        def check_finished(self, infer_request, response_choice, current_turn):
+            return False
+
+    rollout, llm = run(Never, "It is 2.", scope="total", max_completion_length=FIRST_TURN + 1)
+    (output,) = rollout.environment.outputs
+    assert output["messages"] == [user("What?"), answer("It is 2.")] and output["rollout_infos"]["num_turns"] == 1
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
+    played = {"goal": 9, "env_config": {"name": "counts", "goal": 9}}
+    rollout, _ = run(GYMScheduler, "1", row=played, max_model_calls=2)
+    assert rollout.environment.infos["step_rewards"] == [1.0, 0.0] and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+def test_requests_at_the_same_time_share_the_budget():
+    async def gathers(self, ask, request, config):
+        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(4)))
+        return [RolloutOutput(response=response) for response in responses if response.choices[0].token_ids]
+
+    size = len(ids("It is 2.") + END)
+    rollout, _ = run(own_run(gathers), "It is 2.", scope="total", max_completion_length=size + 2)
+    assert [len(turn.token_ids) for turn in rollout.turns] == [size, 2]
+    rollout, _ = run(own_run(gathers), "It is 2.", max_model_calls=3)
+    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+def test_a_messages_own_keys_hold_before_an_edit_of_the_history():
+    class Edits(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages[-1]["loss"] = False
+            infer_request.messages += [user("So?"), answer("fake"), user("And?")]
+            return infer_request
+
+    rollout, _ = run(Edits, "It is 2.", max_turns=2)
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+def test_ids_without_a_mask_leave_loss_scale_its_say():
+    class Ids(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            step = super().step(infer_request, response_choice, current_turn)
+            return {**step, "response_token_ids": response_choice.token_ids}
+
+    rollout, _ = run(Ids, "It is 2.", max_turns=2, loss_scale="last_round")
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+def test_a_second_run_of_the_base_class_replaces_the_first():
+    class Twice(Asks):
+        async def run(self, infer_request, request_config, **kwargs):
+            await super().run(copy.deepcopy(infer_request), request_config)
+            return await super().run(copy.deepcopy(infer_request), request_config)
+
+    rollout, _ = run(Twice, "It is 2.", max_turns=2)
+    assert [turn.trained for turn in rollout.turns] == [False, False, True, True]
+
+
+def test_text_that_the_ids_do_not_hold_is_read():
+    class Forgets(GoesOnAnyway):
+        def step(self, infer_request, response_choice, current_turn):
+            ids = list(response_choice.token_ids)
+            return {"infer_request": super().step(infer_request, response_choice, current_turn)["infer_request"],
+                    "response_token_ids": ids}  # fmt: skip
+
+    rollout, _ = run(Forgets, cut_off("It is 2."), "It is 3.", max_turns=2)
+    assert rollout.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("It is 3.") + END
+
+
+def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
+    class Adds(GoesOnAnyway):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
+            return infer_request
+
+    rollout, _ = run(Adds, cut_off("It is 2."), "It is 3.", max_turns=2)
+    added = ids("<tool_response>42</tool_response>< |im_end|>")
+    assert rollout.completion_ids == ids("It is 2.") + added + ids("It is 3.") + END
+
+
+def test_other_tools_begin_a_record():
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+
+    class Gives(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.tools = [tool]
+            return super().step(infer_request, response_choice, current_turn)
+
+    rollout, _ = run(Gives, "It is 2.", max_turns=2)
+    first, second = trained_records(rollout)
+    assert '"add"' not in TOKENIZER.decode(first.prompt_ids) and '"add"' in TOKENIZER.decode(second.prompt_ids)
+
+
+def test_a_stop_may_be_a_text():
+    async def stops(self, ask, request, config):
+        config.stop = "Observation:"
+        return RolloutOutput(response=await ask(*request.messages))
+
+    rollout, _ = run(own_run(stops), "Action: x Observation: y")
+    assert TOKENIZER.decode(rollout.completion_ids) == "Action: x Observation:"
+
+
+def test_what_a_scheduler_does_to_its_request_fails_no_other_rollout():
+    def broken(change):
+        class Breaks(Asks):
+            def step(self, infer_request, response_choice, current_turn):
+                change(infer_request)
+                return super().step(infer_request, response_choice, current_turn)
+
+        return Breaks
+
+    rollout, _ = run(broken(lambda request: setattr(request, "uuid", "x")), "It is 2.", max_turns=2)
+    assert len(rollout.turns) == 2
+    ids_as_content = broken(lambda request: request.messages[-1].update(content=ids("It is 2.")))
+    rollout, _ = run(ids_as_content, "It is 2.", max_turns=2)
+    assert len(trained_records(rollout)) == 1
+    for change in (
+        lambda request: setattr(request, "tools", ["calc"]),
+        lambda request: request.messages[-1].update(content=[{"type": "text", "text": None}]),
+        lambda request: request.messages.append(3),
+        lambda request: setattr(request, "chat_template_kwargs", {"enable_thinking": False}),
+    ):
+        with pytest.raises(SchedulerFailure):
+            run(broken(change), "It is 2.", max_turns=2)
+
+    class Cancels(Asks):
+        async def on_turn_end(self, infer_request, response_choice, current_turn):
+            task = asyncio.ensure_future(asyncio.sleep(9))
+            task.cancel()
+            await task
+
+    with pytest.raises(SchedulerFailure, match="it cancelled itself"):
+        run(Cancels, "It is 2.", max_turns=2)
+
+
+def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
+    class Encodes(Asks):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.tip = self.tokenizer.encode("x")
+
+    env, llm = conversations(Encodes, max_turns=1), Scripted("It is 2.")
+    (rollout,) = env.start([[]], rows=[{"messages": [user("What?")]}])
+    mt.run_async(env.converse(rollout, llm))
+    assert rollout.error is None and rollout.completion_ids == ids("It is 2.") + END
+
+
+def test_columns_of_the_rollout_go_before_those_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setitem(swift_paths.swift_rewards.orms, "said", lambda completions, messages, **kwargs: [
+        float(each[-1]["content"] == "2") for each in messages])  # fmt: skip
+    environment = run(RolloutScheduler, "2")[0].environment
+    reward = as_reward("said", SimpleNamespace(), settings(tmp_path))
+    assert reward(environments=[environment], messages=[[user("What?")]]) == [1.0]
+    assert (
+        columns_of([environment])["prompt_id"] == columns_of([run(RolloutScheduler, "3")[0].environment])["prompt_id"]
+    )

@@ -24,7 +24,9 @@ A module imports from the package, and from modules that stand above it in this 
     swift_react       a scheduler whose calls are written as ReAct does
     swift_gym         environments, and the scheduler that plays them
     swift_messages    a request's messages as text, and as the chat template takes them
-    swift_samples     a scheduler's responses
+    swift_samples     a scheduler's responses, and which one a request goes on from
+    swift_revise      what a scheduler makes of a response
+    swift_reading     what the model reads for a request
     swift_session     one rollout as the engine of a scheduler
     swift_outputs     what a scheduler returned, as turns and records
     swift_paths       the import paths of ms-swift

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import functools
 import inspect
 import logging
 import uuid
 from contextlib import suppress
 from typing import Any
 
-from mt_grpo.adapters.swift_loop import SchedulerFailure, called, drive
+from mt_grpo.adapters.swift_loop import RolloutOver, SchedulerFailure, called, drive
 from mt_grpo.adapters.swift_loss import LossMask
 from mt_grpo.adapters.swift_outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.swift_paths import protocol_module
@@ -49,20 +50,20 @@ class SchedulerEngine:
 
     async def infer_async(self, infer_request: Any, request_config: Any = None, **kwargs: Any) -> Any:
         """The policy's response to a request, of the conversation in which this is called."""
-        session = CURRENT.get() or self.sessions.get(getattr(infer_request, "uuid", None))
+        session = self.sessions.get(getattr(infer_request, "uuid", None)) or CURRENT.get()
         if session is None:
             raise SchedulerFailure("infer_async was called outside of a conversation, with the uuid of none.")
         return await self._on_session(session, session.infer(infer_request, request_config))
 
-    async def drove(self, response: Any, text: str, segment: Any) -> None:
-        """`SchedulerSession.drove` for a response."""
+    async def drove(self, *args: Any) -> None:
+        """`SchedulerSession.drove` of the conversation in which this is called."""
         session = CURRENT.get()
-        await self._on_session(session, session.drove(response.choices[0], text, segment))
+        await self._on_session(session, session.drove(*args))
 
-    async def segments(self, response: Any) -> dict[str, list]:
-        """`SchedulerSession.segments` for a response."""
+    async def ended(self, choices: list[Any]) -> dict[str, list]:
+        """`SchedulerSession.ended` of the conversation in which this is called."""
         session = CURRENT.get()
-        return await self._on_session(session, session.segments(response.choices[0]))
+        return await self._on_session(session, session.ended(choices))
 
     async def _on_session(self, session: SchedulerSession, coroutine: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
@@ -85,8 +86,9 @@ class ScheduledConversation:
     def reset(self, **row: Any) -> list[Message] | None:
         """Begin anew."""
         self.row, self.request_id, self.outputs = row, f"chatcmpl-{uuid.uuid4()}", []
-        has_prompt = row.get("prompt") or row.get("messages")
-        return None if has_prompt else [{"role": "user", "content": "The environment writes the prompt."}]
+        if row.get("prompt"):
+            return None
+        return row.get("messages") or [{"role": "user", "content": "The environment writes the prompt."}]
 
     @property
     def infos(self) -> dict[str, Any]:
@@ -125,8 +127,8 @@ class SchedulerConversation:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.engine: SchedulerEngine | None = None
-        self.scheduler: Any = None
+        self.engine = SchedulerEngine(self.tokenizer, self.max_model_len)
+        self.scheduler = make_scheduler(self.scheduler_class, self.engine, self.scheduler_kwargs)
 
     @property
     def keeps_thinking(self) -> bool:
@@ -145,7 +147,7 @@ class SchedulerConversation:
         """Let the scheduler run, and fill the rollout. Raises `SchedulerFailure`."""
         protocol = protocol_module()
         session = SchedulerSession(self, rollout, llm, sampling_params, protocol)
-        scheduler = self.scheduler_of(llm)
+        scheduler = self.scheduler
         row = rollout.row
         columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
         request = protocol.RolloutInferRequest(
@@ -153,24 +155,28 @@ class SchedulerConversation:
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
             **{kind: row[kind] for kind in ("images", "audios", "videos") if row.get(kind)},
         )  # fmt: skip
-        first = copy.deepcopy(request)
+        first, key = copy.deepcopy(request), request.uuid
         config = protocol.RequestConfig(
             max_tokens=self.max_completion_length, stop=list(self.stop_words), n=1, logprobs=True, return_details=True
         )  # fmt: skip
-        self.engine.sessions[request.uuid] = session
+        self.engine.sessions[key] = session
         try:
-            outputs = await self.watched(session, rollout, scheduler, request, config)
-            train_outputs(session, outputs, self.loss)
+            outputs, are_split = await self.watched(session, rollout, scheduler, request, config)
+            train_outputs(session, outputs, are_split, self.loss)
         finally:
-            del self.engine.sessions[request.uuid]
+            session.closed = True
+            del self.engine.sessions[key]
             fill(rollout, session.samples, self.loss.base == "all")
-        rollout.environment.outputs = [self.as_columns(output, first, rollout) for output in outputs]
-        rollout.stop_reason = session.stop_reason or self.why_it_ended(session, outputs)
+        rollout.environment.outputs = [self.as_columns(output, first) for output in outputs]
+        rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
     async def watched(
         self, session: SchedulerSession, rollout: Rollout, scheduler: Any, request: Any, config: Any
-    ) -> list[Any]:
-        """The outputs of a scheduler, in its time. None of them where it raised because its room was spent."""
+    ) -> tuple[list[Any], bool]:
+        """(the outputs of a scheduler, whether they are a list of its own), in its time.
+
+        All that was sampled, where it did not end by itself when its room was spent.
+        """
         name, timeout = type(scheduler).__name__, self.environment_timeout
         running = self.begin(session, scheduler, request, config)
         try:
@@ -179,21 +185,21 @@ class SchedulerConversation:
                 if left <= 0:
                     rollout.abandoned = True
                     raise SchedulerFailure(
-                        f"{name} took longer than environment_timeout={timeout:g} s between two responses."
+                        f"{name} took longer than environment_timeout={timeout:g} s between two responses. An async "
+                        "method that blocks holds up all conversations: await in it, or make it a plain function."
                     )
                 await asyncio.wait([running], timeout=min(left, 1.0))
             if session.failure is not None:
                 raise session.failure
-            return read_outputs(running.result(), name)
+            returned = running.result()
+            return read_outputs(returned, name), isinstance(returned, list)
+        except RolloutOver:
+            return session.so_far(), False
         except (SchedulerFailure, ToolsUnavailable):
-            if session.stop_reason is not None and running.done():
-                return []
             raise
         except Exception as error:
             if session.failure is not None:
                 raise
-            if session.stop_reason is not None:
-                return []
             raise SchedulerFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
         finally:
             running.cancel()
@@ -201,28 +207,26 @@ class SchedulerConversation:
     def begin(self, session: SchedulerSession, scheduler: Any, request: Any, config: Any) -> asyncio.Future:
         """Begin a conversation on the loop of schedulers. A future of this loop with its result."""
         CURRENT.set(session)  # in this task, whose context the other loop's task gets
+        key = request.uuid
 
         async def run() -> Any:
             try:
-                own_run = run_of(scheduler)
-                return await (own_run(request, config) if own_run else drive(scheduler, request, config))
+                own_run = scheduler.run if has_own_run(type(scheduler)) else functools.partial(drive, scheduler)
+                return await own_run(request, config)
             except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all schedulers
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            except asyncio.CancelledError:
+                if session.closed or session.failure is not None or asyncio.current_task().cancelling():
+                    raise
+                raise RuntimeError("it cancelled itself") from None
             finally:
                 if hasattr(scheduler, "_close_and_remove"):  # an environment is closed, however it ended
                     with suppress(Exception):
-                        await called(scheduler._close_and_remove, request.uuid)
+                        await called(scheduler._close_and_remove, key)
 
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), background_loop(SCHEDULER_THREAD)))
 
-    def scheduler_of(self, llm: Any) -> Any:
-        """The scheduler of all conversations, which the first one makes."""
-        if self.scheduler is None:
-            self.engine = SchedulerEngine(self._tokenizer(llm), self.max_model_len)
-            self.scheduler = make_scheduler(self.scheduler_class, self.engine, self.scheduler_kwargs)
-        return self.scheduler
-
-    def as_columns(self, output: Any, request: Any, rollout: Rollout) -> dict[str, Any]:
+    def as_columns(self, output: Any, request: Any) -> dict[str, Any]:
         """An output by the names that ms-swift's rewards get."""
         choice = output.response.choices[0]
         ids = output.response_token_ids or [list(choice.token_ids or [])]
@@ -232,7 +236,7 @@ class SchedulerConversation:
             "multi_turn_infos": dict(output.rollout_infos), "response_token_ids": ids,
         }  # fmt: skip
 
-    def why_it_ended(self, session: SchedulerSession, outputs: list[Any]) -> StopReason:
+    def why_it_ended(self, session: SchedulerSession) -> StopReason:
         """The reason of a conversation that had room left."""
         if not session.samples:
             raise SchedulerFailure(f"{self.scheduler_class.__name__} never asked for a response.")
@@ -242,12 +246,10 @@ class SchedulerConversation:
         return StopReason.MAX_TURNS if most and len(session.samples) >= most else StopReason.ENVIRONMENT_STOP
 
 
-def run_of(scheduler: Any) -> Any:
-    """A scheduler's own `run`; None where it has that of ms-swift's base class, which `drive` replaces."""
-    for cls in type(scheduler).__mro__:
-        if "run" in vars(cls):
-            return None if cls.__name__ == "MultiTurnScheduler" else scheduler.run
-    return None
+def has_own_run(cls: type) -> bool:
+    """Whether a class has a `run` of its own, and not that of ms-swift's base class, which `drive` replaces."""
+    owner = next((each for each in cls.__mro__ if "run" in vars(each)), None)
+    return owner is not None and owner.__name__ != "MultiTurnScheduler"
 
 
 def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,10 @@ class SchedulerFailure(EnvironmentFailure):
     """A scheduler raised, hung, or returned what it may not: its rollout is not trained on."""
 
 
+class RolloutOver(SchedulerFailure):
+    """A request behind the end of its rollout."""
+
+
 async def called(function: Callable, *args: Any) -> Any:
     """What a method returns. A synchronous one runs in a thread, so that a slow one stalls no other conversation."""
     if inspect.iscoroutinefunction(function):
@@ -95,8 +99,8 @@ def segment_of(given: dict[str, Any], sampled: list[int]) -> tuple[list[int], li
     return ids, mask, logprobs
 
 
-def add_response(messages: list[dict[str, Any]], text: str) -> None:
-    """Put what was sampled behind the messages: behind the assistant's last one, if they end with it.
+def add_response(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    """Put what was sampled behind the messages: behind the assistant's last one, if they end with it. Returns it.
 
     ms-swift 3.6 to 4.1 let plug-ins end with an assistant's message without content, for that.
     """
@@ -106,6 +110,7 @@ def add_response(messages: list[dict[str, Any]], text: str) -> None:
         messages[-1]["content"] += text
     else:
         messages.append({"role": "assistant", "content": text})
+    return messages[-1]
 
 
 async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> RolloutOutput:
@@ -119,16 +124,21 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
     Raises:
         SchedulerFailure: a method returned what it may not.
     """
-    engine, infos, turn = scheduler.infer_engine, {}, 0
+    engine, infos, choices, said, last = scheduler.infer_engine, {}, [], [], None
     if hasattr(scheduler, "on_trajectory_start"):
         await called(scheduler.on_trajectory_start, [request])
     remove_response(request.messages)
     while True:
-        turn += 1
         response = await engine.infer_async(request, config, **kwargs)
-        choice, messages = response.choices[0], request.messages
-        sampled = list(choice.token_ids or [])
-        add_response(messages, choice.message.content)
+        choice, turn = response.choices[0], len(choices) + 1
+        messages = request.messages
+        if getattr(choice, "is_over", False):  # no room for a response: the one before it ends the conversation
+            said = said or [*messages, {"role": "assistant", "content": ""}]
+            return await output_of(engine, last or response, said, choices, infos)
+        last, sampled = response, list(choice.token_ids or [])
+        choices.append(choice)
+        message = add_response(messages, choice.message.content)
+        said = [*messages[:-1], dict(message)]
         ended = await called(scheduler.on_turn_end, request, choice, turn) if hasattr(scheduler, "on_turn_end") else {}
         if not isinstance(ended or {}, dict):
             raise SchedulerFailure(f"on_turn_end returned {ended!r:.200}, expected a dict or None.")
@@ -139,23 +149,53 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
             stop = ended["done"] or choice.finish_reason == "length"
         most = getattr(scheduler, "max_turns", None)
         is_last = bool(stop) or bool(most and turn >= most)
-        step = {}
+        step = ended
         if not is_last:
             step = read_step(await called(scheduler.step, request, choice, turn))
             request = step["infer_request"]
             infos |= step.get("rollout_infos") or {}
-        segment = segment_of(ended if is_last else step, sampled)
-        await engine.drove(response, last_text(request.messages), segment)
+        segment, masked = segment_of(step, sampled), bool(step.get("response_loss_mask"))
+        same_message = bool(request.messages) and request.messages[-1].get("role") == "assistant"
+        text = text_at(request.messages, said)
+        await engine.drove(choice, text, same_message, segment, masked, weight_of(message))
         if is_last:
-            return RolloutOutput(
-                response=response, messages=messages, rollout_infos={**infos, "num_turns": turn},
-                **await engine.segments(response),
-            )  # fmt: skip
+            return await output_of(engine, last, messages, choices, infos)
 
 
-def last_text(messages: list[dict[str, Any]]) -> str:
-    """What the assistant's last message says."""
-    return next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "") or ""
+async def output_of(
+    engine: Any, response: Any, messages: list[dict[str, Any]], choices: list[Any], infos: dict[str, Any]
+) -> RolloutOutput:
+    """The output of a conversation with these responses."""
+    infos = {**infos, "num_turns": len(choices)}
+    return RolloutOutput(response=response, messages=messages, rollout_infos=infos, **await engine.ended(choices))
+
+
+def text_at(messages: list[dict[str, Any]], said: list[dict[str, Any]]) -> Any:
+    """What the last of the messages `said` says now; None where the history before it was edited.
+
+    >>> user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    >>> text_at([user, {**said, "content": "bc"}, user], [user, said]), text_at([said, user], [user, said])
+    ('bc', None)
+    """
+    place = len(said) - 1
+    before = [(message["role"], message["content"]) for message in said[:place]]
+    if len(messages) <= place or messages[place]["role"] != "assistant":
+        return None
+    now = [(message["role"], message["content"]) for message in messages[:place]]
+    return messages[place]["content"] if now == before else None
+
+
+def weight_of(message: Any) -> bool | None:
+    """Whether a message's own keys `loss` and `loss_scale` have it trained; None without them.
+
+    >>> weight_of({"loss": False}), weight_of({"loss_scale": 0.5}), weight_of({"content": ""})
+    (False, True, None)
+    """
+    if not isinstance(message, dict):
+        return None
+    if message.get("loss_scale") is not None:
+        return bool(message["loss_scale"])
+    return None if message.get("loss") is None else bool(message["loss"])
 
 
 async def drive_all(scheduler: Any, requests: list, config: Any, **kwargs: Any) -> list[RolloutOutput]:

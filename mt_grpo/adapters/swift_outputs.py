@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_grpo.adapters.swift_loop import SchedulerFailure, segment_of
+from mt_grpo.adapters.swift_loop import SchedulerFailure, segment_of, weight_of
 from mt_grpo.adapters.swift_loss import LossMask
 from mt_grpo.adapters.swift_protocol import remove_response
+from mt_grpo.adapters.swift_revise import choose
 from mt_grpo.adapters.swift_samples import Sample, messages_of
 from mt_grpo.adapters.swift_session import SchedulerSession
-from mt_grpo.rollout import Context, Message, Rollout
+from mt_grpo.rollout import Context, Message, Rollout, join
 
 
 def read_outputs(returned: Any, name: str) -> list[Any]:
@@ -27,53 +28,48 @@ def read_outputs(returned: Any, name: str) -> list[Any]:
     return outputs
 
 
-def train_outputs(session: SchedulerSession, outputs: list[Any], loss: LossMask) -> None:
+def train_outputs(session: SchedulerSession, outputs: list[Any], are_split: bool, loss: LossMask) -> None:
     """Mark what is trained of a conversation's responses. Raises `SchedulerFailure`.
 
-    Those of `drive` are, also before an edit of the history. One of a scheduler's own `run` is where an output ends
-    with it, or goes through it: a scheduler may ask the policy for more than it returns.
+    A response is where an output ends with it, or goes through it: a scheduler may ask the policy for more than it
+    returns. Of a conversation by `drive` all are, also those before an edit of the history.
+
+    Args:
+        session: The conversation.
+        outputs: What the scheduler returned.
+        are_split: Whether that was a list: each output is a record of its own.
+        loss: The recipe's `loss_scale`.
     """
     for sample in session.samples:
-        sample.turn.trained = sample.driven and (sample.masked or loss.base != "last_round")
+        sample.turn.trained = False
     for output in outputs:
         last = session.sample_of(output.response.choices[0])
         if last is None:
-            continue  # an empty response, for which there was no room
+            continue  # there was no room for any response
         groups = messages_of(last)
-        if len(outputs) > 1:
+        if are_split:
             groups = groups[-1:]
-            groups[0][0].fresh = None  # one record each
-        if not last.driven:
-            keep_ids(session, groups, output)
-        messages = [m for m in output.messages or [] if isinstance(m, str) or m.get("role") == "assistant"]
-        for k, group in enumerate(reversed(groups)):
-            message = messages[-1 - k] if k < len(messages) else {}
-            by_message = weight_of(message)
-            trained = by_message if by_message is not None else loss.base != "last_round" or k == 0
-            for sample in group:
-                sample.masked |= not last.driven and k < len(output.response_loss_mask)
-                sample.turn.trained, sample.weighed = sample.masked or trained, by_message is not None
-                sample.is_last |= k == 0
+            groups[0][0].fresh = None
+        if last.key not in session.drives:
+            take_masks(groups, output, session.format.ends)
+            messages = [m for m in output.messages or [] if isinstance(m, str) or m.get("role") == "assistant"]
+            for group, message in zip(reversed(groups), reversed(messages)):
+                for sample in group:
+                    sample.weight = weight_of(message)
+        for sample in groups[-1]:
+            sample.is_last = True
+        driven = [] if are_split else session.drives.get(last.key, [])
+        for sample in {id(each): each for each in [*join(groups), *driven]}.values():
+            by_rule = sample.is_last or loss.base != "last_round"
+            by_rule = by_rule if sample.weight is None else sample.weight
+            sample.turn.trained = not sample.taken_back and (sample.masked or by_rule)
     for sample in session.samples:
-        if loss.scales and sample.turn.trained and not sample.masked and not sample.weighed:
+        if loss.scales and sample.turn.trained and not sample.masked and sample.weight is None:
             query = next((m["content"] for m in reversed(sample.messages) if m["role"] != "assistant"), None)
             sample.turn.mask = loss.mask(sample.turn, query, sample.is_last, session.format.text)
 
 
-def weight_of(message: Message | str) -> bool | None:
-    """Whether a message's own keys `loss` and `loss_scale` have it trained; None without them.
-
-    >>> weight_of({"loss": False}), weight_of({"loss_scale": 0.5}), weight_of({"content": ""})
-    (False, True, None)
-    """
-    if isinstance(message, str):
-        return None
-    if message.get("loss_scale") is not None:
-        return bool(message["loss_scale"])
-    return None if message.get("loss") is None else bool(message["loss"])
-
-
-def keep_ids(session: SchedulerSession, groups: list[list[Sample]], output: Any) -> None:
+def take_masks(groups: list[list[Sample]], output: Any, ends: frozenset[int]) -> None:
     """Take over the ids and masks of an output, aligned from its end, for each message of the assistant.
 
     Raises `SchedulerFailure` where ids are neither those that were sampled, nor those that the scheduler put behind.
@@ -90,25 +86,11 @@ def keep_ids(session: SchedulerSession, groups: list[list[Sample]], output: Any)
         )
     for k in range(1, len(ids) + 1):
         group, given = groups[-k], {"response_token_ids": ids[-k], "response_loss_mask": masks[-k] if masks else None}
-        known = [token for sample in group for token in sample.ids]
-        found = segment_of(given, known)
-        if found is None:
-            continue
-        own, mask, _ = found
-        *earlier, last = group
-        place = sum(len(sample.ids) for sample in earlier)
-        if own[:place] != known[:place]:
-            raise SchedulerFailure(
-                f"response_token_ids begins with {own[:8]}, expected {known[:8]}: the ids that were sampled, and "
-                "those that the scheduler put behind them."
-            )
-        if masks:
-            start = 0
-            for sample in earlier:
-                part = mask[start : start + len(sample.turn.token_ids)]
-                sample.turn.mask = part if 0 in part else None
-                start += len(sample.ids)
-            session.keep(last, last.text, own[place:], mask[place:], None)
+        found = segment_of(given, ids[-k])
+        if found is not None:
+            choose(group, found[0], found[1] if masks else None, ends)
+            for sample in group:
+                sample.masked = bool(masks)
 
 
 def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> None:
@@ -127,7 +109,7 @@ def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> N
         if parent is not None and sample.fresh is not None:
             turn.after = number[id(parent)]
             parent.turn.observation_ids, parent.turn.messages = sample.fresh, sample.said
-            parent.turn.continuation = None if sample.said else parent.text[len(parent.start + parent.turn.text) :]
+            parent.turn.continuation = None if sample.said else parent.text[len(parent.bare) :]
         elif k > 0:
             turn.context = Context(sample.messages, sample.prompt_ids)
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,7 @@ from mt_grpo.adapters.ms_swift import (
     PlayedConversation,
     ScheduledConversation,
     SchedulerConversation,
-    SchedulerEngine,
-    make_scheduler,
-    run_of,
+    has_own_run,
 )
 from mt_grpo.adapters.swift_loss import read_loss_scale
 from mt_grpo.adapters.swift_paths import install, registry
@@ -27,6 +27,7 @@ OF_THE_SCHEDULER = (
 LENGTH_SCOPES = ("per_round", "total")
 OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
         "log_extra", "log_metric")  # fmt: skip
+OF_THE_ROLLOUT = ("messages", "request_id", "trajectory_inputs")  # whatever columns the data has
 
 
 def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
@@ -51,7 +52,7 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         registered("envs", script_args.gym_env, "gym_env")
     kwargs = {"max_turns": script_args.max_turns, "gym_env": script_args.gym_env}
     kwargs = {key: value for key, value in kwargs.items() if value is not None}
-    check_scheduler(cls, name, kwargs)
+    check_scheduler(cls, name)
     settings = {
         "scheduler_class": cls, "scheduler_kwargs": kwargs,
         "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
@@ -75,19 +76,17 @@ def registered(kind: str, name: str, key: str) -> Any:
     return found[name]
 
 
-def check_scheduler(cls: Any, name: str, kwargs: dict[str, Any]) -> None:
+def check_scheduler(cls: Any, name: str) -> None:
     """Raise `ValueError` unless a class can run conversations: its methods take what the trainer passes."""
     where = f"multi_turn_scheduler: {name!r}"
     if not isinstance(cls, type):
         raise ValueError(f"{where} is {cls!r}, expected a class.")
-    scheduler = make_scheduler(cls, SchedulerEngine(None, None), kwargs)
-    own_run = run_of(scheduler)
-    if own_run is not None:
-        if not inspect.iscoroutinefunction(own_run):
+    if has_own_run(cls):
+        if not inspect.iscoroutinefunction(cls.run):
             raise ValueError(f"{where}: {cls.__name__}.run is no async function, expected `async def run`.")
         return
     for method, count in (("step", 3), ("check_finished", 3), ("on_turn_end", 3), ("on_trajectory_start", 1)):
-        function = getattr(scheduler, method, None)
+        function = getattr(cls, method, None)
         if function is None and method in ("step", "check_finished"):
             raise ValueError(
                 f"{where}: {cls.__name__} has no run, and no {method}. Expected `run`, or `step` and `check_finished`."
@@ -95,7 +94,7 @@ def check_scheduler(cls: Any, name: str, kwargs: dict[str, Any]) -> None:
         if function is None:
             continue
         try:
-            inspect.signature(function).bind(*[None] * count)
+            inspect.signature(types.MethodType(function, cls)).bind(*[None] * count)
         except TypeError as error:
             takes = ("infer_request", "response_choice", "current_turn") if count == 3 else ("requests",)
             raise ValueError(
@@ -110,24 +109,46 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
     """A reward of `orms`, a class or a function, as an outcome reward of the trainer. Raises `ValueError`."""
     found = registered("orms", name, "reward_funcs")
     try:
-        reward = found(**({"args": args} if takes(found, "args") else {})) if isinstance(found, type) else found
+        settings = Settings(script_args, args)
+        reward = found(**({"args": settings} if takes(found, "args") else {})) if isinstance(found, type) else found
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {type(error).__name__}: {error}.") from error
     call = reward if inspect.isroutine(reward) else type(reward).__call__
 
-    def columns(environments: list, given: dict[str, Any]) -> dict[str, Any]:
-        return {**columns_of(environments), **{key: value for key, value in given.items() if key not in OURS}}
+    def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
+        own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
+        return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT}}
 
     async def run_async(environments: list, **kwargs: Any) -> list:
-        return await reward(completions_of(environments), **columns(environments, kwargs))
+        return await reward(completions_of(environments), **arguments(environments, kwargs))
 
     def run(environments: list, **kwargs: Any) -> list:
-        return [None if each is None else float(each) for each in reward(completions_of(environments),
-                                                                         **columns(environments, kwargs))]  # fmt: skip
+        values = reward(completions_of(environments), **arguments(environments, kwargs))
+        if inspect.isawaitable(values):  # an async function that does not look like one
+            values = asyncio.run(awaited(values))
+        return [None if value is None else float(value) for value in values]
 
     function = run_async if inspect.iscoroutinefunction(call) else run
     function.__name__ = name
     return function
+
+
+class Settings:
+    """All settings of a run, for rewards that read them from `args`."""
+
+    def __init__(self, *configs: Any):
+        self.configs = configs
+
+    def __getattr__(self, key: str) -> Any:
+        for config in self.configs:
+            if hasattr(config, key):
+                return getattr(config, key)
+        raise AttributeError(f"There is no setting {key!r}.")
+
+
+async def awaited(awaitable: Any) -> Any:
+    """What it gives."""
+    return await awaitable
 
 
 def takes(function: Callable, name: str) -> bool:
@@ -172,4 +193,4 @@ def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
 
 def prompt_id(conversation: ScheduledConversation) -> str:
     """The same for all conversations of a prompt."""
-    return repr(conversation.row.get("prompt"))
+    return repr(conversation.row.get("prompt") or sorted(conversation.row.items(), key=lambda item: item[0]))

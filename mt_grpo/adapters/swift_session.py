@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import secrets
 from typing import Any
 
-from mt_grpo.adapters.agent_prompts import tools_by_name
 from mt_grpo.adapters.agent_session import StopsAt
 from mt_grpo.adapters.policy_time import PolicyTime
-from mt_grpo.adapters.swift_loop import SchedulerFailure
-from mt_grpo.adapters.swift_messages import keys_of, read_messages, rendered, said_before
+from mt_grpo.adapters.swift_loop import RolloutOver, SchedulerFailure
+from mt_grpo.adapters.swift_messages import said_before
+from mt_grpo.adapters.swift_protocol import RolloutOutput
+from mt_grpo.adapters.swift_reading import Reading, read_request
+from mt_grpo.adapters.swift_revise import keep, revise
 from mt_grpo.adapters.swift_samples import Sample, messages_of
-from mt_grpo.control_tokens import neutralise
 from mt_grpo.hermes import call_id
-from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn, join
+from mt_grpo.rollout import Context, Rollout, StopReason, Turn, join
 from mt_grpo.tool_results import error_text
+
+MAX_EMPTY = 16  # responses behind the end of a rollout; after them a request is an error
 
 
 class SchedulerSession(PolicyTime):
@@ -35,8 +39,10 @@ class SchedulerSession(PolicyTime):
 
     Attributes:
         samples: All responses.
+        drives: By the last response of a conversation by `drive`, all of it.
         stop_reason: Set where no further response is given.
         failure: What the trainer must hear of, such as a server that is lost.
+        closed: Whether the scheduler is over, so that nothing more is sampled.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
@@ -46,222 +52,189 @@ class SchedulerSession(PolicyTime):
         self.tokenizer = env._tokenizer(llm)
         self.format = env.format_of(self.tokenizer)
         self.samples: list[Sample] = []
+        self.drives: dict[str, list[Sample]] = {}
         self.stop_reason: StopReason | None = None
         self.failure: Exception | None = None
-        self._num_requests = 0
+        self.closed = False
+        self._key = secrets.token_hex(8)
+        self._num_requests, self._num_calls, self._num_empty = 0, 0, 0
+        self._parents: dict[str, Sample | None] = {}  # of empty responses, by their keys
 
     # -- what the scheduler asks --
 
     async def infer(self, request: Any, config: Any) -> Any:
-        """A response. An empty one that is cut off where there is no room; after that none.
+        """A response. Where there is no room for one, an empty one that is cut off.
 
         Raises:
             SchedulerFailure: the request cannot be answered.
         """
+        if self.closed:
+            raise RolloutOver("The conversation is over. Expected no further request.")
         with self.in_flight():
             try:
-                return await self._infer(request, config)
+                reading = read_request(request, self.samples, self.env, self.format, self.tokenizer)
+            except SchedulerFailure:
+                raise
+            except Exception as error:  # whatever the scheduler or a chat template made of it
+                text = f"{type(error).__name__}: {error_text(error)}"
+                raise SchedulerFailure(f"A request cannot be read: {text}") from error
+            try:
+                return await self._respond(request, config, reading)
             except SchedulerFailure:
                 raise
             except Exception as error:
                 self.failure = error
                 raise
 
-    async def drove(self, choice: Any, text: str, segment: tuple[list, list, list | None] | None) -> None:
-        """Note that a response is a turn of `drive`; `segment` as `keep` takes it."""
-        sample = self.sample_of(choice)
-        if sample is not None:
-            sample.driven, sample.masked = True, segment is not None
-            if segment is not None:
-                self.keep(sample, text, *segment)
+    async def drove(
+        self, choice: Any, text: Any, same_message: bool, segment: tuple | None, masked: bool, weight: bool | None
+    ) -> None:
+        """Take over what a turn of `drive` made of a response.
 
-    async def segments(self, choice: Any) -> dict[str, list]:
-        """What `RolloutOutput` takes of the messages up to a response: ids, masks if there are any, logprobs."""
+        Args:
+            choice: Of the response.
+            text: What its message says now; None where the history before it was edited.
+            same_message: Whether the next request goes on in it.
+            segment: As `keep` takes it: ids, a mask and logprobs; None: the text says it.
+            masked: Whether the scheduler gave that mask.
+            weight: Whether the message says itself that it is trained.
+        """
         sample = self.sample_of(choice)
-        groups = messages_of(sample) if sample else []
+        if isinstance(text, list):  # ids, as in 4.6
+            text = sample.start + self.format.text(text)
+        sample.masked, sample.weight = masked, weight
+        if segment is not None:
+            text = sample.text if text is None else text
+            keep(sample, text, *segment, self.format)
+        elif text is not None:
+            revise(sample, text, same_message, self.format)
+
+    async def ended(self, choices: list[Any]) -> dict[str, list]:
+        """Note the responses of a conversation by `drive`. Returns what `RolloutOutput` takes of its last messages."""
+        drive = [self.sample_of(choice) for choice in choices]
+        if not drive:
+            return {}
+        self.drives[drive[-1].key] = drive
+        groups = messages_of(drive[-1])
         ids = [join(each.ids for each in group) for group in groups]
         masks = [join(each.turn.per_token(1, 0) + [0] * len(each.tail) for each in group) for group in groups]
         logprobs = [
-            [
-                value
-                for each in group
-                for value, one in zip(each.turn.logprobs or [], each.turn.per_token(1, 0)) if one
-            ]
+            [x for each in group for x, one in zip(each.turn.logprobs or [], each.turn.per_token(1, 0)) if one]
             for group in groups
-        ]  # fmt: skip
+        ]
         is_masked = any(each.masked for group in groups for each in group)
         return {"response_token_ids": ids, "response_loss_mask": masks if is_masked else [],
                 "rollout_logprobs": logprobs}  # fmt: skip
 
-    def keep(self, sample: Sample, text: str, ids: list[int], mask: list[int], logprobs: list[float] | None) -> None:
-        """Have a response's message end with these ids, and say this text. Raises `SchedulerFailure`."""
-        ids, mask = self._without_prompt(sample, ids, mask)
-        sampled, known = sample.turn.token_ids, sample.turn.logprobs
-        same = next((k for k, pair in enumerate(zip(ids, sampled)) if pair[0] != pair[1]), min(len(ids), len(sampled)))
-        if any(mask[same:]):
-            raise SchedulerFailure(
-                f"response_loss_mask is 1 for id {ids[same + mask[same:].index(1)]} at {same + mask[same:].index(1)}, "
-                f"which the policy did not sample: the response has {len(sampled)} ids, and {same} of them were kept. "
-                "Expected 0 for all that the scheduler adds."
-            )
-        known = known and known[:same]
-        if logprobs is not None and known is not None:
-            given = iter(logprobs)
-            known = [next(given) if one else logprob for one, logprob in zip(mask, known)]
-        kept = mask[:same] if 0 in mask[:same] else None
-        said = sample.turn.text if same == len(sampled) else self.format.text(sampled[:same])
-        sample.turn = dataclasses.replace(sample.turn, token_ids=sampled[:same], logprobs=known, mask=kept, text=said)
-        sample.tail, sample.text = ids[same:], text
-
-    def _without_prompt(self, sample: Sample, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
-        """Ids without those in front that the generation prompt has already, such as an opened thinking's."""
-        sampled, read = sample.turn.token_ids, sample.prompt_ids
-        if ids[: len(sampled)] == sampled[: len(ids)]:
-            return ids, mask
-        most = next((k for k, one in enumerate(mask) if one), len(mask))
-        same = next((size for size in range(most, 0, -1) if read[-size:] == ids[:size]), 0)
-        return ids[same:], mask[same:]
+    def so_far(self) -> list[Any]:
+        """All that was sampled, as an output: for a scheduler that did not end when its room was spent."""
+        if not self.samples:
+            return []
+        last = self.samples[-1]
+        self.drives[last.key] = list(self.samples)
+        messages = last.messages[:-1] if last.start else last.messages
+        response = self._response(None, last.prompt_ids, last.turn, last.key)
+        said = [*messages, {"role": "assistant", "content": last.bare}]
+        return [RolloutOutput(response=response, messages=said, rollout_infos={"num_turns": len(self.samples)})]
 
     def sample_of(self, choice: Any) -> Sample | None:
-        """The response of a choice; None for one that was not given here, or that was empty."""
-        number = getattr(choice, "sample_number", None)
-        return next((sample for sample in self.samples if sample.number == number), None)
+        """The response of a choice; of an empty one the response that it would have gone on from.
+
+        Raises `SchedulerFailure` for a choice that was not given here.
+        """
+        key, ids = getattr(choice, "sample_key", None), getattr(choice, "token_ids", None)
+        if key in self._parents:
+            return self._parents[key]
+        found = [sample for sample in self.samples if sample.key == key]
+        if not found and key is None and ids:  # a copy of it
+            found = [sample for sample in self.samples if sample.turn.token_ids == list(ids)]
+        if not found:
+            raise SchedulerFailure(
+                "A response is none that infer_async gave in this conversation. Return one of those."
+            )
+        return found[-1]
 
     # -- one response --
 
-    async def _infer(self, request: Any, config: Any) -> Any:
-        number, messages = self._num_requests, read_messages(request, self.format.text, self.env.keeps_thinking)
+    async def _respond(self, request: Any, config: Any, reading: Reading) -> Any:
+        number, key = self._num_requests, f"{self._key}-{self._num_requests}"
         self._num_requests += 1
-        tools = tools_by_name(getattr(request, "tools", None) or [])
-        parent, said = self._parent(messages)
-        try:
-            fresh = self._fresh(parent, messages, said) if parent else None
-            context = parent.prompt_ids + parent.turn.token_ids if parent else []
-            if parent and fresh is None:  # an end of turn was sampled where the message goes on: it is not read
-                prompt_ids = context[:-1] + parent.tail + self._suffix(parent, said)
-            else:
-                prompt_ids = context + fresh if parent else self._prompt(messages, tools)
-        except Exception as error:  # whatever a chat template raises
-            raise SchedulerFailure(f"The chat template refuses the messages: {error_text(error)}") from error
-        if parent and parent.is_read:  # only one goes on in its record
-            fresh = None
-        room = self._room(prompt_ids, len(fresh or []), getattr(config, "max_tokens", None))
+        going, prompt_ids, fresh = reading.going, reading.prompt_ids, reading.fresh
+        parent = self._parents[key] = going and going.parent
+        room = self._room(prompt_ids, reading.num_new, getattr(config, "max_tokens", None))
         if room <= 0:
-            return self._response(request, prompt_ids, None, number)
-        if parent:
-            parent.is_read = True
-        turn = await self._sample(messages, prompt_ids, room, tools, getattr(config, "stop", None) or [])
-        start = said_before(messages)
-        sample = Sample(number, messages, start, prompt_ids, turn, parent, fresh, said, start + turn.text)
-        self.samples.append(sample)
+            return self._response(request, prompt_ids, None, key)
+        if reading.in_record:
+            parent.is_read, parent.tail, parent.text = True, reading.behind, parent.text + going.behind
+        stops = getattr(config, "stop", None) or []
+        turn = await self._sample(reading, room, (stops,) if isinstance(stops, str) else tuple(stops))
+        turn = self._cut_to_budget(turn, reading.num_new)
+        if turn is None:
+            return self._response(request, prompt_ids, None, key)
+        del self._parents[key]
+        start, said = said_before(reading.messages), going.said if going else []
+        text = start + turn.text
+        self.samples.append(Sample(key, number, reading.messages, reading.tools, start, prompt_ids, turn, parent,
+                                   fresh, reading.num_new, said, text, text))  # fmt: skip
         self.samples.sort(key=lambda each: each.number)
-        return self._response(request, prompt_ids, turn, number)
+        return self._response(request, prompt_ids, turn, key)
 
-    def _parent(self, messages: list[Message]) -> tuple[Sample | None, list[Message]]:
-        """(the response whose message a request repeats, or None; the messages behind it)."""
-        keys = keys_of(messages)
-        place = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-        if place is None:
-            return None, []
-        said, text = messages[place + 1 :], messages[place]["content"]
-        found = [sample for sample in self.samples if sample.before == keys[:place]]
-        same = [sample for sample in found if sample.text.strip() == text.strip()] or [
-            sample for sample in found if text.startswith(sample.text)
-        ]
-        if same:
-            parent = max(same, key=lambda sample: (len(sample.text), not sample.is_read, sample.number))
-            if not said or parent.text.strip() != text.strip():
-                self._put_behind(parent, text)
-            return (parent, said) if parent.text.strip() == text.strip() else (None, [])
-        if not said and found and self._cut(found[-1], text):
-            return found[-1], said
-        return None, []
+    def _left(self, new: int) -> int:
+        """How many tokens may be sampled behind so many new ones."""
+        left = self.env.max_completion_length
+        if self.env.length_scope == "total":
+            left -= new + sum(each.num_new + len(each.turn.token_ids) for each in self.samples)
+        return left
 
-    def _put_behind(self, sample: Sample, text: str) -> None:
-        """What a scheduler wrote behind a response's text becomes part of the message."""
-        behind = text[len(sample.text) :] if text.startswith(sample.text) else ""
-        if behind and not sample.is_read:
-            sample.tail = sample.tail + self.format.text_ids(neutralise(behind, self.tokenizer))
-            sample.text = text
-
-    def _cut(self, sample: Sample, text: str) -> bool:
-        """Cut a response where the scheduler cut its text; whether anything of it is left.
-
-        What a token holds beyond the cut is tokenised again, as text of the scheduler.
-        """
-        ids = sample.turn.token_ids
-        if sample.is_read or not text.startswith(sample.start):
-            return False
-        wanted, low, high = text[len(sample.start) :], 0, len(ids)
-        while low < high:  # the longest beginning of the ids whose text is there
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if wanted.startswith(self.format.text(ids[:middle])) else (low, middle - 1)
-        if low == 0:
-            return False
-        kept = self.format.text(ids[:low])
-        logprobs, mask = sample.turn.logprobs, sample.turn.mask
-        sample.turn = dataclasses.replace(
-            sample.turn, token_ids=ids[:low], logprobs=logprobs and logprobs[:low], mask=mask and mask[:low],
-            text=kept, calls=[], answer=None,
-        )  # fmt: skip
-        sample.text, sample.tail = sample.start + kept, []
-        self._put_behind(sample, text)
-        return True
-
-    # -- ids --
-
-    def _fresh(self, parent: Sample, messages: list[Message], said: list[Message]) -> list[int] | None:
-        """The ids behind a response; None where its message goes on behind an end of turn that was sampled."""
-        ids = parent.turn.token_ids
-        ended = bool(ids) and ids[-1] in self.format.ends
-        if ended and (parent.tail or not said):
-            return None
-        return parent.tail + self._suffix(parent, said)
-
-    def _suffix(self, parent: Sample, said: list[Message]) -> list[int]:
-        if not said:
-            return []
-        ids = [] if parent.tail else parent.turn.token_ids  # a tail stands behind an end of turn that is not read
-        return self.format.suffix_ids(parent.turn.calls, rendered(said, parent.turn.calls, self.tokenizer), ids)
-
-    def _prompt(self, messages: list[Message], tools: dict[str, Any]) -> list[int]:
-        """The ids of messages that begin a record."""
-        begun = said_before(messages)
-        whole = rendered(messages[:-1] if begun else messages, [], self.tokenizer)
-        return self.env.prompt_ids(whole, self.tokenizer, tools) + (self.format.text_ids(begun) if begun else [])
-
-    def _room(self, prompt_ids: list[int], num_fresh: int, most: int | None) -> int:
-        """How many tokens may be sampled. Sets `stop_reason` where there are none; raises the second time."""
+    def _room(self, prompt_ids: list[int], new: int, most: int | None) -> int:
+        """How many tokens a response may have. Sets `stop_reason` where there are none."""
         env = self.env
         context = env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
-        left = env.max_completion_length
-        if env.length_scope == "total":
-            left -= num_fresh + sum(len(each.fresh or []) + len(each.turn.token_ids) for each in self.samples)
-        reason = StopReason.MAX_TOKENS if left <= 0 else None
-        if len(prompt_ids) >= context:
+        reason, left = self.stop_reason, self._left(new)
+        if reason is None and len(prompt_ids) >= context:
             reason = StopReason.CONTEXT_LENGTH
-        elif len(self.samples) >= env.max_model_calls:
+        if reason is None and self._num_calls >= env.max_model_calls:
             reason = StopReason.MAX_TURNS
+        if reason is None and left <= 0:
+            reason = StopReason.MAX_TOKENS
         if reason is None:
+            self._num_calls += 1
             return min(left, most or left)
-        if self.stop_reason is not None:
-            raise SchedulerFailure(f"The rollout is over: {self.stop_reason}. Expected no further request.")
         self.stop_reason = reason
         return 0
 
-    async def _sample(
-        self, messages: list[Message], prompt_ids: list[int], room: int, tools: dict[str, Any], stops: list[str]
-    ) -> Turn:
+    def _cut_to_budget(self, turn: Turn, new: int) -> Turn | None:
+        """The part of a turn for which room is left: requests at the same time share it. None where there is none."""
+        left = self._left(new)
+        if len(turn.token_ids) <= left:
+            return turn
+        if left <= 0:
+            self.stop_reason = self.stop_reason or StopReason.MAX_TOKENS
+            return None
+        ids = turn.token_ids[:left]
+        return dataclasses.replace(
+            turn, token_ids=ids, logprobs=turn.logprobs and turn.logprobs[:left], text=self.format.text(ids), calls=[],
+            answer=None, finish_reason="length",
+        )  # fmt: skip
+
+    async def _sample(self, reading: Reading, room: int, stops: tuple[str, ...]) -> Turn:
         # What is not in the room counts as spent, so that `sample_turn` keeps to it.
-        edited = Context(messages, prompt_ids, self.env.max_completion_length - room)
+        edited = Context(reading.messages, reading.prompt_ids, self.env.max_completion_length - room)
         rollout = self.rollout
-        asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment, tools=tools,
-                        edited=edited)  # fmt: skip
-        llm = StopsAt(self.llm, tuple(stops), self.format.text) if stops else self.llm
+        asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment,
+                        tools=reading.tools_by_name, edited=edited)  # fmt: skip
+        llm = StopsAt(self.llm, stops, self.format.text) if stops else self.llm
         return await self.env.sample_turn(asked, llm, self.params)
 
-    def _response(self, request: Any, prompt_ids: list[int], turn: Turn | None, number: int) -> Any:
-        """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place."""
+    def _response(self, request: Any, prompt_ids: list[int], turn: Turn | None, key: str) -> Any:
+        """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place.
+
+        Raises `RolloutOver` after too many empty ones.
+        """
+        if turn is None:
+            self._num_empty += 1
+            if self._num_empty > MAX_EMPTY:
+                raise RolloutOver(f"The rollout is over: {self.stop_reason}. Expected no further request.")
         protocol, ids = self.protocol, list(turn.token_ids) if turn else []
         calls = [
             {"id": call_id(k), "type": "function",
@@ -275,8 +248,8 @@ class SchedulerSession(PolicyTime):
             index=0, message=message,
             finish_reason=turn.finish_reason if turn else "length", logprobs=content, token_ids=ids,
         )  # fmt: skip
-        choice.sample_number = number
+        choice.sample_key, choice.is_over = key, turn is None
         usage = protocol.UsageInfo(len(prompt_ids), len(ids), len(prompt_ids) + len(ids))
         return protocol.ChatCompletionResponse(
-            model="policy", choices=[choice], usage=usage, id=getattr(request, "uuid", None) or f"request-{number}"
+            model="policy", choices=[choice], usage=usage, id=getattr(request, "uuid", None) or key
         )

@@ -1,0 +1,148 @@
+"""What a scheduler makes of a response: ids with a mask, a text behind it, a cut.
+
+INVARIANT: a response that a later request has read keeps its ids. Only its mask may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_samples import Sample, num_kept
+
+
+def without_turns(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A scheduler's own text in the assistant's message, in which special tokens are broken: none ends the turn.
+
+    Its tags, such as those of thinking, stay tokens.
+    """
+    special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
+    return re.sub("|".join(special), lambda found: f"{found[0][0]} {found[0][1:]}", text) if special else text
+
+
+def revise(sample: Sample, text: str, same_message: bool, written: Any) -> None:
+    """Have a response's message say another text, without ids for it.
+
+    Args:
+        sample: The response, which no request has read yet.
+        text: What its message says now.
+        same_message: Whether the next request goes on in it.
+        written: The tool format.
+    """
+    if text.startswith(sample.text):
+        put_behind(sample, text, written)
+    elif text.startswith(sample.start) and (same_message or sample.bare.startswith(text)):
+        ids = sample.turn.token_ids
+        kept = num_kept(ids, text[len(sample.start) :], written.text)
+        if not kept:
+            sample.taken_back = True
+            return
+        logprobs, mask = sample.turn.logprobs, sample.turn.mask
+        sample.turn = dataclasses.replace(
+            sample.turn, token_ids=ids[:kept], logprobs=logprobs and logprobs[:kept], mask=mask and mask[:kept],
+            text=written.text(ids[:kept]), calls=[], answer=None,
+        )  # fmt: skip
+        sample.bare = sample.text = sample.start + sample.turn.text
+        sample.tail = []
+        put_behind(sample, text, written)
+
+
+def put_behind(sample: Sample, text: str, written: Any) -> None:
+    """What a text says behind a response becomes part of its message, as ids that are read."""
+    behind = text[len(sample.text) :]
+    if behind:
+        sample.tail = sample.tail + written.text_ids(without_turns(behind, written.tokenizer))
+        sample.text = text
+
+
+def keep(
+    sample: Sample, text: str, ids: list[int], mask: list[int], logprobs: list[float] | None, written: Any
+) -> None:
+    """Have a response's message end with these ids. Raises `SchedulerFailure` where one of mask 1 was not sampled.
+
+    Args:
+        sample: The response, which no request has read yet.
+        text: What its message says. What the ids do not say of it stands behind them.
+        ids: A beginning of what was sampled, and what the scheduler put behind.
+        mask: 1 for what is trained.
+        logprobs: Of the ids with mask 1; None: as they were sampled.
+        written: The tool format.
+    """
+    ids, mask = without_prompt(sample, ids, mask)
+    sampled, known = sample.turn.token_ids, sample.turn.logprobs
+    same = num_same(ids, sampled)
+    if any(mask[same:]):
+        raise not_sampled(ids, mask, same, len(sampled))
+    known = known and known[:same]
+    if logprobs is not None and known is not None:
+        given = iter(logprobs)
+        known = [next(given) if one else logprob for one, logprob in zip(mask, known)]
+    kept = mask[:same] if 0 in mask[:same] else None
+    said = sample.turn.text if same == len(sampled) else written.text(sampled[:same])
+    sample.turn = dataclasses.replace(sample.turn, token_ids=sampled[:same], logprobs=known, mask=kept, text=said)
+    sample.tail, sample.bare = ids[same:], sample.start + said
+    spoken = sample.bare + written.text(ids[same:])
+    # A text may be cut inside a token: then the ids say more than it does, and they are what is read.
+    sample.text = spoken if text.startswith(spoken) else text
+    put_behind(sample, text, written)
+
+
+def without_prompt(sample: Sample, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    """Ids without those in front that the generation prompt has already, such as an opened thinking's."""
+    sampled, read = sample.turn.token_ids, sample.prompt_ids
+    if ids[: len(sampled)] == sampled[: len(ids)]:
+        return ids, mask
+    most = next((k for k, one in enumerate(mask) if one), len(mask))
+    same = next((size for size in range(most, 0, -1) if read[-size:] == ids[:size]), 0)
+    return ids[same:], mask[same:]
+
+
+def num_same(first: list[int], second: list[int]) -> int:
+    """With how many equal values two lists begin."""
+    return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
+
+
+def not_sampled(ids: list[int], mask: list[int], place: int, size: int) -> SchedulerFailure:
+    """The error for an id that may not be trained: the first one with mask 1 from a place on."""
+    place += mask[place:].index(1)
+    return SchedulerFailure(
+        f"response_loss_mask is 1 for id {ids[place]} at {place}, which the policy did not sample: the response has "
+        f"{size} ids. Expected 0 for all that the scheduler adds."
+    )
+
+
+def choose(group: list[Sample], ids: list[int], given: list[int] | None, ends: frozenset[int]) -> None:
+    """Have these ids of a message be trained as the mask says, and what they leave out not. Its records stay.
+
+    Left out may be an end of turn, and what was sampled last. Raises `SchedulerFailure` for any other difference.
+
+    Args:
+        group: The responses of the message.
+        ids: What an output says that it consists of.
+        given: 1 for what is trained; None: all of them that were sampled.
+        ends: The ids that end a turn.
+    """
+    ids, mask = without_prompt(group[0], ids, given or [1] * len(ids))
+    place = 0
+    for sample in group:
+        chosen = []
+        for token in sample.turn.token_ids:
+            there = place < len(ids) and ids[place] == token
+            if not there and place < len(ids) and token not in ends:
+                raise SchedulerFailure(
+                    f"response_token_ids has {ids[place]} at {place}, expected {token}: the ids that were sampled, "
+                    "and those that the scheduler put behind them."
+                )
+            chosen.append(mask[place] if there else 0)
+            place += there
+        same = num_same(ids[place:], sample.tail)
+        if given and any(mask[place : place + same]):
+            raise not_sampled(ids, mask, place, len(sample.turn.token_ids))
+        place += same
+        sample.turn.mask = chosen if 0 in chosen else None
+    if given and any(mask[place:]):
+        raise not_sampled(ids, mask, place, len(group[-1].turn.token_ids))
