@@ -558,6 +558,42 @@ def test_an_environment_is_played_and_closed(counts):
     assert rollout.messages[1:2] == [user("Go on.")]
 
 
+def test_an_environment_may_be_made_by_an_async_method(counts):
+    """As in 3.8; what subclasses of 4.6 read is there."""
+
+    class Makes(GYMScheduler):
+        async def _create_env(self, env_config):
+            return counts(env_config)
+
+        async def on_turn_end(self, infer_request, response_choice, current_turn):
+            ended = await super().on_turn_end(infer_request, response_choice, current_turn)
+            assert self._total_rewards[infer_request.uuid] == sum(self._step_rewards[infer_request.uuid])
+            assert self._pending_obs[infer_request.uuid] == "Go on."
+            return ended
+
+    rollout, _ = run(Makes, "1", "2", row={"goal": 2, "env_config": {"goal": 2}})
+    assert rollout.reward == 2.0
+
+
+def test_the_helpers_of_4_6():
+    class Helps(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            for _ in range(2):
+                response = await self.infer_engine.infer_async(infer_request, request_config)
+                same = self.append_assistant_completion(infer_request, text_of(response))
+                ids, mask = self.get_response_token_data(infer_request, response.choices[0], is_continuation=same)
+                assert (ids, mask) == self.prepare_response_continuation(response.choices[0])[:2]
+                self.set_assistant_message_token_ids(infer_request, [*ids, *self.tokenizer.encode("!")])
+                snapshots = self.snapshot_and_materialize_assistant_messages(infer_request)
+                assert infer_request.messages[-1]["content"].endswith("!")
+                self.restore_assistant_message_snapshots(snapshots)
+            self.snapshot_and_materialize_assistant_messages(infer_request)
+            return RolloutOutput(response=response, messages=infer_request.messages)
+
+    rollout, _ = run(Helps, cut_off("It is 2."), " And 3.")
+    assert rollout.completion_ids == ids("It is 2.") + ids("!") + ids(" And 3.") + END
+
+
 def test_a_context_manager_edits_what_the_model_reads(counts, monkeypatch):
     class LastTwo(ContextManager):
         def manage_context(self, history, trajectory_id):
@@ -824,7 +860,7 @@ OLD_AND_NEW = """
 from swift.infer_engine import InferRequest, RequestConfig
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
 from swift.llm import RolloutInferRequest as A
-from swift.llm.infer.protocol import RolloutOutput as B
+from swift.llm.infer.protocol import GymRolloutResponseChoice, RolloutOutput as B, RolloutResponseChoice
 from swift.llm.template.template_inputs import RolloutInferRequest as C
 from swift.plugin import ORM, orms, rm_plugins
 from swift.plugin.context_manager import ContextManager, context_managers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from typing import Any
 
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler
@@ -71,8 +72,9 @@ class GYMScheduler(MultiTurnScheduler):
         self.gym_env_name, self.context_manager_name = gym_env, context_manager
         self._contexts: dict[str, ContextManager] = {}  # by uuid
         self._envs: dict[str, Any] = {}  # by uuid
-        self._rewards: dict[str, list[float]] = {}
-        self._observations: dict[str, str] = {}
+        self._step_rewards: dict[str, list[float]] = {}
+        self._total_rewards: dict[str, float] = {}
+        self._pending_obs: dict[str, str | None] = {}
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
         return registered(envs, env_config.get("name") or self.gym_env_name, "gym_env")(env_config)
@@ -87,9 +89,10 @@ class GYMScheduler(MultiTurnScheduler):
 
     async def _begin(self, request: Any) -> None:
         uuid, row = request.uuid, request.data_dict or {}
-        self._envs[uuid] = env = self._create_env(row.get("env_config") or {})
+        env = self._create_env(row.get("env_config") or {})
+        self._envs[uuid] = env = await env if inspect.isawaitable(env) else env  # async in 3.8
         self._contexts[uuid] = self._create_context_manager(row.get("ctx_config") or {})
-        self._rewards[uuid] = []
+        self._step_rewards[uuid], self._total_rewards[uuid] = [], 0.0
         observation, _, system = await env.reset(request)
         request.messages = self._contexts[uuid].manage_context(self._messages(observation, system), uuid)
 
@@ -105,22 +108,23 @@ class GYMScheduler(MultiTurnScheduler):
         """One step of the environment."""
         uuid = infer_request.uuid
         observation, reward, done = await self._act(self._envs[uuid], infer_request, response_choice)
-        self._rewards[uuid].append(reward)
-        self._observations[uuid] = observation
-        infos = {"total_reward": sum(self._rewards[uuid]), "step_rewards": list(self._rewards[uuid])}
+        self._step_rewards[uuid].append(reward)
+        self._total_rewards[uuid] += reward
+        self._pending_obs[uuid] = observation
+        infos = {"total_reward": self._total_rewards[uuid], "step_rewards": list(self._step_rewards[uuid])}
         return {"done": done, "rollout_infos": {**infos, "gym_done": done}}
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         """The observation as the user's next message."""
         uuid = infer_request.uuid
-        infer_request.messages.append({"role": "user", "content": self._observations.pop(uuid)})
+        infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(uuid)})
         infer_request.messages = self._contexts[uuid].manage_context(infer_request.messages, uuid)
         return {"infer_request": infer_request}
 
     async def _close_and_remove(self, uuid: str) -> None:
         """Close the environment of a conversation that is over, however it ended."""
         env = self._envs.pop(uuid, None)
-        for held in (self._rewards, self._observations, self._contexts):
+        for held in (self._step_rewards, self._total_rewards, self._pending_obs, self._contexts):
             held.pop(uuid, None)
         if env is not None:
             await self._close(env)

@@ -84,6 +84,9 @@ class ChatCompletionResponseChoice:
     routed_experts: Any = None
 
 
+RolloutResponseChoice = GymRolloutResponseChoice = ChatCompletionResponseChoice  # its names in 3.6 and 3.7
+
+
 @dataclass
 class UsageInfo:
     """Numbers of tokens."""

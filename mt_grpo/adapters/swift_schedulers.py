@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_grpo.adapters.swift_loop import drive, drive_all
+from mt_grpo.adapters.swift_loop import add_response, drive, drive_all
 from mt_grpo.adapters.swift_protocol import RolloutOutput, logprobs_of
 
 
@@ -50,6 +50,46 @@ class RolloutScheduler:
         ids = [list(response.choices[0].token_ids)]
         return RolloutOutput(response=response, messages=infer_request.messages, response_token_ids=ids,
                              rollout_infos={"num_turns": 1})  # fmt: skip
+
+    # Helpers of 4.6, for a `run` of one's own.
+
+    def append_assistant_completion(self, infer_request: Any, completion: str) -> bool:
+        """Put a response behind the messages; whether it goes on the assistant's last one."""
+        same = bool(infer_request.messages) and infer_request.messages[-1]["role"] == "assistant"
+        self.snapshot_and_materialize_assistant_messages(infer_request)
+        add_response(infer_request.messages, completion)
+        return same
+
+    def prepare_response_continuation(self, response_choice: Any) -> tuple[list[int], list[int], list[float]]:
+        """(ids, mask, logprobs) of a response, for a scheduler that puts its own behind."""
+        ids = list(response_choice.token_ids or [])
+        return ids, [1] * len(ids), logprobs_of(response_choice)
+
+    def get_response_token_data(
+        self, infer_request: Any, response_choice: Any, is_continuation: bool = False,
+        response_token_ids: list[int] | None = None, response_loss_mask: list[int] | None = None,
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        """(ids, mask) of a response, or of what the scheduler has for it."""
+        ids = list(response_choice.token_ids or []) if response_token_ids is None else list(response_token_ids)
+        return ids, [1] * len(ids) if response_loss_mask is None else list(response_loss_mask)
+
+    def set_assistant_message_token_ids(self, infer_request: Any, token_ids: list[int]) -> None:
+        """Have the assistant's last message be ids."""
+        message = next((each for each in reversed(infer_request.messages) if each["role"] == "assistant"), {})
+        message["content"] = list(token_ids)
+
+    def snapshot_and_materialize_assistant_messages(self, infer_request: Any) -> list[tuple[dict, list[int]]]:
+        """Have contents that are ids be text; returns the messages with their ids."""
+        found = [(each, each["content"]) for each in infer_request.messages if isinstance(each["content"], list)]
+        for message, ids in found:
+            message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return found
+
+    @staticmethod
+    def restore_assistant_message_snapshots(snapshots: list[tuple[dict, list[int]]]) -> None:
+        """Have them be ids again."""
+        for message, ids in snapshots:
+            message["content"] = ids
 
 
 class MultiTurnScheduler(RolloutScheduler):
