@@ -196,17 +196,20 @@ def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(cls):
     assert second.completion_ids == ids("It is 3.") + END and second.loss_mask == [1] * len(ids("It is 3.") + END)
 
 
-def test_an_edited_history_begins_a_record():
+@pytest.mark.parametrize("said", ["Right.", "It is 2."])
+def test_an_edited_history_begins_a_record(said):
+    """Also where the last response stands in it as it was."""
+
     class Edits(MultiTurnScheduler):
         def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages = [user("Said: 2."), answer("Right."), user("And now?")]
+            infer_request.messages = [user("Said: 2."), answer(said), user("And now?")]
             return {"infer_request": infer_request}
 
     rollout, _ = run(Edits, "It is 2.", "It is 3.", max_turns=2)
     first, second = trained_records(rollout)
     assert first.completion_ids == ids("It is 2.") + END and second.completion_ids == ids("It is 3.") + END
     assert TOKENIZER.decode(second.prompt_ids) == (
-        "<|im_start|>user\nSaid: 2.<|im_end|>\n<|im_start|>assistant\nRight.<|im_end|>\n"
+        f"<|im_start|>user\nSaid: 2.<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
         "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
     )
 
