@@ -41,16 +41,17 @@ if (($#)); then
     exit
 fi
 
-# The tests against servers wait for most of their time: they run beside the others, and print when those are over.
-servers=(tests/test_faults.py tests/test_server.py)
+# The tests against servers wait for most of their time: they run beside the others, and print when those are over. Those
+# of the recipes are with them, so that both take about as long.
+second=(tests/test_faults.py tests/test_server.py tests/test_recipes.py)
 log="$(mktemp)"
-"$python" -m pytest "${servers[@]}" >"$log" 2>&1 &
+"$python" -m pytest "${second[@]}" >"$log" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
-printf 'test: pytest, with %s beside it\n' "${servers[*]}"
+printf 'test: pytest, with %s beside it\n' "${second[*]}"
 status=0
-"$python" -m pytest "${everything[@]}" "${servers[@]/#/--ignore=}" || status=$?
+"$python" -m pytest "${everything[@]}" "${second[@]/#/--ignore=}" || status=$?
 wait "$beside" || status=$?
-printf 'test: pytest %s\n' "${servers[*]}"
+printf 'test: pytest %s\n' "${second[*]}"
 cat "$log"
 exit "$status"
