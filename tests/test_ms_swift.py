@@ -29,6 +29,7 @@ from mt_grpo.adapters.swift_tips import MathTipsMultiTurnScheduler, MathTipsSche
 from mt_grpo.plugins import import_file
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.scoring import environment_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
@@ -557,6 +558,8 @@ def test_an_environment_is_played_and_closed(counts):
         "total_reward": 2.0, "step_rewards": [1.0, 1.0, 0.0], "gym_done": True, "num_turns": 3
     }  # fmt: skip
     assert rollout.reward == 2.0 and counts.closed == [3]
+    assert [turn.reward for turn in rollout.turns] == [1.0, 1.0, 0.0]
+    assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
     assert rollout.prompt_messages == [{"role": "system", "content": "Count."}, user("Say 3.")]
     assert rollout.messages[1:2] == [user("Go on.")]
 
@@ -607,6 +610,7 @@ def test_a_context_manager_edits_what_the_model_reads(counts, monkeypatch):
     rollout, _ = run(GYMScheduler, "1", "2", "3", row=row, gym_env="counts", context_manager="last_two")
     texts = [TOKENIZER.decode(record.prompt_ids) for record in trained_records(rollout)]
     assert len(texts) == 3 and "Say 3." in texts[0] and all("Say" not in text for text in texts[1:])
+    assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
 
 
 # -- pitfalls of ms-swift, and what happens here --
@@ -857,6 +861,18 @@ def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
     script, args = mt.MTGRPOScriptArguments(**keys), settings(tmp_path)
     with pytest.raises(ValueError, match=said):
         mt.build_env(script, args, [], TOKENIZER)
+
+
+def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):
+    script, args = mt.MTGRPOScriptArguments(gym_env="counts"), settings(tmp_path)
+    env = mt.build_env(script, args, [], TOKENIZER)
+    turn_funcs, outcome_funcs = environment_rewards(env.environments, env.tools)
+    assert [func.__name__ for func in turn_funcs] == ["environment", "tool"]
+    assert [func.__name__ for func in outcome_funcs] == ["counts"]
+    (rollout,) = env.start([[]], rows=[{"goal": 2, "env_config": {"goal": 2}}])
+    mt.run_async(env.converse(rollout, Scripted("1", "2")))
+    columns = {"environments": [rollout.environment], "environment_rewards": [rollout.reward]}
+    assert outcome_funcs[0](**columns) == [2.0] and turn_funcs[0](rollout_turns=[rollout.turns]) == [[1.0, 1.0]]
 
 
 OLD_AND_NEW = """

@@ -28,6 +28,7 @@ from mt_grpo.adapters.swift_paths import protocol_module
 from mt_grpo.adapters.swift_session import SchedulerSession
 from mt_grpo.environments import failures_end
 from mt_grpo.event_loop import background_loop
+from mt_grpo.replies import is_number
 from mt_grpo.rollout import Message, Rollout, StopReason
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable
@@ -97,7 +98,9 @@ class ScheduledConversation:
 
 
 class PlayedConversation(ScheduledConversation):
-    """One whose outcome reward is an environment's: the `total_reward` of its infos."""
+    """One whose rewards are an environment's: `total_reward` of its infos the outcome's, `step_rewards` the turns'."""
+
+    tools: list = []  # it has none; with them the trainer asks for the turns' rewards
 
     def get_reward(self) -> float | None:
         """The sum over its steps."""
@@ -166,8 +169,9 @@ class SchedulerConversation:
         finally:
             session.closed = True
             del self.engine.sessions[key]
-            fill(rollout, session.samples, self.loss.base == "all")
+            fill(rollout, session, self.loss.base == "all")
         rollout.environment.outputs = [self.as_columns(output, first) for output in outputs]
+        give_turn_rewards(rollout, rollout.environment.infos.get("step_rewards"))
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
     async def watched(
@@ -244,6 +248,13 @@ class SchedulerConversation:
             return StopReason.MAX_TOKENS
         most = self.scheduler_kwargs.get("max_turns")
         return StopReason.MAX_TURNS if most and len(session.samples) >= most else StopReason.ENVIRONMENT_STOP
+
+
+def give_turn_rewards(rollout: Rollout, rewards: Any) -> None:
+    """Give each turn its reward, where there is one number for each."""
+    if isinstance(rewards, list) and len(rewards) == len(rollout.turns) and all(map(is_number, rewards)):
+        for turn, reward in zip(rollout.turns, rewards):
+            turn.reward = float(reward)
 
 
 def has_own_run(cls: type) -> bool:

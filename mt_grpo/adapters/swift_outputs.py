@@ -93,7 +93,7 @@ def take_masks(groups: list[list[Sample]], output: Any, ends: frozenset[int]) ->
                 sample.masked = bool(masks)
 
 
-def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> None:
+def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) -> None:
     """Write the responses into a rollout as its turns, in the order of their requests.
 
     With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
@@ -102,6 +102,7 @@ def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> N
     INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them. Else it begins one,
     with all that the model read.
     """
+    samples = session.samples
     number = {id(sample): k for k, sample in enumerate(samples)}
     for k, sample in enumerate(samples):
         turn, parent = sample.turn, sample.parent
@@ -115,6 +116,10 @@ def fill(rollout: Rollout, samples: list[Sample], trains_all: bool = False) -> N
         else:
             rollout.prompt_ids, rollout.prompt_messages = sample.prompt_ids, list(sample.messages)
             rollout.first_messages = list(sample.messages)
+    for drive in session.drives.values():
+        for earlier, later in zip(drive, drive[1:]):  # behind an edit, too, a turn got what the next one reads last
+            if later.fresh is None and not later.start:
+                earlier.turn.messages = earlier.turn.messages or later.messages[-1:]
     for sample in samples if trains_all else []:
         if sample.turn.after is not None and sample.turn.trained:
             ids, mask = sample.turn.token_ids, sample.turn.per_token(1, 0)
