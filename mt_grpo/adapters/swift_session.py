@@ -101,7 +101,8 @@ class SchedulerSession(PolicyTime):
         """
         sample = self.sample_of(choice)
         if isinstance(text, list):  # ids, as in 4.6
-            text = sample.start + self.format.text(text)
+            text = self.format.text(text)
+            text = text if text.startswith(sample.start) else sample.start + text
         sample.masked, sample.weight = masked, weight
         if segment is not None:
             text = sample.text if text is None else text
