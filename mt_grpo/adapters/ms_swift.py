@@ -56,6 +56,11 @@ class SchedulerEngine:
             raise SchedulerFailure("infer_async was called outside of a conversation, with the uuid of none.")
         return await self._on_session(session, session.infer(infer_request, request_config))
 
+    async def text(self, ids: list[int]) -> str:
+        """What ids say, ends of turns aside."""
+        session = CURRENT.get()
+        return await self._on_session(session, session.text(ids))
+
     async def drove(self, *args: Any) -> None:
         """`SchedulerSession.drove` of the conversation in which this is called."""
         session = CURRENT.get()
@@ -167,10 +172,10 @@ class SchedulerConversation:
             outputs, are_split = await self.watched(session, rollout, scheduler, request, config)
             train_outputs(session, outputs, are_split, self.loss)
         finally:
-            session.closed = True
+            await session.finish()
             del self.engine.sessions[key]
             fill(rollout, session, self.loss.base == "all")
-        rollout.environment.outputs = [self.as_columns(output, first) for output in outputs]
+        rollout.environment.outputs = [self.as_columns(output, first, session.plain) for output in outputs]
         give_turn_rewards(rollout, rollout.environment.infos.get("step_rewards"))
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
@@ -184,7 +189,7 @@ class SchedulerConversation:
         name, timeout = type(scheduler).__name__, self.environment_timeout
         running = self.begin(session, scheduler, request, config)
         try:
-            while not running.done() and session.failure is None:
+            while not running.done() and session.failure is None and not session.over.is_set():
                 left = timeout - session.idle_seconds
                 if left <= 0:
                     rollout.abandoned = True
@@ -195,6 +200,8 @@ class SchedulerConversation:
                 await asyncio.wait([running], timeout=min(left, 1.0))
             if session.failure is not None:
                 raise session.failure
+            if not running.done():  # it asks on behind the end, whatever it is told
+                return session.so_far(), False
             returned = running.result()
             return read_outputs(returned, name), isinstance(returned, list)
         except RolloutOver:
@@ -217,12 +224,14 @@ class SchedulerConversation:
             try:
                 own_run = scheduler.run if has_own_run(type(scheduler)) else functools.partial(drive, scheduler)
                 return await own_run(request, config)
-            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all schedulers
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             except asyncio.CancelledError:
                 if session.closed or session.failure is not None or asyncio.current_task().cancelling():
                     raise
                 raise RuntimeError("it cancelled itself") from None
+            except Exception:
+                raise
+            except BaseException as error:  # such as SystemExit, which would end the loop of all schedulers
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             finally:
                 if hasattr(scheduler, "_close_and_remove"):  # an environment is closed, however it ended
                     with suppress(Exception):
@@ -230,12 +239,12 @@ class SchedulerConversation:
 
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), background_loop(SCHEDULER_THREAD)))
 
-    def as_columns(self, output: Any, request: Any) -> dict[str, Any]:
+    def as_columns(self, output: Any, request: Any, plain: Any) -> dict[str, Any]:
         """An output by the names that ms-swift's rewards get."""
         choice = output.response.choices[0]
         ids = output.response_token_ids or [list(choice.token_ids or [])]
         return {
-            "messages": conversation_of(output, request), "finish_reason": choice.finish_reason,
+            "messages": conversation_of(output, request, plain), "finish_reason": choice.finish_reason,
             "is_truncated": choice.finish_reason == "length", "rollout_infos": dict(output.rollout_infos),
             "multi_turn_infos": dict(output.rollout_infos), "response_token_ids": ids,
         }  # fmt: skip
@@ -251,8 +260,8 @@ class SchedulerConversation:
 
 
 def give_turn_rewards(rollout: Rollout, rewards: Any) -> None:
-    """Give each turn its reward, where there is one number for each."""
-    if isinstance(rewards, list) and len(rewards) == len(rollout.turns) and all(map(is_number, rewards)):
+    """Give each turn its reward. There may be one more, for an empty response behind the end."""
+    if isinstance(rewards, list) and all(map(is_number, rewards)):
         for turn, reward in zip(rollout.turns, rewards):
             turn.reward = float(reward)
 

@@ -137,6 +137,9 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
             return await output_of(engine, last or response, said, choices, infos)
         last, sampled = response, list(choice.token_ids or [])
         choices.append(choice)
+        for each in messages:
+            if isinstance(each["content"], list) and all(isinstance(token, int) for token in each["content"]):
+                each["content"] = await engine.text(each["content"])  # ids, as in 4.6
         message = add_response(messages, choice.message.content)
         said = [*messages[:-1], dict(message)]
         ended = await called(scheduler.on_turn_end, request, choice, turn) if hasattr(scheduler, "on_turn_end") else {}

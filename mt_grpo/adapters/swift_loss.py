@@ -14,6 +14,7 @@ from typing import Any
 
 from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.rollout import Turn
+from mt_grpo.tool_results import error_text
 
 BASES = ("default", "last_round", "all")
 Span = tuple[int, int]  # of characters
@@ -98,25 +99,27 @@ class LossMask:
     base: str
     scales: tuple[Any, ...] = ()
 
-    def mask(self, turn: Turn, query: str | None, is_last: bool, text_of: Callable[[list[int]], str]) -> list | None:
-        """The mask of a turn's ids, None where nothing of them is masked. Raises `SchedulerFailure`.
+    def mask(self, turn: Turn, query: str | None, is_last: bool, written: Any) -> list[int]:
+        """The mask of a turn's ids. Raises `SchedulerFailure`.
 
-        An id is masked where all of its text is.
+        An id is masked where all of its text is. An end of turn is not: it is no text.
 
         Args:
             turn: What was sampled.
             query: The last message of others.
             is_last: Whether it is of the last message.
-            text_of: The text of ids.
+            written: The tool format.
         """
         mask = [1] * len(turn.token_ids)
         for scale in self.scales:
             for start, end in zero_spans(scale, turn.text, query, is_last):
-                sizes = Sizes(turn.token_ids, text_of)
-                first = bisect.bisect_left(sizes, start)
+                sizes = Sizes(turn.token_ids, written.text)
+                first = bisect.bisect_right(sizes, start) - 1  # ids of one character have one size
                 last = bisect.bisect_right(sizes, end) - 1
                 mask[first:last] = [0] * max(0, last - first)
-        return mask if 0 in mask else None
+        if turn.token_ids and turn.token_ids[-1] in written.ends:
+            mask[-1] = 1
+        return mask
 
 
 class Sizes:
@@ -141,11 +144,16 @@ def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[
     [(0, 19)]
     """
     given = ("response", is_last) if "context_type" in inspect.signature(scale.get_loss_scale).parameters else ()
-    parts, weights = scale.get_loss_scale(text, *given, query=query)
-    if len(parts) != len(weights) or "".join(parts) != text:
+    name = f"{type(scale).__name__}.get_loss_scale"
+    try:
+        parts, weights = scale.get_loss_scale(text, *given, query=query)
+        fits = len(parts) == len(weights) and "".join(parts) == text
+    except Exception as error:
+        raise SchedulerFailure(f"{name} failed: {type(error).__name__}: {error_text(error)}") from error
+    if not fits:
         raise SchedulerFailure(
-            f"{type(scale).__name__}.get_loss_scale returned {len(parts)} parts and {len(weights)} weights for "
-            f"{text!r:.80}, expected the whole text in parts, each with a weight."
+            f"{name} returned {len(parts)} parts and {len(weights)} weights for {text!r:.80}, expected the whole text "
+            "in parts, each with a weight."
         )
     spans, place = [], 0
     for part, weight in zip(parts, weights):

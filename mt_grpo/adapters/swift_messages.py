@@ -54,10 +54,19 @@ def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_think
     return messages
 
 
+def is_ids(content: Any) -> bool:
+    """Whether a content is ids in place of text, as in ms-swift 4.6.
+
+    >>> is_ids([1, 2]), is_ids([]), is_ids("12")
+    (True, False, False)
+    """
+    return isinstance(content, list) and content != [] and all(isinstance(each, int) for each in content)
+
+
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
     """One message. Raises `SchedulerFailure`."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if isinstance(content, list) and content and all(isinstance(each, int) for each in content):
+    if is_ids(content):
         content = text_of(content)
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
         content = "".join(each["text"] for each in content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +35,9 @@ class Reading(NamedTuple):
 
 
 def read_request(
-    request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase
-) -> Reading:
+    request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
+    plain: Callable[[list[int]], str],
+) -> Reading:  # fmt: skip
     """What the model reads for a request.
 
     An end of turn that was sampled is read where messages follow. Where the message goes on instead, it is not: a
@@ -47,11 +49,12 @@ def read_request(
         env: The conversations.
         written: Their tool format.
         tokenizer: Of the policy.
+        plain: What ids say, where they are the content of a message.
 
     Raises:
         SchedulerFailure: for what a request may not have.
     """
-    messages = read_messages(request, written.text, env.keeps_thinking)
+    messages = read_messages(request, plain, env.keeps_thinking)
     kwargs = getattr(request, "chat_template_kwargs", None)
     if kwargs and kwargs != env.chat_template_kwargs:
         raise SchedulerFailure(
@@ -80,3 +83,20 @@ def read_request(
     ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + behind + suffix
     in_record = going.is_whole and not parent.is_read and not drops_end
     return Reading(messages, tools, by_name, going, ids, behind, len(behind + suffix), in_record)
+
+
+def stops_of(config: Any) -> tuple[str, ...]:
+    """The texts that end a response. Raises `SchedulerFailure` for what are none."""
+    stops = getattr(config, "stop", None) or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
+        raise SchedulerFailure(f"A request's config has stop={stops!r:.100}, expected a list of texts.")
+    return tuple(stops)
+
+
+def most_of(config: Any) -> int | None:
+    """How many tokens a response may have; None: no limit of its own. Raises `SchedulerFailure` for no such number."""
+    most = getattr(config, "max_tokens", None)
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise SchedulerFailure(f"A request's config has max_tokens={most!r:.100}, expected a number from 1 on.")
+    return most

@@ -27,12 +27,16 @@ def without_turns(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 def revise(sample: Sample, text: str, same_message: bool, written: Any) -> None:
     """Have a response's message say another text, without ids for it.
 
+    One that a request has read stays: the next request begins a record.
+
     Args:
-        sample: The response, which no request has read yet.
+        sample: The response.
         text: What its message says now.
         same_message: Whether the next request goes on in it.
         written: The tool format.
     """
+    if sample.is_read:
+        return
     if text.startswith(sample.text):
         put_behind(sample, text, written)
     elif text.startswith(sample.start) and (same_message or sample.bare.startswith(text)):
@@ -65,7 +69,7 @@ def keep(
     """Have a response's message end with these ids. Raises `SchedulerFailure` where one of mask 1 was not sampled.
 
     Args:
-        sample: The response, which no request has read yet.
+        sample: The response. One that a request has read gets a mask, and keeps its ids.
         text: What its message says. What the ids do not say of it stands behind them.
         ids: A beginning of what was sampled, and what the scheduler put behind.
         mask: 1 for what is trained.
@@ -82,6 +86,10 @@ def keep(
         given = iter(logprobs)
         known = [next(given) if one else logprob for one, logprob in zip(mask, known)]
     kept = mask[:same] if 0 in mask[:same] else None
+    if sample.is_read:
+        kept = [*mask[:same], *[0] * (len(sampled) - same)]
+        sample.turn.mask = kept if 0 in kept else None
+        return
     said = sample.turn.text if same == len(sampled) else written.text(sampled[:same])
     sample.turn = dataclasses.replace(sample.turn, token_ids=sampled[:same], logprobs=known, mask=kept, text=said)
     sample.tail, sample.bare = ids[same:], sample.start + said
@@ -128,7 +136,7 @@ def choose(group: list[Sample], ids: list[int], given: list[int] | None, ends: f
     """
     ids, mask = without_prompt(group[0], ids, given or [1] * len(ids))
     place = 0
-    for sample in group:
+    for sample, later in zip(group, [*group[1:], None]):
         chosen = []
         for token in sample.turn.token_ids:
             there = place < len(ids) and ids[place] == token
@@ -139,7 +147,7 @@ def choose(group: list[Sample], ids: list[int], given: list[int] | None, ends: f
                 )
             chosen.append(mask[place] if there else 0)
             place += there
-        same = num_same(ids[place:], sample.tail)
+        same = num_same(ids[place:], later.behind if later else sample.tail)
         if given and any(mask[place : place + same]):
             raise not_sampled(ids, mask, place, len(sample.turn.token_ids))
         place += same

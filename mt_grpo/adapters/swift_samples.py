@@ -25,6 +25,8 @@ class Sample:
     fresh: list[int] | None = None  # of prompt_ids those behind the parent's; None: it begins a record
     num_new: int = 0  # of prompt_ids those that were not read before
     said: list[Message] = field(default_factory=list)  # messages behind the parent's
+    is_cut: bool = False  # it goes on in the parent's message, of which only the beginning is left
+    behind: list[int] = field(default_factory=list)  # ids that the scheduler put between the parent's and its own
     bare: str = ""  # what its message says with it
     text: str = ""  # the same, with what the scheduler put behind
     tail: list[int] = field(default_factory=list)  # the ids of that
@@ -119,12 +121,22 @@ def num_kept(ids: list[int], text: str, text_of: Callable[[list[int]], str]) -> 
 def messages_of(sample: Sample) -> list[list[Sample]]:
     """The responses up to one, in the messages of the assistant that they are parts of."""
     chain = [sample]
-    while chain[0].parent is not None:
-        chain.insert(0, chain[0].parent)
+    while (earlier := one_before(chain[0])) is not None:
+        chain.insert(0, earlier)
     groups: list[list[Sample]] = []
     for each in chain:
-        if groups and not each.said and each.parent is not None:
+        if groups and not each.said and not each.is_cut:
             groups[-1].append(each)
         else:
             groups.append([each])
     return groups
+
+
+def one_before(sample: Sample) -> Sample | None:
+    """The response before one in its conversation. One that it cuts is none of it: it may be another one's."""
+    parent = sample.parent
+    if parent is None or not sample.is_cut:
+        return parent
+    while parent.parent is not None and not parent.said and not parent.is_cut:
+        parent = parent.parent
+    return parent.parent if parent.said else one_before(parent)

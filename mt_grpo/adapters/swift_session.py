@@ -17,7 +17,7 @@ from mt_grpo.adapters.policy_time import PolicyTime
 from mt_grpo.adapters.swift_loop import RolloutOver, SchedulerFailure
 from mt_grpo.adapters.swift_messages import said_before
 from mt_grpo.adapters.swift_protocol import RolloutOutput
-from mt_grpo.adapters.swift_reading import Reading, read_request
+from mt_grpo.adapters.swift_reading import Reading, most_of, read_request, stops_of
 from mt_grpo.adapters.swift_revise import keep, revise
 from mt_grpo.adapters.swift_samples import Sample, messages_of
 from mt_grpo.hermes import call_id
@@ -40,9 +40,11 @@ class SchedulerSession(PolicyTime):
     Attributes:
         samples: All responses.
         drives: By the last response of a conversation by `drive`, all of it.
+        given: By the same, what its output got.
         stop_reason: Set where no further response is given.
         failure: What the trainer must hear of, such as a server that is lost.
         closed: Whether the scheduler is over, so that nothing more is sampled.
+        over: Set where a scheduler asks on behind the end.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
@@ -53,10 +55,13 @@ class SchedulerSession(PolicyTime):
         self.format = env.format_of(self.tokenizer)
         self.samples: list[Sample] = []
         self.drives: dict[str, list[Sample]] = {}
+        self.given: dict[str, dict[str, list]] = {}
         self.stop_reason: StopReason | None = None
         self.failure: Exception | None = None
         self.closed = False
         self._key = secrets.token_hex(8)
+        self.over = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
         self._num_requests, self._num_calls, self._num_empty = 0, 0, 0
         self._parents: dict[str, Sample | None] = {}  # of empty responses, by their keys
 
@@ -70,21 +75,42 @@ class SchedulerSession(PolicyTime):
         """
         if self.closed:
             raise RolloutOver("The conversation is over. Expected no further request.")
-        with self.in_flight():
-            try:
-                reading = read_request(request, self.samples, self.env, self.format, self.tokenizer)
-            except SchedulerFailure:
-                raise
-            except Exception as error:  # whatever the scheduler or a chat template made of it
-                text = f"{type(error).__name__}: {error_text(error)}"
-                raise SchedulerFailure(f"A request cannot be read: {text}") from error
-            try:
-                return await self._respond(request, config, reading)
-            except SchedulerFailure:
-                raise
-            except Exception as error:
-                self.failure = error
-                raise
+        self._tasks.add(asyncio.current_task())
+        try:
+            return await self._infer(request, config)
+        finally:
+            self._tasks.discard(asyncio.current_task())
+
+    async def finish(self) -> None:
+        """End what is in flight."""
+        self.closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def text(self, ids: list[int]) -> str:
+        """What ids say, ends of turns aside."""
+        return self.plain(ids)
+
+    def plain(self, ids: list[int]) -> str:
+        """The same, at once."""
+        return self.format.text([token for token in ids if token not in self.format.ends])
+
+    async def _infer(self, request: Any, config: Any) -> Any:
+        try:
+            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain)
+        except SchedulerFailure:
+            raise
+        except Exception as error:  # whatever the scheduler or a chat template made of it
+            text = f"{type(error).__name__}: {error_text(error)}"
+            raise SchedulerFailure(f"A request cannot be read: {text}") from error
+        try:
+            return await self._respond(request, stops_of(config), most_of(config), reading)
+        except SchedulerFailure:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
 
     async def drove(
         self, choice: Any, text: Any, same_message: bool, segment: tuple | None, masked: bool, weight: bool | None
@@ -101,7 +127,7 @@ class SchedulerSession(PolicyTime):
         """
         sample = self.sample_of(choice)
         if isinstance(text, list):  # ids, as in 4.6
-            text = self.format.text(text)
+            text = self.plain(text)
             text = text if text.startswith(sample.start) else sample.start + text
         sample.masked, sample.weight = masked, weight
         if segment is not None:
@@ -116,6 +142,10 @@ class SchedulerSession(PolicyTime):
         if not drive:
             return {}
         self.drives[drive[-1].key] = drive
+        self.given[drive[-1].key] = given = self._given(drive)
+        return given
+
+    def _given(self, drive: list[Sample]) -> dict[str, list]:
         groups = messages_of(drive[-1])
         ids = [join(each.ids for each in group) for group in groups]
         masks = [join(each.turn.per_token(1, 0) + [0] * len(each.tail) for each in group) for group in groups]
@@ -138,6 +168,10 @@ class SchedulerSession(PolicyTime):
         said = [*messages, {"role": "assistant", "content": last.bare}]
         return [RolloutOutput(response=response, messages=said, rollout_infos={"num_turns": len(self.samples)})]
 
+    def is_empty(self, choice: Any) -> bool:
+        """Whether a choice is of an empty response."""
+        return getattr(choice, "sample_key", None) in self._parents
+
     def sample_of(self, choice: Any) -> Sample | None:
         """The response of a choice; of an empty one the response that it would have gone on from.
 
@@ -157,26 +191,27 @@ class SchedulerSession(PolicyTime):
 
     # -- one response --
 
-    async def _respond(self, request: Any, config: Any, reading: Reading) -> Any:
+    async def _respond(self, request: Any, stops: tuple[str, ...], most: int | None, reading: Reading) -> Any:
         number, key = self._num_requests, f"{self._key}-{self._num_requests}"
         self._num_requests += 1
         going, prompt_ids, fresh = reading.going, reading.prompt_ids, reading.fresh
         parent = self._parents[key] = going and going.parent
-        room = self._room(prompt_ids, reading.num_new, getattr(config, "max_tokens", None))
+        room = self._room(prompt_ids, reading.num_new, most)
         if room <= 0:
             return self._response(request, prompt_ids, None, key)
         if reading.in_record:
             parent.is_read, parent.tail, parent.text = True, reading.behind, parent.text + going.behind
-        stops = getattr(config, "stop", None) or []
-        turn = await self._sample(reading, room, (stops,) if isinstance(stops, str) else tuple(stops))
+        with self.in_flight():  # a request that is refused does not set the clock back
+            turn = await self._sample(reading, room, stops)
         turn = self._cut_to_budget(turn, reading.num_new)
         if turn is None:
             return self._response(request, prompt_ids, None, key)
         del self._parents[key]
         start, said = said_before(reading.messages), going.said if going else []
+        is_cut = going is not None and going.kept < len(going.parent.turn.token_ids)
         text = start + turn.text
         self.samples.append(Sample(key, number, reading.messages, reading.tools, start, prompt_ids, turn, parent,
-                                   fresh, reading.num_new, said, text, text))  # fmt: skip
+                                   fresh, reading.num_new, said, is_cut, reading.behind, text, text))  # fmt: skip
         self.samples.sort(key=lambda each: each.number)
         return self._response(request, prompt_ids, turn, key)
 
@@ -235,6 +270,7 @@ class SchedulerSession(PolicyTime):
         if turn is None:
             self._num_empty += 1
             if self._num_empty > MAX_EMPTY:
+                self.over.set()
                 raise RolloutOver(f"The rollout is over: {self.stop_reason}. Expected no further request.")
         protocol, ids = self.protocol, list(turn.token_ids) if turn else []
         calls = [
