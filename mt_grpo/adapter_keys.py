@@ -9,7 +9,7 @@ from mt_grpo.plugins import load_environment
 
 OPENAI_AGENT = "openai_agent"  # a value of `environment`
 OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
-                 "stop_words", "vllm_server_pass_dataset")  # fmt: skip
+                 "stop_words", "vllm_server_pass_dataset", "context_manager")  # fmt: skip
 
 
 @dataclass
@@ -51,6 +51,10 @@ class AdapterKeys:
     gym_env: str | None = field(
         default=None, metadata={"help": "ms-swift's: the name in envs of what gym_scheduler plays"}
     )
+    context_manager: str | None = field(
+        default=None,
+        metadata={"help": "ms-swift's: the name in context_managers of what edits gym_scheduler's history"},
+    )
     use_gym_env: bool = field(
         default=False, metadata={"help": "ms-swift's: the environment's total_reward is a reward"}
     )
@@ -67,7 +71,13 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         args: The other settings.
         base: `MultiTurnToolEnv`.
     """
+    is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
+    if script_args.environment == OPENAI_AGENT and is_scheduler:
+        raise ValueError(
+            f"multi_turn_scheduler and environment: {OPENAI_AGENT} both run the conversation. Remove one."
+        )
     if script_args.environment == OPENAI_AGENT:
+        refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
         try:
             from mt_grpo.adapters.openai_agent import load_agent_conversation
         except ImportError as error:
@@ -76,7 +86,8 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
                 "`pip install -e .[agents]` in the clone. (A file of scripts/one_file.py has no adapters.)"
             ) from None
         return load_agent_conversation(script_args, args, base)
-    if script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env:
+    refuse_others(script_args, ("agent", "agent_command"), f"the line environment: {OPENAI_AGENT}")
+    if is_scheduler:
         try:
             from mt_grpo.adapters.swift_recipe import load_scheduler_conversation
         except ImportError as error:
@@ -84,10 +95,12 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
                 f"multi_turn_scheduler needs the clone ({error}): a file of scripts/one_file.py has no adapters."
             ) from None
         return load_scheduler_conversation(script_args, args, base)
-    for key in OF_SCHEDULERS:
-        if getattr(script_args, key) != AdapterKeys.__dataclass_fields__[key].default:
-            raise ValueError(f"{key} has no effect without the key multi_turn_scheduler. Add it, or remove {key}.")
-    for key in ("agent", "agent_command"):
-        if getattr(script_args, key) is not None:
-            raise ValueError(f"{key} has no effect without the line environment: {OPENAI_AGENT}. Add it.")
+    refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
     return load_environment(script_args.environment, script_args.tools_script, base)
+
+
+def refuse_others(script_args: Any, keys: tuple[str, ...], without: str) -> None:
+    """Raise `ValueError` for a key that is set, and has no effect."""
+    for key in keys:
+        if getattr(script_args, key) != AdapterKeys.__dataclass_fields__[key].default:
+            raise ValueError(f"{key} has no effect without {without}. Add it, or remove {key}.")

@@ -4,7 +4,7 @@
     multi_turn_scheduler: calculator
     reward_funcs: [calculator_answer]
 
-The file runs under ms-swift 4 as well. Here `swift` is found where it is not installed.
+`swift` is found here where ms-swift is not installed.
 """
 
 import json
@@ -39,13 +39,11 @@ class Calculator(MultiTurnScheduler):
 
 def run_call(call):
     """What the model reads: a number, or what was wrong."""
-    function = call["function"] if isinstance(call, dict) else vars(call)["function"]
-    name, arguments = (function["name"], function["arguments"]) if isinstance(function, dict) else (
-        function.name, function.arguments)  # fmt: skip
+    function = call["function"]
     try:
-        if name != "calculator":
-            raise ValueError(f"there is no tool {name!r}")
-        return calculator(**json.loads(arguments))
+        if function["name"] != "calculator":
+            raise ValueError(f"there is no tool {function['name']!r}")
+        return calculator(**json.loads(function["arguments"]))
     except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
         return f"Error: {error}"
 

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -856,6 +857,11 @@ def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said)
         ({"gym_env": "mine"}, "gym_env: 'mine' is not in envs"),
         ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
         ({"stop_words": ["a"]}, "stop_words has no effect without the key multi_turn_scheduler"),
+        ({"gym_env": "mine", "context_manager": "mine"}, "'mine' is not in envs"),
+        ({"multi_turn_scheduler": "gym_scheduler", "context_manager": "mine"}, "'mine' is not in context_managers"),
+        ({"multi_turn_scheduler": "gym_scheduler", "agent": "a.py:b"}, "agent has no effect without the line envi"),
+        ({"multi_turn_scheduler": "gym_scheduler", "environment": "openai_agent"}, "both run the conversation"),
+        ({"environment": "openai_agent", "agent": "a.py:b", "max_turns": 3}, "max_turns has no effect without"),
     ],
 )
 def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
@@ -865,8 +871,10 @@ def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
 
 
 def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):
-    script, args = mt.MTGRPOScriptArguments(gym_env="counts"), settings(tmp_path)
+    script = mt.MTGRPOScriptArguments(gym_env="counts", context_manager="dummyContextManager")
+    args = settings(tmp_path)
     env = mt.build_env(script, args, [], TOKENIZER)
+    assert env.scheduler.context_manager_name == "dummyContextManager"
     turn_funcs, outcome_funcs = environment_rewards(env.environments, env.tools)
     assert [func.__name__ for func in turn_funcs] == ["environment", "tool"]
     assert [func.__name__ for func in outcome_funcs] == ["counts"]
@@ -970,13 +978,15 @@ def counted(completions, rollout_infos, messages, finish_reason, is_truncated, *
 
 def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     """They get texts and columns; a column of the data goes before one of the same name."""
-    for name, reward in (("waits", Waits), ("counted", counted)):
+    hidden = functools.partial(Waits())  # it does not look async
+    for name, reward in (("waits", Waits), ("counted", counted), ("hidden", hidden)):
         monkeypatch.setitem(swift_paths.swift_rewards.orms, name, reward)
     script, args = SimpleNamespace(), settings(tmp_path)
     runs = [run(RolloutScheduler, text)[0].environment for text in ("2", "3")]
     waits, function = (as_reward(name, script, args) for name in ("waits", "counted"))
     columns = {"environments": runs, "trainer_state": "state", "prompts": [], "completions": [[], []]}
     assert asyncio.run(waits(**columns, solution=["2", "2"])) == [1.0, 0.0]
+    assert as_reward("hidden", script, args)(**columns, solution=["2", "2"]) == [1.0, 0.0]
     assert function(**columns) == [1.0, 1.0]
     assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
 
@@ -1086,11 +1096,11 @@ def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
 
 
 def test_an_answer_that_is_taken_back_is_not_trained():
-    for cls in (MathTipsScheduler,):
-        rollout, _ = run(cls, "<answer>2</answer>", "<answer>3</answer>", row={"solution": "3"}, max_turns=3)
-        (record,) = trained_records(rollout)
-        assert record.completion_ids == ids("<answer>3</answer>") + END
-        assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
+    said = "<answer>2</answer>", "<answer>3</answer>"
+    rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
+    (record,) = trained_records(rollout)
+    assert record.completion_ids == ids("<answer>3</answer>") + END
+    assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
 
     class Empties(MultiTurnScheduler):
         def step(self, infer_request, response_choice, current_turn):

@@ -16,7 +16,6 @@ import contextvars
 import copy
 import functools
 import inspect
-import logging
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -33,10 +32,7 @@ from mt_grpo.rollout import Message, Rollout, StopReason
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable
 
-logger = logging.getLogger(__name__)
-
 SCHEDULER_THREAD = "mt-grpo-schedulers"  # their loop: one that blocks must not stop the trainer's
-SECONDS_TO_END = 2.0  # for a conversation that is cancelled
 CURRENT: contextvars.ContextVar[SchedulerSession | None] = contextvars.ContextVar("scheduler_session", default=None)
 # Columns of a row that are the request's own, and not in its `data_dict`.
 STANDARD_COLUMNS = ("prompt", "messages", "tools", "images", "audios", "videos", "objects", "chat_template_kwargs")
@@ -56,10 +52,9 @@ class SchedulerEngine:
             raise SchedulerFailure("infer_async was called outside of a conversation, with the uuid of none.")
         return await self._on_session(session, session.infer(infer_request, request_config))
 
-    async def text(self, ids: list[int]) -> str:
-        """What ids say, ends of turns aside."""
-        session = CURRENT.get()
-        return await self._on_session(session, session.text(ids))
+    def text(self, ids: list[int]) -> str:
+        """`SchedulerSession.plain` of the conversation in which this is called."""
+        return CURRENT.get().plain(ids)
 
     async def drove(self, *args: Any) -> None:
         """`SchedulerSession.drove` of the conversation in which this is called."""

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.swift_protocol import RolloutOutput, remove_response
+from mt_grpo.adapters.swift_protocol import RolloutOutput, is_ids, remove_response
 from mt_grpo.replies import EnvironmentFailure
 from mt_grpo.tool_threads import run_tool
 
@@ -85,7 +85,7 @@ def segment_of(given: dict[str, Any], sampled: list[int]) -> tuple[list[int], li
     if ids is None:
         return None
     if mask is None:
-        same = next((k for k, pair in enumerate(zip(ids, sampled)) if pair[0] != pair[1]), min(len(ids), len(sampled)))
+        same = num_same(ids, sampled)
         mask = [1] * same + [0] * (len(ids) - same)
     if len(mask) != len(ids) or not set(mask) <= {0, 1}:
         raise SchedulerFailure(
@@ -97,6 +97,11 @@ def segment_of(given: dict[str, Any], sampled: list[int]) -> tuple[list[int], li
             f"rollout_logprobs has {len(logprobs)} values, expected {sum(mask)}: one for each id with mask 1."
         )
     return ids, mask, logprobs
+
+
+def num_same(first: list[int], second: list[int]) -> int:
+    """With how many equal values two lists begin."""
+    return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
 
 
 def add_response(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
@@ -138,8 +143,8 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
         last, sampled = response, list(choice.token_ids or [])
         choices.append(choice)
         for each in messages:
-            if isinstance(each["content"], list) and all(isinstance(token, int) for token in each["content"]):
-                each["content"] = await engine.text(each["content"])  # ids, as in 4.6
+            if is_ids(each["content"]):
+                each["content"] = engine.text(each["content"])
         message = add_response(messages, choice.message.content)
         said = [*messages[:-1], dict(message)]
         ended = await called(scheduler.on_turn_end, request, choice, turn) if hasattr(scheduler, "on_turn_end") else {}

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_protocol import is_ids
 from mt_grpo.adapters.swift_tips import without_thinking
 from mt_grpo.control_tokens import neutralise_prompt
 from mt_grpo.hermes import call_id, plain_name
@@ -52,15 +53,6 @@ def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_think
         if message["role"] == "assistant":
             message["content"] = without_thinking(message["content"])
     return messages
-
-
-def is_ids(content: Any) -> bool:
-    """Whether a content is ids in place of text, as in ms-swift 4.6.
-
-    >>> is_ids([1, 2]), is_ids([]), is_ids("12")
-    (True, False, False)
-    """
-    return isinstance(content, list) and content != [] and all(isinstance(each, int) for each in content)
 
 
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from mt_grpo.adapters.swift_loop import SchedulerFailure, segment_of, weight_of
 from mt_grpo.adapters.swift_loss import LossMask
-from mt_grpo.adapters.swift_messages import is_ids
-from mt_grpo.adapters.swift_protocol import RolloutOutput, remove_response
+from mt_grpo.adapters.swift_protocol import RolloutOutput, is_ids, remove_response
 from mt_grpo.adapters.swift_revise import choose
 from mt_grpo.adapters.swift_samples import Sample, messages_of
 from mt_grpo.adapters.swift_session import SchedulerSession

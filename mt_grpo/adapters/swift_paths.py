@@ -51,8 +51,7 @@ def get_token_backed_response_ids(content: Any) -> list[int] | None:
     >>> get_token_backed_response_ids([1, 2]), get_token_backed_response_ids("text")
     ([1, 2], None)
     """
-    is_ids = isinstance(content, list) and content and all(isinstance(each, int) for each in content)
-    return list(content) if is_ids else None
+    return list(content) if swift_protocol.is_ids(content) else None
 
 
 multi_turns: dict[str, type] = {
@@ -135,7 +134,7 @@ def install() -> None:
 def registry(name: str) -> dict[str, Any]:
     """All that plug-ins have put into a registry, be it ms-swift's own or the one here."""
     found: dict[str, Any] = {}
-    for module in [*MODULES]:
+    for module in MODULES:
         found |= getattr(sys.modules.get(module), name, None) or {}
     return {**ALL.get(name, {}), **found}
 

@@ -152,3 +152,12 @@ def logprobs_of(choice: Any) -> list[float]:
     [-1]
     """
     return [each["logprob"] for each in (choice.logprobs or {}).get("content") or []]
+
+
+def is_ids(content: Any) -> bool:
+    """Whether a message's content is ids in place of text, as in ms-swift 4.6.
+
+    >>> is_ids([1, 2]), is_ids([]), is_ids("12")
+    (True, False, False)
+    """
+    return isinstance(content, list) and content != [] and all(isinstance(each, int) for each in content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import types
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from mt_grpo.adapters.ms_swift import (
 )
 from mt_grpo.adapters.swift_loss import read_loss_scale
 from mt_grpo.adapters.swift_paths import install, registry
+from mt_grpo.event_loop import run_async
 from mt_grpo.plugins import import_file
 from mt_grpo.settings import default_of
 
@@ -50,8 +50,10 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     cls = registered("multi_turns", name, "multi_turn_scheduler")
     if script_args.gym_env is not None:
         registered("envs", script_args.gym_env, "gym_env")
-    kwargs = {"max_turns": script_args.max_turns, "gym_env": script_args.gym_env}
-    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    if script_args.context_manager is not None:
+        registered("context_managers", script_args.context_manager, "context_manager")
+    given = {key: getattr(script_args, key) for key in ("max_turns", "gym_env", "context_manager")}
+    kwargs = {key: value for key, value in given.items() if value is not None}
     check_scheduler(cls, name)
     settings = {
         "scheduler_class": cls, "scheduler_kwargs": kwargs,
@@ -119,16 +121,16 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
         own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
         return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT}}
 
-    async def run_async(environments: list, **kwargs: Any) -> list:
+    async def run_awaited(environments: list, **kwargs: Any) -> list:
         return await reward(completions_of(environments), **arguments(environments, kwargs))
 
     def run(environments: list, **kwargs: Any) -> list:
         values = reward(completions_of(environments), **arguments(environments, kwargs))
         if inspect.isawaitable(values):  # an async function that does not look like one
-            values = asyncio.run(awaited(values))
+            values = run_async(values)
         return [None if value is None else float(value) for value in values]
 
-    function = run_async if inspect.iscoroutinefunction(call) else run
+    function = run_awaited if inspect.iscoroutinefunction(call) else run
     function.__name__ = name
     return function
 
@@ -144,11 +146,6 @@ class Settings:
             if hasattr(config, key):
                 return getattr(config, key)
         raise AttributeError(f"There is no setting {key!r}.")
-
-
-async def awaited(awaitable: Any) -> Any:
-    """What it gives."""
-    return await awaitable
 
 
 def takes(function: Callable, name: str) -> bool:

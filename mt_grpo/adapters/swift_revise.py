@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_loop import SchedulerFailure, num_same
 from mt_grpo.adapters.swift_samples import Sample, num_kept
 
 
@@ -107,11 +107,6 @@ def without_prompt(sample: Sample, ids: list[int], mask: list[int]) -> tuple[lis
     most = next((k for k, one in enumerate(mask) if one), len(mask))
     same = next((size for size in range(most, 0, -1) if read[-size:] == ids[:size]), 0)
     return ids[same:], mask[same:]
-
-
-def num_same(first: list[int], second: list[int]) -> int:
-    """With how many equal values two lists begin."""
-    return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
 
 
 def not_sampled(ids: list[int], mask: list[int], place: int, size: int) -> SchedulerFailure:

@@ -55,7 +55,6 @@ class GoesOn(NamedTuple):
     kept: int  # how many of its ids are there
     with_tail: bool  # whether what the scheduler put behind is there
     behind: str  # what it put behind now
-    text: str  # what the message says
 
     @property
     def is_whole(self) -> bool:
@@ -85,13 +84,13 @@ def goes_on(
             if same or (whole and text.startswith(whole)):
                 behind = "" if same else text[len(whole) :]
                 rank = (2, same, len(whole), not sample.is_read, with_tail, -sample.number)
-                found.append((rank, GoesOn(sample, said, size, with_tail, behind, text)))
+                found.append((rank, GoesOn(sample, said, size, with_tail, behind)))
         if not said and text.startswith(sample.start):
             kept = num_kept(sample.turn.token_ids, text[len(sample.start) :], text_of)
             if kept:
                 whole = sample.start + text_of(sample.turn.token_ids[:kept])
                 rank = (1, False, len(whole), not sample.is_read, False, -sample.number)
-                found.append((rank, GoesOn(sample, said, kept, False, text[len(whole) :], text)))
+                found.append((rank, GoesOn(sample, said, kept, False, text[len(whole) :])))
     return max(found, key=lambda each: each[0])[1] if found else None
 
 

@@ -88,12 +88,8 @@ class SchedulerSession(PolicyTime):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def text(self, ids: list[int]) -> str:
-        """What ids say, ends of turns aside."""
-        return self.plain(ids)
-
     def plain(self, ids: list[int]) -> str:
-        """The same, at once."""
+        """What ids say, ends of turns aside."""
         return self.format.text([token for token in ids if token not in self.format.ends])
 
     async def _infer(self, request: Any, config: Any) -> Any:
