@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.plugins import load_environment
+from mt_grpo.settings import default_of
 
 OPENAI_AGENT = "openai_agent"  # a value of `environment`
 OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
                  "stop_words", "vllm_server_pass_dataset", "context_manager")  # fmt: skip
+
+
+# Settings of what a program of another house does by itself.
+OF_TOOLS = (
+    "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
+    "isolate_tools",
+)  # fmt: skip
 
 
 @dataclass
@@ -104,3 +112,22 @@ def refuse_others(script_args: Any, keys: tuple[str, ...], without: str) -> None
     for key in keys:
         if getattr(script_args, key) != AdapterKeys.__dataclass_fields__[key].default:
             raise ValueError(f"{key} has no effect without {without}. Add it, or remove {key}.")
+
+
+def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> None:
+    """Raise `ValueError` for settings that do not go with a program that runs the conversation, such as an agent.
+
+    Args:
+        program: What it is called.
+        where: What in the recipe names it.
+        script_args: With the keys of data, tools and rewards.
+        args: The other settings.
+    """
+    if args.tool_format == "xml":
+        raise ValueError(f"tool_format='xml' does not fit {where}. Expected hermes or native.")
+    for key in ("tools_script", "system_prompt"):
+        if getattr(script_args, key) is not None:
+            raise ValueError(f"{key} has no effect with {where}: the {program} brings its own. Remove it.")
+    for key in OF_TOOLS:
+        if getattr(args, key) != default_of(key, (type(args),)):
+            raise ValueError(f"{key} has no effect with {where}: the {program} runs its tools. Remove it.")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapter_keys import check_settings_of
 from mt_grpo.adapters.agent_commands import CommandAgent
 from mt_grpo.adapters.agent_programs import AgentFailure, FunctionAgent, read_result, run_program
 from mt_grpo.adapters.agent_server import AgentServer
@@ -27,14 +28,7 @@ from mt_grpo.environments import failures_end
 from mt_grpo.event_loop import close_on
 from mt_grpo.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
-from mt_grpo.settings import absolute, default_of
-
-# Settings of what an agent's program does by itself. They would have no effect.
-OF_THE_AGENT = (
-    "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
-    "isolate_tools",
-)  # fmt: skip
-
+from mt_grpo.settings import absolute
 
 SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
 
@@ -147,18 +141,7 @@ def agent_conversation(
 
 def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
-    if args.tool_format == "xml":
-        raise ValueError("tool_format='xml' does not fit environment: openai_agent. Expected hermes or native.")
-    for key in ("tools_script", "system_prompt"):
-        if getattr(script_args, key) is not None:
-            raise ValueError(
-                f"{key} has no effect with environment: openai_agent: the agent brings its own. Remove it."
-            )
-    for key in OF_THE_AGENT:
-        if getattr(args, key) != default_of(key, (type(args),)):
-            raise ValueError(
-                f"{key} has no effect with environment: openai_agent: the agent runs its tools. Remove it."
-            )
+    check_settings_of("agent", "environment: openai_agent", script_args, args)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
         raise ValueError(
             f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from mt_grpo.adapter_keys import check_settings_of
 from mt_grpo.adapters.ms_swift import (
     PlayedConversation,
     ScheduledConversation,
@@ -17,13 +18,7 @@ from mt_grpo.adapters.swift_loss import read_loss_scale
 from mt_grpo.adapters.swift_paths import install, registry
 from mt_grpo.event_loop import run_async
 from mt_grpo.plugins import import_file
-from mt_grpo.settings import default_of
 
-# Settings of what a scheduler does by itself. They would have no effect.
-OF_THE_SCHEDULER = (
-    "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
-    "isolate_tools",
-)  # fmt: skip
 LENGTH_SCOPES = ("per_round", "total")
 OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
         "log_extra", "log_metric")  # fmt: skip
@@ -32,14 +27,9 @@ OF_THE_ROLLOUT = ("messages", "request_id", "trajectory_inputs")  # whatever col
 
 def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
-    if args.tool_format == "xml":
-        raise ValueError("tool_format='xml' does not fit multi_turn_scheduler. Expected hermes or native.")
-    for key in ("tools_script", "system_prompt", "environment"):
-        if getattr(script_args, key) is not None:
-            raise ValueError(f"{key} has no effect with multi_turn_scheduler: the scheduler does that. Remove it.")
-    for key in OF_THE_SCHEDULER:
-        if getattr(args, key) != default_of(key, (type(args),)):
-            raise ValueError(f"{key} has no effect with multi_turn_scheduler: the scheduler does that. Remove it.")
+    check_settings_of("scheduler", "multi_turn_scheduler", script_args, args)
+    if script_args.environment is not None:
+        raise ValueError("environment has no effect with multi_turn_scheduler: the scheduler is one. Remove it.")
     if (scope := script_args.completion_length_limit_scope) not in LENGTH_SCOPES:
         raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
