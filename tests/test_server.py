@@ -21,7 +21,7 @@ from mt_grpo.data import read_jsonl
 from mt_grpo.preflight import check_server
 from mt_grpo.rollout import StopReason
 from mt_grpo.server_errors import ServerError
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[1]
@@ -340,3 +340,28 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     ranks = [read_jsonl(tmp_path / f"rollouts.rank{rank}.jsonl", None) for rank in range(2)]
     assert [r[0]["index"] for r in ranks] == [0, 8]
+
+
+@pytest.fixture(scope="module")
+def agent_port(tmp_path_factory):
+    """A server with the model of the agents' recipes."""
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(ROOT / "hf_recipes/tiny/calculator-agent-model", *flags, log=log) as server:
+        yield server.port
+
+
+@pytest.mark.parametrize("recipe", ["agent.yaml", "scheduler.yaml"])
+def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, tmp_path, monkeypatch):
+    """What it sampled has the logprobs that the trainer computes for the same ids: the records are what was read."""
+    monkeypatch.chdir(ROOT)
+    main([
+        "--config", f"hf_recipes/tiny/{recipe}", "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_port",
+        str(agent_port), "--vllm_importance_sampling_mode", "token_truncate", "--max_steps", "2",
+        "--per_device_train_batch_size", "16", "--output_dir", str(tmp_path), "--disable_tqdm", "true",
+    ])  # fmt: skip
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    steps = [row for row in history if "reward" in row]
+    assert len(steps) == 2 and all(row["turns/mean"] > 1.0 and row["records/mean"] == 1.0 for row in steps)
+    assert all(row["stop/environment_error"] == row["stop/agent_error"] == 0.0 for row in steps)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
