@@ -1331,7 +1331,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     environment: str | None = field(
         default=None,
-        metadata={"help": "path.py:Class, an environment or a subclass of MultiTurnToolEnv; or openai_agent"},
+        metadata={"help": "path.py:Class, an environment or a subclass of MultiTurnToolEnv; openai_agent; gym"},
     )
     system_prompt: str | None = field(
         default=None,

@@ -8,7 +8,8 @@ from typing import Any
 from mt_grpo.plugins import load_environment
 from mt_grpo.settings import default_of
 
-OPENAI_AGENT = "openai_agent"  # a value of `environment`
+OPENAI_AGENT, GYM = "openai_agent", "gym"  # values of `environment`
+OF_GYM = ("gym_kwargs", "gym_actions", "gym_text", "gym_unfinished_reward")
 OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
                  "stop_words", "vllm_server_pass_dataset", "context_manager")  # fmt: skip
 
@@ -57,7 +58,20 @@ class AdapterKeys:
         default=None, metadata={"help": "ms-swift's: texts that end a response, which keeps them"}
     )
     gym_env: str | None = field(
-        default=None, metadata={"help": "ms-swift's: the name in envs of what gym_scheduler plays"}
+        default=None,
+        metadata={"help": "environment: gym: an id of gymnasium, or path.py:Class. Else ms-swift's: a name in envs"},
+    )
+    gym_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of the game of environment: gym, a mapping"}
+    )
+    gym_actions: list[str] | None = field(
+        default=None, metadata={"help": "Names of the game's actions, in the order of their numbers"}
+    )
+    gym_text: str | None = field(
+        default=None, metadata={"help": "path.py:Class, a GymText: how the game reads, and what is an action"}
+    )
+    gym_unfinished_reward: float = field(
+        default=0.0, metadata={"help": "Added to the return of an episode that the conversation ended, not the game"}
     )
     context_manager: str | None = field(
         default=None,
@@ -79,6 +93,9 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         args: The other settings.
         base: `MultiTurnToolEnv`.
     """
+    if script_args.environment == GYM:
+        return load_gym_conversation(script_args, args, base)
+    refuse_others(script_args, OF_GYM, f"the line environment: {GYM}")
     is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
     if script_args.environment == OPENAI_AGENT and is_scheduler:
         raise ValueError(
@@ -105,6 +122,22 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         return load_scheduler_conversation(script_args, args, base)
     refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
     return load_environment(script_args.environment, script_args.tools_script, base)
+
+
+def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """The same for `environment: gym`."""
+    refuse_others(script_args, ("agent", "agent_command"), f"the line environment: {OPENAI_AGENT}")
+    refuse_others(script_args, (*OF_SCHEDULERS, "multi_turn_scheduler", "use_gym_env"), "ms-swift's gym_scheduler")
+    try:
+        from mt_grpo.adapters.gym_environment import load_gym_environment
+    except ImportError as error:
+        raise ValueError(
+            f"environment: {GYM} needs a package that is not installed ({error}). Run `pip install -e .[gym]` in the "
+            "clone. (A file of scripts/one_file.py has no adapters.)"
+        ) from None
+    if script_args.tools_script is not None:
+        raise ValueError(f"tools_script has no effect with environment: {GYM}: a turn is an action. Remove it.")
+    return base, load_gym_environment(script_args, args)
 
 
 def refuse_others(script_args: Any, keys: tuple[str, ...], without: str) -> None:

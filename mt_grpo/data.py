@@ -62,6 +62,16 @@ def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return list(rows.values())
 
 
+def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str, int]]:
+    """Rows with a `seed` alone, for an environment that draws its own start from it. No seed is of both splits.
+
+    >>> make_seeds(2, 0), make_seeds(1, 1, "test")
+    ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000}])
+    """
+    first = MOST_GENERATED if split == "test" else 0
+    return [{"seed": first + i} for i in range(num_rows)]
+
+
 def check_prompt(prompt: Any, where: str) -> None:
     """Raise `ValueError` unless a prompt is a list of messages whose roles and contents are text."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
@@ -133,7 +143,7 @@ def to_row(row: dict[str, Any], where: str, needs_prompt: bool = True) -> dict[s
 
 
 MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
-GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain}
+GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain, "seeds": make_seeds}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
@@ -146,8 +156,8 @@ def load_rows(
     """Training or test rows with `prompt` (messages), `question` and `answer`.
 
     Args:
-        name: `arithmetic` or `chain` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl` file, or a
-            folder with `<split>.jsonl`.
+        name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
+            file, or a folder with `<split>.jsonl`.
         split: `train`, `test`, or another name of a split of the dataset.
         size: How many rows to take from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.

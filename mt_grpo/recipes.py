@@ -174,6 +174,10 @@ def make_paths_absolute(script_args: Any, model_args: Any) -> None:
         setattr(config, key, absolute(getattr(config, key)))
     if script_args.external_plugins:
         script_args.external_plugins = [absolute(path) for path in script_args.external_plugins]
+    for key in ("gym_env", "gym_text"):
+        if ".py:" in (getattr(script_args, key) or ""):
+            path, _, name = getattr(script_args, key).rpartition(":")
+            setattr(script_args, key, f"{absolute(path)}:{name}")
     if script_args.environment:
         path, separator, name = script_args.environment.rpartition(":")
         script_args.environment = f"{absolute(path)}{separator}{name}"

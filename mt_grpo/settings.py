@@ -53,8 +53,8 @@ RANGES = {
     key: interval
     for interval, keys in {
         "(-inf, inf)": (
-            "turn_reward_weights", "outcome_reward_weights", "environment_reward_weight", "presence_penalty",
-            "frequency_penalty",
+            "turn_reward_weights", "outcome_reward_weights", "environment_reward_weight", "gym_unfinished_reward",
+            "presence_penalty", "frequency_penalty",
         ),
         "[0, inf)": (
             "learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "turn_advantage_coef", "top_k",

@@ -391,10 +391,12 @@ def warm_start(
 
 
 @torch.no_grad()
-def next_turns(model, tool_format: ChatFormat, conversations: list[list[Message]], do_sample: bool) -> list[str]:
+def next_turns(
+    model, tool_format: ChatFormat, conversations: list[list[Message]], do_sample: bool, tools: dict[str, Any] = TOOLS
+) -> list[str]:
     """One assistant turn for each conversation, cut where the tool format ends it."""
     tokenizer = tool_format.tokenizer
-    prompts = [encode(conversation, tool_format)[0] for conversation in conversations]
+    prompts = [encode(conversation, tool_format, tools)[0] for conversation in conversations]
     inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {}
     output = model.generate(**inputs, do_sample=do_sample, max_new_tokens=64, **sampling)

@@ -33,7 +33,7 @@ printf 'test: ruff\n'
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
-everything=(tests mt_grpo mt_grpo_trainer.py rewards tools scripts --doctest-modules)
+everything=(tests mt_grpo mt_grpo_trainer.py rewards tools gym_texts scripts --doctest-modules)
 if (($#)); then
     printf 'test: pytest\n'
     "$python" -m pytest "${everything[@]}" "$@"

@@ -194,6 +194,13 @@ VLLM_KEYS = {
 }  # fmt: skip
 
 
+def game_of(trainer) -> type | None:
+    """The class of a game's environments."""
+    environments = trainer.env.environments
+    classes = [] if environments is None else environments.by_name.values()
+    return next((cls for cls in classes if hasattr(cls, "unfinished_reward")), None)
+
+
 def source_of(function) -> str:
     return os.path.relpath(function.__code__.co_filename, ROOT)
 
@@ -204,7 +211,15 @@ READ_BACK = {
     "reward_fn": lambda t: source_of(t.reward_funcs[0]),
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
     "tool_format": lambda t: t.env.tool_format,
-    "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else None,
+    "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else "gym" if game_of(t) else None,
+    "gym_env": lambda t: game_of(t)().env.spec.id,
+    "gym_kwargs": lambda t: (
+        {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}
+        | ({"render_mode": mode} if (mode := game_of(t)().env.render_mode) else {})
+    ),
+    "gym_actions": lambda t: list(game_of(t).actions),
+    "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
+    "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"agent_programs/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
@@ -767,7 +782,7 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
-    "environment_reward_weight": (math.inf, math.nan),
+    "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip
@@ -1221,7 +1236,7 @@ def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
             "DATA.csv",
             "train",
             {},
-            "DATA.csv' cannot be read. Expected JSON lines .*, arithmetic, chain, or a Hub name",
+            "DATA.csv' cannot be read. Expected JSON lines .*, arithmetic, chain, seeds, or a Hub name",
         ),
         ("absent.parquet", "train", {}, "'absent.parquet' does not exist. Expected JSON lines"),
         ("/absent/data", "train", {}, "'/absent/data' does not exist. Expected JSON lines"),

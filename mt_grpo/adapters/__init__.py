@@ -15,6 +15,8 @@ A module imports from the package, and from modules that stand above it in this 
     agent_commands    an agent as a command
     agent_programs    an agent as a function; the end of an agent of either kind
     openai_agent      the conversation that an agent runs
+    gym_text          a game of gymnasium as text
+    gym_environment   a game of gymnasium as an environment
     swift_protocol    ms-swift's requests, responses and outputs
     swift_rewards     ms-swift's reward classes
     swift_loop        the turns of a scheduler

@@ -1,0 +1,127 @@
+"""What a policy reads of a game of gymnasium, and how its text becomes an action. Subclass `GymText` for a game."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # as gymnasium's text games mark a place
+
+
+class GymText:
+    """How one game reads as text.
+
+    Args:
+        env: The game, with its wrappers.
+        actions: Names of the actions of a `Discrete` space, in their order. Empty: they are numbers.
+
+    Raises:
+        ValueError: names for another space, or another number of them.
+    """
+
+    def __init__(self, env: gymnasium.Env, actions: Sequence[str] = ()):
+        self.env = env
+        space = env.action_space
+        if actions and (not isinstance(space, spaces.Discrete) or len(set(actions)) != space.n):
+            raise ValueError(f"gym_actions has {len(set(actions))} names, and the action space is {space}.")
+        self.actions = {name: int(space.start) + i for i, name in enumerate(actions)}
+
+    def rules(self) -> str:
+        """What stands before the first observation; an empty text for nothing."""
+        return f"Answer with an action as <action>...</action>: {self.choices()}.\n"
+
+    def choices(self) -> str:
+        """What an action may be, in words."""
+        space = self.env.action_space
+        if self.actions:
+            *first, last = self.actions
+            return f"{', '.join(first)} or {last}" if first else last
+        if isinstance(space, spaces.Discrete):
+            return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        return "a text" if isinstance(space, spaces.Text) else f"JSON of {space}"
+
+    def observation(self, observation: Any, info: dict[str, Any]) -> str:
+        """An observation as text: text as it is, what `render_mode: ansi` draws, else JSON.
+
+        In a drawing, what is highlighted stands in brackets.
+        """
+        if isinstance(observation, str):
+            return observation
+        if self.env.render_mode == "ansi":
+            return HIGHLIGHTED.sub(r"[\1]", str(self.env.render())).strip("\n")
+        return json.dumps(plain(observation))
+
+    def action(self, text: str) -> Any:
+        """The action that a turn's text, without its thinking, asks for: in its last <action>, else the whole text.
+
+        Raises `ValueError` where it asks for none. The policy reads its message.
+        """
+        found = ACTION.findall(text)
+        said, space = (found[-1] if found else text).strip(), self.env.action_space
+        if self.actions:
+            action = self.actions.get(said.lower(), self.actions.get(said))
+        elif isinstance(space, spaces.Text):
+            action = said
+        else:
+            action = from_json(said, space)
+        if action is None or not space.contains(action):
+            raise ValueError(f"expected an action as <action>...</action>: {self.choices()}. Got {said[:60]!r}.")
+        return action
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON takes it: arrays become lists, other objects text. Of a number, six digits count.
+
+    >>> plain({"a": np.array([1.0, 1 / 3]), 3: (np.int64(4), True)})
+    {'a': [1.0, 0.333333], '3': [4, True]}
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def from_json(text: str, space: spaces.Space) -> Any:
+    """The member of a space that JSON describes; None where it describes none.
+
+    >>> from_json("3", spaces.Discrete(4)), from_json("[1, 0]", spaces.MultiDiscrete([2, 2])), from_json("x", None)
+    (3, array([1, 0]), None)
+    >>> from_json('{"move": 1, "to": [2, 3]}', spaces.Dict(move=spaces.Discrete(2), to=spaces.Tuple(
+    ...     [spaces.Discrete(9), spaces.Discrete(9)])))
+    {'move': 1, 'to': (2, 3)}
+    """
+    try:
+        return member(json.loads(text), space)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def member(value: Any, space: spaces.Space) -> Any:
+    """A value of JSON as the space has it."""
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, dict) or value.keys() != space.spaces.keys():
+            raise ValueError("other keys")
+        return {key: member(value[key], each) for key, each in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(member(one, each) for one, each in zip(value, space.spaces, strict=True))
+    if isinstance(space, spaces.Discrete):
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        array = np.asarray(value)
+        wanted = np.asarray(value, dtype=space.dtype)
+        if not np.issubdtype(space.dtype, np.floating) and not np.array_equal(array, wanted):
+            raise ValueError("not whole numbers")
+        return wanted
+    return value
