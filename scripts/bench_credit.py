@@ -6,12 +6,13 @@
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
-outcome. `unscaled`: (b) again without dividing rewards by their spread.
+outcome. `unscaled`: (b) again without dividing rewards by their spread. `frozen_lake`: a game of gymnasium, up to 20
+turns, one reward at its goal; the board is the state of `gigpo`, and `turn_return` has `scale_rewards: none`.
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
 (the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
 best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
-choice.
+choice. `frozen_lake` has its recipe's for all.
 
 Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again, also
 after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
@@ -62,6 +63,11 @@ TASKS: dict[str, dict[str, Any]] = {
         "steps": 40, "title": "(b) again, with scale_rewards: none",
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
     },
+    "frozen_lake": {
+        "steps": 30, "title": "(d) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": 6e-4,
+        "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
+        "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
+    },
 }  # fmt: skip
 RESULTS, PICTURE, PAGE = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("docs/credit.md")
 RUNS = Path("runs/credit")
@@ -93,8 +99,11 @@ def run(job: Job) -> dict[str, Any]:
     disable_progress_bar()
     code = code_digest(job["task"])  # before a long run in which a file may be edited
     started = time.perf_counter()
+    task = TASKS[job["task"]]
+    outcome = task.get("outcome", "exact_match_reward_func")
+    scale = ["--scale_rewards", task["scale_rewards"][job["method"]]] if "scale_rewards" in task else []
     recipe = mt.parse_arguments([
-        *TASKS[job["task"]]["arguments"], "--credit_assignment", job["method"], "--seed", str(job["seed"]),
+        *task["arguments"], *scale, "--credit_assignment", job["method"], "--seed", str(job["seed"]),
         "--learning_rate", str(job["learning_rate"]), "--max_steps", str(job["steps"]), "--log_rollouts", "0",
         "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
     ])  # fmt: skip
@@ -106,7 +115,7 @@ def run(job: Job) -> dict[str, Any]:
     row = {
         **job,
         "code": code,
-        "train_exact_match": [log["rewards/exact_match_reward_func/mean"] for log in steps],
+        "train_exact_match": [log[f"rewards/{outcome}/mean"] for log in steps],
         "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
         "train_turns": [round(log["turns/mean"], 3) for log in steps],
     }
@@ -120,7 +129,8 @@ def run(job: Job) -> dict[str, Any]:
         progress=False,
         batch_size=NUM_PROBLEMS,
     )
-    row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns", "exact_match")}
+    row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
+    row["exact_match"] = result["rewards"]["outcome"][outcome]
     row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
     return {key: rounded(value) for key, value in row.items()}
 
@@ -180,7 +190,9 @@ def code_digest(task: str) -> str:
     files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,
              *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files)).hexdigest()[:12]
+    if script_args.environment == "gym":
+        files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("gym_texts").glob("*.py"))]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
 
 
 def finished() -> dict[str, dict[str, Any]]:
@@ -217,9 +229,16 @@ def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
     """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds."""
     return [
-        {"task": task, "method": m, "learning_rate": rates[m], "seed": seed, "steps": TASKS[task]["steps"]}
-        for task in tasks for seed in seeds for m in methods if m in rates
+        {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
+        for task in tasks for seed in seeds for m in methods if (rate := rate_of(task, m, rates))
     ]  # fmt: skip
+
+
+def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
+    """The learning rate of a method on a task. None: none was chosen, or the task is without the method."""
+    if method not in TASKS[task].get("scale_rewards", METHODS):
+        return None
+    return TASKS[task].get("learning_rate", rates.get(method))
 
 
 def work(jobs: Any, done: Any) -> None:
@@ -332,7 +351,7 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
         (task, method): [
             row for row in rows
             if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
-            and row["seed"] != SEARCH_SEED and row["learning_rate"] == rates.get(method)
+            and row["seed"] != SEARCH_SEED and row["learning_rate"] == rate_of(task, method, rates)
         ]
         for task in TASKS for method in METHODS
     }  # fmt: skip
@@ -355,6 +374,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         if not methods:
             continue
         seeds = {len(groups[task, m]) for m in methods}
+        if "outcome" in settings:
+            lines += game_table(task, {m: groups[task, m] for m in methods})
+            continue
         lines += [
             f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
             f"{min(seeds)} seeds, mean ± 95% interval", "",
@@ -375,6 +397,29 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             )
         lines.append("")
     return "\n".join(lines).rstrip("\n")
+
+
+def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The table of a task whose outcome is a game's return; of each method its runs."""
+    settings, (some, *_) = TASKS[task], groups.values()
+    lines = [
+        f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, learning rate "
+        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some)} seeds, mean ± 95% interval", "",
+        "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for method, runs in groups.items():
+        cells = {
+            key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
+            for key in ("exact_match", "area", "mean_turns", "without_signal")
+        }
+        cells["each"] = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
+        passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+        lines.append(
+            f"| `{method}` | `{settings['scale_rewards'][method]}` | {cells['exact_match']} | {cells['each']} | "
+            f"{cells['area']} | {passed} | {cells['mean_turns']} | {cells['without_signal']} |"
+        )
+    return [*lines, ""]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -440,7 +485,7 @@ def report() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["chain", "sparse", "calculator", "unscaled"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(NUM_SEEDS)))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")

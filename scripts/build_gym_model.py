@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python scripts/build_gym_model.py --output_dir hf_recipes/tiny/gym-model
 
-It imitates episodes of FrozenLake and Blackjack in which every action is drawn uniformly. So it knows how an action is
-written, and nothing about the games. About one minute on 2 cores.
+It is trained on episodes of FrozenLake and Blackjack in which every action is drawn uniformly, on what is shown as on
+what is done. So it knows how an action is written and what comes of it, and nothing of what pays. Four minutes on 2 cores.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("hf_recipes/tiny/gym-model"))
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -96,7 +96,12 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     print(tokenizer.tokenize("".join(message["content"] for message in conversations[0][:4])))
     tool_format = make_format("hermes", tokenizer)
-    warm_start(model, tokenizer.pad_token_id, lambda: encode(rng.choice(conversations), tool_format, {}), args.steps)
+
+    def example() -> tuple[list[int], list[int]]:
+        ids, _ = encode(rng.choice(conversations), tool_format, {})
+        return ids, ids
+
+    warm_start(model, tokenizer.pad_token_id, example, args.steps)
     model = model.to(torch.bfloat16)  # half the size
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)

@@ -2469,9 +2469,124 @@ SWIFT = [
         "tests/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
     ),
 ]
+GYM = [
+    Mutation(
+        "gym: a budget's cut is an action",
+        "mt_grpo/adapters/gym_environment.py",
+        '        if turn.finish_reason == "length":\n            return None\n',
+        "",
+        "tests/test_gym.py::test_an_episode_that_the_policy_left",
+    ),
+    Mutation(
+        "gym: what is no action has a reward",
+        "mt_grpo/adapters/gym_environment.py",
+        'info={"action": None})',
+        'info={"action": None}, reward=0.0)',
+        "tests/test_gym.py::test_a_text_that_is_no_action_moves_nothing",
+    ),
+    Mutation(
+        "gym: an end by the time limit goes on",
+        "mt_grpo/adapters/gym_environment.py",
+        "over = self.terminated or self.truncated\n        return Reply(",
+        "over = self.terminated\n        return Reply(",
+        "tests/test_gym.py::test_terminated_and_truncated",
+    ),
+    Mutation(
+        "gym: a game that was over counts as left",
+        "mt_grpo/adapters/gym_environment.py",
+        "(0.0 if over else self.unfinished_reward)",
+        "self.unfinished_reward",
+        "tests/test_gym.py::test_a_hole_ends_the_episode_with_nothing",
+    ),
+    Mutation(
+        "gym: a game that was left costs nothing",
+        "mt_grpo/adapters/gym_environment.py",
+        "(0.0 if over else self.unfinished_reward)",
+        "0.0",
+        "tests/test_gym.py::test_an_episode_that_the_policy_left",
+    ),
+    Mutation(
+        "gym: rewards of the last episode stay",
+        "mt_grpo/adapters/gym_environment.py",
+        "        self.rewards, self.terminated, self.truncated = [], False, False\n",
+        "        self.terminated, self.truncated = False, False\n",
+        "tests/test_gym.py::test_an_environment_is_played_again",
+    ),
+    Mutation(
+        "gym: the seed of a row is dropped",
+        "mt_grpo/adapters/gym_environment.py",
+        "self.env.reset(seed=seed, options=options)",
+        "self.env.reset(options=options)",
+        "tests/test_gym.py::test_blackjack_reads_its_cards_as_json",
+    ),
+    Mutation(
+        "gym: options of a row are dropped",
+        "mt_grpo/adapters/gym_environment.py",
+        "self.env.reset(seed=seed, options=options)",
+        "self.env.reset(seed=seed)",
+        "tests/test_gym.py::test_the_columns_of_a_row_begin_the_episode",
+    ),
+    Mutation(
+        "gym: the state is what was first seen",
+        "mt_grpo/adapters/gym_environment.py",
+        "        self.rewards.append(float(reward))\n        self.shown = self.text.observation(observation, info)\n",
+        "        self.rewards.append(float(reward))\n",
+        "tests/test_gym.py::test_states_are_the_boards tests/test_gym.py::test_an_environment_is_played_again",
+    ),
+    Mutation(
+        "gym: what was thought is an action",
+        "mt_grpo/adapters/gym_environment.py",
+        'turn.text.rpartition("</think>")[2]',
+        "turn.text",
+        "tests/test_gym.py::test_what_was_thought_is_no_action",
+    ),
+    Mutation(
+        "gym: unclosed thinking is an action",
+        "mt_grpo/adapters/gym_environment.py",
+        '    if turn.open_thinking:\n        return ""\n',
+        "",
+        "tests/test_gym.py::test_what_was_thought_is_no_action",
+    ),
+    Mutation(
+        "gym: the first action counts",
+        "mt_grpo/adapters/gym_text.py",
+        "found[-1] if found",
+        "found[0] if found",
+        "tests/test_gym.py::test_what_was_thought_is_no_action",
+    ),
+    Mutation(
+        "gym: an action outside the space is played",
+        "mt_grpo/adapters/gym_text.py",
+        "if action is None or not space.contains(action):",
+        "if action is None:",
+        "tests/test_gym.py::test_each_space_takes_its_members_alone",
+    ),
+    Mutation(
+        "gym: names begin at 0",
+        "mt_grpo/adapters/gym_text.py",
+        "int(space.start) + i",
+        "i",
+        "tests/test_gym.py::test_names_must_fit_the_space",
+    ),
+    Mutation(
+        "gym: a half counts as a whole number",
+        "mt_grpo/adapters/gym_text.py",
+        "not np.issubdtype(space.dtype, np.floating) and not np.array_equal(array, wanted)",
+        "False",
+        "tests/test_gym.py::test_each_space_takes_its_members_alone",
+    ),
+    Mutation(
+        "gym: highlighting is shown as it is",
+        "mt_grpo/adapters/gym_text.py",
+        'HIGHLIGHTED.sub(r"[\\1]", str(self.env.render()))',
+        "str(self.env.render())",
+        "tests/test_gym.py::test_an_episode_of_frozen_lake_by_hand",
+    ),
+]
+
 MUTATIONS = [
     *REWARDS_AND_CREDIT, *SERVER_AND_WEIGHTS, *CONVERSATION_AND_TOOLS, *CONFIGURATION_AND_DATA,
-    *STOPPING_AND_RESUMING, *AGENTS, *SWIFT,
+    *STOPPING_AND_RESUMING, *AGENTS, *SWIFT, *GYM,
 ]  # fmt: skip
 
 

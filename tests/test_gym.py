@@ -171,8 +171,9 @@ def test_what_was_thought_is_no_action():
     text = "<think>I say <action>up</action>.</think> First <action>right</action>, no: <action>down</action>"
     game.respond(None, mt.Turn([], None, text, "stop"))
     assert game.env.unwrapped.s == 4
-    game.respond(None, mt.Turn([], None, "<think><action>down</action>", "stop", open_thinking=True))
-    assert game.env.unwrapped.s == 4
+    for text, thinks in (("<think><action>down</action>", True), ("<think><action>down</action></think> So.", False)):
+        reply = game.respond(None, mt.Turn([], None, text, "stop", open_thinking=thinks))
+        assert game.env.unwrapped.s == 4 and reply.messages[0]["content"].startswith("Error: expected an action")
 
 
 def test_blackjack_reads_its_cards_as_json():
@@ -319,7 +320,8 @@ def test_a_class_of_ones_own(games, monkeypatch):
     """Paths are the recipe's; arguments on the command line are JSON."""
     monkeypatch.chdir(games.parent)
     (games.parent / "own.yaml").write_text(
-        "environment: gym\ngym_env: games.py:Steps\ngym_text: games.py:Loud\nmax_env_steps: 3\nmax_steps: 1\nuse_cpu: true\nbf16: false\n"
+        "environment: gym\ngym_env: games.py:Steps\ngym_text: games.py:Loud\nmax_env_steps: 3\n"
+        "max_steps: 1\nuse_cpu: true\nbf16: false\n"
         f"dtype: float32\nmodel_name_or_path: {MODEL}\ntool_format: hermes\n"
     )
     _, cls = load("--gym_kwargs", '{"most": 2}', "--gym_actions", "back", "stay", "on", recipe="own.yaml")

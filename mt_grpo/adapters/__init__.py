@@ -25,6 +25,7 @@ A module imports from the package, and from modules that stand above it in this 
     swift_tips        schedulers that give a tip after a wrong answer
     swift_react       a scheduler whose calls are written as ReAct does
     swift_gym         environments, and the scheduler that plays them
+    swift_openenv     the scheduler of environments behind an OpenEnv server
     swift_messages    a request's messages as text, and as the chat template takes them
     swift_samples     a scheduler's responses, and which one a request goes on from
     swift_revise      what a scheduler makes of a response

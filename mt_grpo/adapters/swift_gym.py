@@ -89,12 +89,17 @@ class GYMScheduler(MultiTurnScheduler):
 
     async def _begin(self, request: Any) -> None:
         uuid, row = request.uuid, request.data_dict or {}
-        env = self._create_env(row.get("env_config") or {})
-        self._envs[uuid] = env = await env if inspect.isawaitable(env) else env  # async in 3.8
         self._contexts[uuid] = self._create_context_manager(row.get("ctx_config") or {})
         self._step_rewards[uuid], self._total_rewards[uuid] = [], 0.0
-        observation, _, system = await env.reset(request)
+        observation, system = await self._open(request, row)
         request.messages = self._contexts[uuid].manage_context(self._messages(observation, system), uuid)
+
+    async def _open(self, request: Any, row: dict[str, Any]) -> tuple[str, str | None]:
+        env = self._create_env(row.get("env_config") or {})
+        env = await env if inspect.isawaitable(env) else env  # async in 3.8
+        self._envs[request.uuid] = env
+        observation, _, system = await env.reset(request)
+        return observation, system
 
     def _messages(self, observation: str, system: str | None) -> list[dict[str, Any]]:
         first = [{"role": "system", "content": system}] if system else []
@@ -118,7 +123,8 @@ class GYMScheduler(MultiTurnScheduler):
         """The observation as the user's next message."""
         uuid = infer_request.uuid
         infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(uuid)})
-        infer_request.messages = self._contexts[uuid].manage_context(infer_request.messages, uuid)
+        if uuid in self._contexts:  # a plug-in's own on_trajectory_start makes none
+            infer_request.messages = self._contexts[uuid].manage_context(infer_request.messages, uuid)
         return {"infer_request": infer_request}
 
     async def _close_and_remove(self, uuid: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import mt_grpo.adapters.swift_gym as swift_gym
 import mt_grpo.adapters.swift_loss as swift_loss
+import mt_grpo.adapters.swift_openenv as swift_openenv
 import mt_grpo.adapters.swift_protocol as swift_protocol
 import mt_grpo.adapters.swift_react as swift_react
 import mt_grpo.adapters.swift_rewards as swift_rewards
@@ -60,6 +61,7 @@ multi_turns: dict[str, type] = {
     "thinking_tips_scheduler": swift_tips.ThinkingModelTipsScheduler,
     "tool_call_scheduler": swift_react.ToolCallScheduler,
     "gym_scheduler": swift_gym.GYMScheduler,
+    "openenv_scheduler": swift_openenv.OpenEnvScheduler,
 }
 
 
@@ -68,7 +70,7 @@ def public(*modules: types.ModuleType) -> dict[str, Any]:
     return {name: each for module in modules for name, each in vars(module).items() if isinstance(each, type)}
 
 
-SCHEDULERS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym)}
+SCHEDULERS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym, swift_openenv)}
 ENVIRONMENTS = {"Env": swift_gym.Env, "envs": swift_gym.envs}
 REWARDS = {"orms": swift_rewards.orms, **public(swift_rewards)}
 MODELS = {"rm_plugins": swift_rewards.rm_plugins, "DefaultRMPlugin": not_offered("DefaultRMPlugin")}
@@ -95,6 +97,7 @@ MODULES = {
     "swift.rollout": {**SCHEDULERS, **ENVIRONMENTS},
     "swift.rollout.multi_turn": SCHEDULERS,
     "swift.rollout.gym_env": {**ENVIRONMENTS, **CONTEXTS},
+    "swift.rollout.openenv_wrapper": {"OpenEnvWrapper": swift_openenv.OpenEnvWrapper},
     "swift.rewards": {**REWARDS, **MODELS},
     "swift.rewards.orm": REWARDS,
     "swift.rewards.rm_plugin": MODELS,
