@@ -566,6 +566,17 @@ def test_an_environment_is_played_and_closed(counts):
     assert rollout.messages[1:2] == [user("Go on.")]
 
 
+def test_problems_of_mathematics_are_asked_until_they_are_solved():
+    row = {"problem": "What is 6 x 7?", "solution": "42", "env_config": {"name": "math_env"}}
+    rollout, _ = run(GYMScheduler, "<answer>41</answer>", "<answer>42</answer>", row=row)
+    assert rollout.prompt_messages[1] == user("What is 6 x 7?") and rollout.prompt_messages[0]["role"] == "system"
+    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
+    assert rollout.turns[0].observation.startswith("The answer is not correct")
+    row["env_config"]["system_message"] = ""
+    rollout, _ = run(GYMScheduler, "<answer>42</answer>", row=row)
+    assert rollout.prompt_messages == [user("What is 6 x 7?")] and len(rollout.turns) == 1
+
+
 def test_an_environment_may_be_made_by_an_async_method(counts):
     """As in 3.8; what subclasses of 4.6 read is there."""
 

@@ -7,7 +7,9 @@ import copy
 import inspect
 from typing import Any
 
+from mt_grpo.adapters.swift_rewards import MathAccuracy
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler
+from mt_grpo.adapters.swift_tips import NEW_TURN_TIP
 
 
 class Env:
@@ -28,7 +30,31 @@ class Env:
         """Give back what it holds."""
 
 
-envs: dict[str, type] = {}
+class SimpleMathEnv(Env):
+    """`math_env`: asks the row's `problem` until the answer equals its `solution`, which pays 1.
+
+    `env_config` may have a `system_message`.
+    """
+
+    def __init__(self, env_config: dict[str, Any]):
+        super().__init__(env_config)
+        self.acc_func = MathAccuracy()
+
+    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        """The problem."""
+        self.solution = config.data_dict["solution"]
+        system = (
+            "Solve the problem. Write <think>, how you found it, </think>, and then <answer>, the answer, </answer>."
+        )
+        return config.data_dict["problem"], {}, self.env_config.get("system_message", system)
+
+    async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
+        """The tip of `math_tip_trick_multi_turn` after a wrong answer."""
+        right = self.acc_func([action[-1]["content"]], [self.solution])[0] == 1
+        return NEW_TURN_TIP, float(right), right, {"math_reward": float(right)}
+
+
+envs: dict[str, type] = {"math_env": SimpleMathEnv}
 
 
 class ContextManager:

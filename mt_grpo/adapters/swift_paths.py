@@ -71,7 +71,7 @@ def public(*modules: types.ModuleType) -> dict[str, Any]:
 
 
 SCHEDULERS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym, swift_openenv)}
-ENVIRONMENTS = {"Env": swift_gym.Env, "envs": swift_gym.envs}
+ENVIRONMENTS = {"Env": swift_gym.Env, "SimpleMathEnv": swift_gym.SimpleMathEnv, "envs": swift_gym.envs}
 REWARDS = {"orms": swift_rewards.orms, **public(swift_rewards)}
 MODELS = {"rm_plugins": swift_rewards.rm_plugins, "DefaultRMPlugin": not_offered("DefaultRMPlugin")}
 CONTEXTS = {"ContextManager": swift_gym.ContextManager, "context_managers": swift_gym.context_managers}
