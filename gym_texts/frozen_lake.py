@@ -23,6 +23,14 @@ from mt_grpo.adapters.gym_text import GymText
 class FrozenLakeText(GymText):
     """Without the line that repeats the last action: boards that look the same are the same state."""
 
+    def __init__(self, env, actions=()):
+        if env.render_mode != "ansi":
+            raise ValueError(
+                f"FrozenLakeText reads a drawing, and render_mode is {env.render_mode}. Expected gym_kwargs with "
+                "render_mode: ansi."
+            )
+        super().__init__(env, actions)
+
     def observation(self, observation: Any, info: dict[str, Any]) -> str:
         """The board's rows."""
         lines = super().observation(observation, info).splitlines()

@@ -135,8 +135,13 @@ def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type
             f"environment: {GYM} needs a package that is not installed ({error}). Run `pip install -e .[gym]` in the "
             "clone. (A file of scripts/one_file.py has no adapters.)"
         ) from None
+    if args.tool_format == "xml":
+        raise ValueError(f"tool_format='xml' does not fit environment: {GYM}. Expected hermes or native.")
     if script_args.tools_script is not None:
         raise ValueError(f"tools_script has no effect with environment: {GYM}: a turn is an action. Remove it.")
+    for key in OF_TOOLS[1:]:  # without max_env_steps
+        if getattr(args, key) != default_of(key, (type(args),)):
+            raise ValueError(f"{key} has no effect with environment: {GYM}: a turn is an action. Remove it.")
     return base, load_gym_environment(script_args, args)
 
 

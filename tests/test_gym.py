@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.gym_environment import GymEnvironment, gym_environment, read_kwargs
-from mt_grpo.adapters.gym_text import GymText, from_json
+from mt_grpo.adapters.gym_text import GymText, from_json, plain
+from mt_grpo.environments import class_tools
 from mt_grpo.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 
@@ -65,6 +66,43 @@ class Loud(GymText):
 class Numbers(GymText):
     def observation(self, observation, info):
         return 3
+
+
+class NoRules(GymText):
+    def rules(self):
+        return None
+
+
+class LaterNumbers(GymText):
+    def observation(self, observation, info):
+        return observation if observation == "Step 0." else 3
+
+
+class Licensed(Steps):
+    def __init__(self, **kwargs):
+        raise SystemExit("no license")
+
+
+class Old(Steps):
+    def step(self, action):
+        return "Step.", 0.0, False, {}
+
+
+class Graphs(Steps):
+    action_space = spaces.Graph(spaces.Discrete(2), None)
+
+
+class Keeps(Steps):
+    """Changes what it was given."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def reset(self, **kwargs):
+        super().reset(**kwargs)
+        self.seen.append(1)
+        return str(self.seen), {}
 '''
 
 
@@ -81,9 +119,10 @@ def lake(**settings):
     return gym_environment(make, "FrozenLake-v1", FrozenLakeText, ("left", "down", "right", "up"), **settings)
 
 
-def steps_game(games, text_class=GymText, unfinished_reward=0.0, **kwargs):
+def steps_game(games, text_class=GymText, unfinished_reward=0.0, most_turns=None, **kwargs):
     cls = load_class(f"{games}:Steps", "gym_env")
-    return gym_environment(lambda: cls(**kwargs), "Steps", text_class, unfinished_reward=unfinished_reward)
+    limits = {"unfinished_reward": unfinished_reward, "most_turns": most_turns}
+    return gym_environment(lambda: cls(**kwargs), "Steps", text_class, **limits)
 
 
 class Scripted:
@@ -179,8 +218,8 @@ def test_what_was_thought_is_no_action():
 def test_blackjack_reads_its_cards_as_json():
     make = lambda: gymnasium.make("Blackjack-v1", sab=True)  # noqa: E731
     rows = [{"seed": 3}, {"seed": 3}, {"seed": 4}]
-    rollouts, backend = play(gym_environment(make, "B", actions=("stick", "hit")), act("stick"), rows=rows)
-    first, again, other = [prompt for prompt, _ in backend.asked]
+    rollouts, _ = play(gym_environment(make, "B", actions=("stick", "hit")), act("stick"), rows=rows)
+    first, again, other = [rollout.prompt_ids for rollout in rollouts]
     game = gymnasium.make("Blackjack-v1", sab=True)
     cards = json.dumps(list(game.reset(seed=3)[0]))
     rules = "Answer with an action as <action>...</action>: stick or hit.\n"
@@ -199,10 +238,11 @@ def test_a_rows_prompt_stands_before_the_rules():
 
 SPACES = [
     (spaces.Discrete(3, start=-1), "a whole number from -1 to 1", {"-1": -1, "1": 1}, ["2", "1.0", "true", "one"]),
-    (spaces.Text(5), "a text", {"ab": "ab"}, ["abcdef", "a-b"]),
+    (spaces.Text(5, charset="ab"), "a text of 1 to 5 of the characters ab", {"ab": "ab"}, ["aaaaaa", "a-b"]),
     (spaces.MultiDiscrete([2, 3]), None, {"[1, 2]": [1, 2]}, ["[1]", "[1, 3]", "[0.5, 1]", "5", '["a", 1]']),
     (spaces.MultiBinary(2), None, {"[1, 0]": [1, 0]}, ["[2, 0]", "[256, 0]"]),
-    (spaces.Box(-1, 1, (2,)), None, {"[0.5, -1]": [0.5, -1]}, ["[2, 0]", "[0.5]", '"x"', "NaN", "[NaN, 0]"]),
+    (spaces.Box(-1, 1, (2,)), None, {"[0.5, -1]": [0.5, -1]}, ["[2, 0]", "[0.5]", '"x"', "NaN", "[NaN, 0]",
+                                                         '["0", "0"]', "[true, false]"]),
     (spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple([spaces.Discrete(9)])), None,
      {'{"a": 1, "b": [8]}': {"a": 1, "b": (8,)}}, ['{"a": 1}', '{"a": 1, "b": [9]}', '{"a": 1, "b": [1, 2]}', "3",
                                                    '{"a": 1, "b": [1], "c": 2}']),
@@ -234,17 +274,61 @@ def test_a_number_that_is_too_long_is_no_action(games):
     boxed = GymText(game).action
     assert boxed("4.5") == 4.5
     assert from_json("9" * 5000, spaces.Discrete(3)) is None
-    assert from_json("1e999", spaces.Box(0, 5, ())) == np.inf  # which the box does not contain
-    with pytest.raises(ValueError, match="expected an action"):
-        boxed("1e999")
+    game.action_space = spaces.Box(0, np.inf, ())
+    for number in ("1e999", "1e39", "Infinity"):  # of float32
+        with pytest.raises(ValueError, match="expected an action"):
+            boxed(number)
 
 
 def test_names_must_fit_the_space(games):
     game = load_class(f"{games}:Steps", "gym_env")()
-    for names in (("a", "b"), ("a", "b", "b"), ("a", "b", "c", "d")):
-        with pytest.raises(ValueError, match="gym_actions has"):
+    for names in (("a", "b"), ("a", "b", "b"), ("a", "b", "c", "d"), ("a", "b", "A"), ("a", "b", " ")):
+        with pytest.raises(ValueError, match="gym_actions (has|is)"):
             GymText(game, names)
-    assert GymText(game, ("a", "b", "c")).action("c") == 1  # the space begins at -1
+    text = GymText(game, ("a", "b", "Cut"))
+    assert [text.action(name) for name in ("a", "A", "cut", "CUT", "Cut")] == [-1, -1, 1, 1, 1]  # it begins at -1
+
+
+def test_a_drawing_keeps_no_colours(games):
+    """Marked places stand in brackets; a mark inside a mark keeps its text."""
+    game = load_class(f"{games}:Steps", "gym_env")()
+    game.render_mode = "ansi"
+    drawings = {
+        "\x1b[41mS\x1b[0mF\x1b[33mG\x1b[0m\n": "[S]F[G]",
+        "|\x1b[42m\x1b[34;1mR\x1b[0m\x1b[0m: |": "|[R]: |",
+        "\x1b[1m" * 20000: "",
+    }
+    for drawn, shown in drawings.items():
+        game.render = lambda drawn=drawn: drawn
+        assert GymText(game).observation(0, {}) == shown
+    game.render = lambda: None
+    with pytest.raises(TypeError, match="render.. gave NoneType, expected text"):
+        GymText(game).observation(0, {})
+
+
+def test_tags_without_an_end_cost_no_time_and_are_no_action(games):
+    game = load_class(f"{games}:Steps", "gym_env")()
+    text = GymText(game, ("a", "b", "c"))
+    with pytest.raises(ValueError, match="expected an action"):
+        text.action("<action>" * 200_000)  # 4,000 seconds, where each is looked for an end
+    assert text.action("<action>a <action>b</action>") == 0
+
+
+def test_what_other_spaces_take(games):
+    game = load_class(f"{games}:Steps", "gym_env")()
+    game.action_space = spaces.Sequence(spaces.Discrete(3))
+    assert GymText(game).action("[0, 2]") == (0, 2)
+    game.action_space = spaces.OneOf([spaces.Discrete(3), spaces.MultiBinary(2)])
+    assert GymText(game).action("[0, 2]") == (0, 2)
+    game.action_space = spaces.Sequence(spaces.Discrete(3), stack=True)
+    with pytest.raises(ValueError, match="expected an action"):  # of the policy, and no failure of the game
+        GymText(game).action("3")
+
+
+def test_texts_are_as_they_are(games):
+    assert plain({"a": "größe", "b": "\ud800", "c": np.longdouble(0.5)}) == {"a": "größe", "b": "?", "c": 0.5}
+    game = load_class(f"{games}:Steps", "gym_env")()
+    assert GymText(game).observation({"city": "北京"}, {}) == '{"city": "北京"}'
 
 
 # --- rewards and ends ------------------------------------------------------------------------------------------------
@@ -265,14 +349,41 @@ def test_terminated_and_truncated(games):
     ]
 
 
-@pytest.mark.parametrize("turns, stop", [(["1", "0"], StopReason.MAX_TURNS), (["1", ("0",)], StopReason.MAX_TOKENS)])
-def test_an_episode_that_the_policy_left(games, turns, stop):
-    """Its steps count, and `unfinished_reward` with them. A turn that was cut off is no step."""
+CALL = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "turns, stop, rewards, returned",
+    [
+        (["1", "0"], StopReason.MAX_TURNS, [0.5, 0.5 - 4.0], 1.0 - 4.0),
+        (["1", "what?"], StopReason.MAX_TURNS, [0.5, -4.0], 0.5 - 4.0),
+        (["1", ("0",)], StopReason.MAX_TOKENS, [0.5, -4.0], 0.5 - 4.0),
+        (["1", (CALL + " and",)], StopReason.MAX_TOKENS, [0.5, -4.0], 0.5 - 4.0),
+    ],
+)
+def test_an_episode_that_the_policy_left(games, turns, stop, rewards, returned):
+    """What it costs is in the outcome and in the last turn, as a step's reward is. A cut-off turn is no step."""
     most = 1 if stop == StopReason.MAX_TURNS else 19
-    (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0), *turns, max_steps=most)
-    taken = sum(isinstance(turn, str) for turn in turns)
-    assert rollout.stop_reason == stop and rollout.reward == 0.5 * taken - 4.0
-    assert [turn.reward for turn in rollout.turns] == [0.5] * taken + [None] * (2 - taken)
+    (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0, most_turns=most + 1), *turns, max_steps=most)
+    assert (rollout.stop_reason, rollout.reward) == (stop, returned)
+    assert [turn.reward for turn in rollout.turns] == rewards
+    (rollout,), _ = play(steps_game(games), *turns, max_steps=most)
+    assert rollout.reward == returned + 4.0
+
+
+def test_what_looks_like_a_call_is_text(games):
+    """A game has no tools."""
+    (rollout,), backend = play(steps_game(games), f"{CALL} <action>1</action>", CALL, "1", "1")
+    assert "unknown tool" not in TOKENIZER.decode(backend.asked[-1][0])
+    assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.5, 0.5]
+
+
+def test_an_action_beside_an_answer_counts():
+    game = lake()()
+    game.reset()
+    text = "<action>down</action> <answer>done</answer>"
+    game.respond(None, mt.Turn([], None, text, "stop", answer="done"))
+    assert game.env.unwrapped.s == 4
 
 
 def test_the_columns_of_a_row_begin_the_episode(games):
@@ -285,6 +396,33 @@ def test_a_game_that_raises_is_an_environments_failure(games):
     assert rollouts[0].stop_reason == StopReason.ENVIRONMENT_ERROR and "OSError: the board fell" in str(
         rollouts[0].error
     )
+
+
+def test_a_text_that_is_none_is_an_environments_failure(games):
+    (rollout,), _ = play(steps_game(games, load_class(f"{games}:LaterNumbers", "gym_text")), "1")
+    assert "TypeError: gym_text: observation gave int, expected text" in str(rollout.error)
+
+
+def test_games_share_no_arguments(games, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = ["--gym_env", f"{games}:Keeps", "--gym_kwargs", '{"seen": [7]}', "--gym_text", f"{games}:Loud",
+                 "--gym_actions", "a", "b", "c"]  # fmt: skip
+    _, cls = load(*arguments, recipe=BLACKJACK)
+    assert [cls().reset(), cls().reset()] == ["Play!\n[7, 1]"] * 2
+
+
+def test_a_game_whose_text_cannot_be_made_is_closed(games, monkeypatch):
+    closed = []
+    monkeypatch.setattr(gymnasium.Env, "close", lambda self: closed.append(self))
+    cls = load_class(f"{games}:Steps", "gym_env")
+    with pytest.raises(ValueError, match="gym_actions has 1 names"):
+        gym_environment(cls, "Steps", actions=("a",))()
+    assert len(closed) == 1
+
+
+def test_a_game_is_no_tool():
+    """Public methods of an environment are tools; its prompt would name them."""
+    assert class_tools(lake()) == {}
 
 
 def test_an_environment_is_played_again(games):
@@ -317,7 +455,7 @@ def test_a_recipe_makes_the_class(monkeypatch):
 
 
 def test_a_class_of_ones_own(games, monkeypatch):
-    """Paths are the recipe's; arguments on the command line are JSON."""
+    """Arguments on the command line are JSON."""
     monkeypatch.chdir(games.parent)
     (games.parent / "own.yaml").write_text(
         "environment: gym\ngym_env: games.py:Steps\ngym_text: games.py:Loud\nmax_env_steps: 3\n"
@@ -351,7 +489,15 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     (["--gym_env", "{games}:NoGame"], "is NoGame, expected a subclass of gymnasium.Env"),
     (["--gym_env", "{games}:Missing"], "Missing"),
     (["--gym_text", "{games}:Steps"], "is no subclass of mt_grpo.adapters.gym_text.GymText"),
-    (["--gym_text", "{games}:Numbers"], "an observation is int, expected text|can only concatenate str"),
+    (["--gym_text", "{games}:Numbers"], "TypeError: gym_text: observation gave int, expected text"),
+    (["--gym_text", "{games}:NoRules"], "TypeError: gym_text: rules gave NoneType, expected text"),
+    (["--gym_env", "{games}:Licensed"], "cannot begin: SystemExit: no license"),
+    (["--gym_kwargs", "{}"], "FrozenLakeText reads a drawing, and render_mode is None"),
+    (["--gym_actions", "left", "down", "right", "Left"], "Expected names that differ by more than their case"),
+    (["--gym_actions", "left", "down", "right", ""], "Expected names that differ by more than their case"),
+    (["--gym_actions", "left", "down", "right", "<action>"], "Expected names that differ by more than their case"),
+    (["--tool_format", "xml"], "tool_format='xml' does not fit environment: gym. Expected hermes or native"),
+    (["--max_parallel_calls", "3"], "max_parallel_calls has no effect with environment: gym"),
     (["--tools_script", "tools/calculator.py"], "tools_script has no effect with environment: gym"),
     (["--multi_turn_scheduler", "x"], "multi_turn_scheduler"),
     (["--max_turns", "3"], "max_turns"),
@@ -364,10 +510,25 @@ def test_bad_input_is_refused_before_a_model_is_loaded(arguments, message, games
         load(*[argument.format(games=games) if argument.startswith("{games") else argument for argument in arguments])
 
 
+@pytest.mark.parametrize("name, message", [
+    ("Old", "cannot begin: ValueError: not enough values to unpack"),
+    ("Graphs", "cannot begin: TypeError: GraphInstance.* of Graph.* cannot be read from JSON. Give a gym_text"),
+])  # fmt: skip
+def test_a_class_that_cannot_be_played(name, message, games, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(
+        f"environment: gym\ngym_env: games.py:{name}\nmax_steps: 1\nuse_cpu: true\nbf16: false\ndtype: float32\n"
+        f"model_name_or_path: {MODEL}\ntool_format: hermes\n"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(recipe="own.yaml")
+
+
 def test_gym_without_a_game(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(
-        f"environment: gym\nmax_steps: 1\nuse_cpu: true\nbf16: false\nmodel_name_or_path: {MODEL}\n"
+        "environment: gym\ntool_format: hermes\nmax_steps: 1\nuse_cpu: true\nbf16: false\n"
+        f"model_name_or_path: {MODEL}\n"
     )
     with pytest.raises(ValueError, match="environment: gym without gym_env"):
         load(recipe="a.yaml")

@@ -1,10 +1,12 @@
 """`openenv_scheduler` of ms-swift: sessions that are forced to fail, and a real OpenEnv server."""
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 import types
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from test_ms_swift import Scripted, conversations, run, user
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.swift_openenv import OpenEnvScheduler, OpenEnvWrapper
 from mt_grpo.adapters.swift_paths import multi_turns
+from mt_grpo.replies import EnvironmentFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +50,10 @@ class Counting(OpenEnvScheduler):
     def _create_env(self, env_config):
         return Session(env_config)
 
+    def parse_action(self, text):
+        Counting.loop_thread = threading.current_thread()
+        return super().parse_action(text)
+
 
 @pytest.fixture(autouse=True)
 def sessions(monkeypatch):
@@ -65,7 +72,7 @@ def test_a_session_is_played_and_closed(sessions):
     assert rollout.turns[0].observation == '{"question": "Say 2."}'
     (session,) = sessions.opened
     assert session.actions == [{"message": "1"}, {"answer": 2}] and sessions.closed == [session]
-    assert threading.main_thread() not in sessions.threads  # what blocks stalls no other conversation
+    assert Counting.loop_thread not in sessions.threads  # what blocks stalls no other conversation
 
 
 def test_a_row_goes_before_the_defaults(sessions):
@@ -86,7 +93,7 @@ def test_parsing_and_text_are_ones_own(sessions):
 
     rollout, _ = run(Own, "I say 1", "I say 2")
     assert rollout.reward == 2.0 and rollout.turns[0].observation == "Say 2."
-    with pytest.raises(mt.run_async.__globals__.get("ValueError", Exception), match="invalid literal"):
+    with pytest.raises(EnvironmentFailure, match="ValueError: invalid literal"):
         run(Own, "one")
     assert len(sessions.closed) == 2
 
@@ -118,33 +125,67 @@ def test_a_session_that_fails_ends_its_rollout_and_is_closed(method, sessions, m
         raise ConnectionError("the server is gone")
 
     monkeypatch.setattr(Counting if method == "_create_env" else Session, method, fails)
-    with pytest.raises(mt.replies.EnvironmentFailure if hasattr(mt, "replies") else Exception, match="server is gone"):
+    with pytest.raises(EnvironmentFailure, match="ConnectionError: the server is gone"):
         run(Counting, "1", "2")
     assert len(sessions.closed) == len(sessions.opened) == (method != "_create_env")
 
 
-def test_four_sessions_open_at_a_time(sessions, monkeypatch):
+def test_so_many_sessions_open_at_a_time(sessions, monkeypatch):
     """The others wait for them, and then open: seven conversations with room for three."""
-    room, most, lock = 3, [], threading.Lock()
-    inside, gate = [0], threading.Barrier(room)
+    room, lock, inside, most, release = 3, threading.Lock(), [0], [], threading.Event()
 
     def reset(self):
         with lock:
             inside[0] += 1
             most.append(inside[0])
-        if len(most) <= room:
-            gate.wait(60)
+        assert release.wait(60)
         with lock:
             inside[0] -= 1
         return {"question": "Say 1."}, None
+
+    async def let_go():
+        while len(most) < room:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # in which others would come in
+        release.set()
 
     monkeypatch.setattr(Session, "reset", reset)
     monkeypatch.setattr(Counting, "max_concurrent_envs", room)
     env, llm = conversations(Counting), Scripted("1")
     prompts = [[user("What?")]] * 7
     rollouts = env.start(prompts, rows=[{"prompt": prompt} for prompt in prompts])
-    mt.run_async(mt.gather_all([env.converse(rollout, llm, {}) for rollout in rollouts]))
+    mt.run_async(mt.gather_all([let_go(), *(env.converse(rollout, llm, {}) for rollout in rollouts)]))
     assert max(most) == room and len(most) == 7 and all(rollout.error is None for rollout in rollouts)
+
+
+@pytest.mark.parametrize("slow", ["_create_env", "reset"])
+def test_a_session_that_opens_too_late_is_closed(slow, sessions, monkeypatch):
+    """Its conversation was given up after `environment_timeout`."""
+    gone, done = threading.Event(), threading.Event()
+    owner = Counting if slow == "_create_env" else Session
+    quick, close = getattr(owner, slow), Session.close
+
+    def late(self, *args):
+        assert gone.wait(60)
+        return quick(self, *args)
+
+    def closes(self):
+        close(self)
+        done.set()
+
+    monkeypatch.setattr(owner, slow, late)
+    monkeypatch.setattr(Session, "close", closes)
+    with pytest.raises(EnvironmentFailure, match="environment_timeout"):
+        run(Counting, "1", environment_timeout=0.2)
+    done.clear()
+    gone.set()
+    assert done.wait(60) and sessions.closed[-1] is sessions.opened[0]
+
+
+def test_keys_that_only_other_rows_have_say_nothing(sessions):
+    row = {"env_config": {"goal": None, "system_message": None, "base_url": None}}
+    rollout, _ = run(Counting, "1", "2", row=row)
+    assert rollout.prompt_messages[0]["content"] == "Count." and len(rollout.turns) == 2
 
 
 def test_without_openenvs_client_the_error_says_what_to_install(monkeypatch):
@@ -177,7 +218,7 @@ def test_a_step_is_never_sent_again(monkeypatch):
     for name in ("openenv", "openenv.core"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "openenv.core.generic_client", module)
-    wrapper = OpenEnvWrapper({"base_url": "http://localhost:1", "reset_kwargs": {"seed": 1}})
+    wrapper = OpenEnvWrapper({"base_url": "http://localhost:1", "reset_kwargs": {"seed": 1, "start": None}})
     assert wrapper.reset() == ({}, None)
     with pytest.raises(ConnectionError):
         wrapper.step({"answer": 1})
@@ -266,7 +307,10 @@ def test_a_real_server(tmp_path):
     """OpenEnv 0.3 in an environment of its own: three sessions at a time, and an address where nobody answers."""
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    subprocess.run([python, "-m", "pip", "install", "-q", "openenv-core>=0.3,<0.4"], check=True)
+    ours = [f"{d.metadata['Name']}=={d.version}" for d in distributions() if d.metadata["Name"] != "mt-grpo"]
+    (tmp_path / "ours.txt").write_text("\n".join(pin.partition("+")[0] for pin in ours))
+    pins = ["-c", tmp_path / "ours.txt"]
+    subprocess.run([python, "-m", "pip", "install", "-q", "openenv-core>=0.3,<0.4", *pins], check=True)
     site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (site / "tests.pth").write_text("\n".join([*(p for p in sys.path if p.endswith("site-packages")), str(ROOT)]))
     (tmp_path / "server.py").write_text(SERVER)

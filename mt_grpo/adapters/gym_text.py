@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)  # as gymnasium's text games mark a place
+OPEN, CLOSE = "<action>", "</action>"
+HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m([^\x1b]*)\x1b\[0m")  # as gymnasium's text games mark a place
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class GymText:
@@ -23,15 +25,19 @@ class GymText:
         actions: Names of the actions of a `Discrete` space, in their order. Empty: they are numbers.
 
     Raises:
-        ValueError: names for another space, or another number of them.
+        ValueError: names for another space, another number of them, or names that cannot be told apart.
     """
 
     def __init__(self, env: gymnasium.Env, actions: Sequence[str] = ()):
         self.env = env
-        space = env.action_space
-        if actions and (not isinstance(space, spaces.Discrete) or len(set(actions)) != space.n):
-            raise ValueError(f"gym_actions has {len(set(actions))} names, and the action space is {space}.")
-        self.actions = {name: int(space.start) + i for i, name in enumerate(actions)}
+        space, written = env.action_space, {name.strip().casefold() for name in actions} - {""}
+        if actions and (not isinstance(space, spaces.Discrete) or len(actions) != space.n):
+            raise ValueError(f"gym_actions has {len(actions)} names, and the action space is {space}. Expected a name "
+                             "for each action of a Discrete space.")  # fmt: skip
+        if len(written) != len(actions) or any(tag in name for name in written for tag in (OPEN, CLOSE)):
+            raise ValueError(f"gym_actions is {list(actions)}. Expected names that differ by more than their case.")
+        self.actions = {name.strip(): int(space.start) + i for i, name in enumerate(actions)} if actions else {}
+        self._by_text = {name.casefold(): action for name, action in self.actions.items()}
 
     def rules(self) -> str:
         """What stands before the first observation; an empty text for nothing."""
@@ -45,43 +51,60 @@ class GymText:
             return f"{', '.join(first)} or {last}" if first else last
         if isinstance(space, spaces.Discrete):
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
-        return "a text" if isinstance(space, spaces.Text) else f"JSON of {space}"
+        if isinstance(space, spaces.Text):
+            characters = "".join(sorted(space.character_set))
+            return f"a text of {space.min_length} to {space.max_length} of the characters {characters}"
+        return f"JSON of {space}"
 
     def observation(self, observation: Any, info: dict[str, Any]) -> str:
         """An observation as text: text as it is, what `render_mode: ansi` draws, else JSON.
 
-        In a drawing, what is highlighted stands in brackets.
+        In a drawing, what is highlighted stands in brackets, whatever its colour.
         """
         if isinstance(observation, str):
             return observation
         if self.env.render_mode == "ansi":
-            return HIGHLIGHTED.sub(r"[\1]", str(self.env.render())).strip("\n")
-        return json.dumps(plain(observation))
+            drawn = self.env.render()
+            if not isinstance(drawn, str):
+                raise TypeError(f"render() gave {type(drawn).__name__}, expected text with render_mode: ansi")
+            return COLOUR.sub("", HIGHLIGHTED.sub(r"[\1]", drawn)).strip("\n")
+        return json.dumps(plain(observation), ensure_ascii=False)
 
     def action(self, text: str) -> Any:
         """The action that a turn's text, without its thinking, asks for: in its last <action>, else the whole text.
 
         Raises `ValueError` where it asks for none. The policy reads its message.
         """
-        found = ACTION.findall(text)
-        said, space = (found[-1] if found else text).strip(), self.env.action_space
+        before, closed, _ = text.rpartition(CLOSE)
+        said = (before.rpartition(OPEN)[2] if closed and OPEN in before else text).strip()
+        space = self.env.action_space
         if self.actions:
-            action = self.actions.get(said.lower(), self.actions.get(said))
+            action = self._by_text.get(said.casefold())
         elif isinstance(space, spaces.Text):
             action = said
         else:
             action = from_json(said, space)
-        if action is None or not space.contains(action):
+        if action is None or not contains(space, action):
             raise ValueError(f"expected an action as <action>...</action>: {self.choices()}. Got {said[:60]!r}.")
         return action
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON takes it: arrays become lists, other objects text. Of a number, six digits count.
+def contains(space: spaces.Space, action: Any) -> bool:
+    """Whether an action is of a space. Some spaces raise for a value of another type."""
+    try:
+        return bool(space.contains(action))
+    except (TypeError, ValueError, AttributeError, IndexError):
+        return False
 
-    >>> plain({"a": np.array([1.0, 1 / 3]), 3: (np.int64(4), True)})
-    {'a': [1.0, 0.333333], '3': [4, True]}
+
+def plain(value: Any) -> Any:
+    """A value as JSON takes it: arrays become lists, other objects text. Of a float, six digits count.
+
+    >>> plain({"a": np.array([1.0, 1 / 3]), 3: (np.int64(4), True), "b": float("nan")})
+    {'a': [1.0, 0.333333], '3': [4, True], 'b': 'nan'}
     """
+    if isinstance(value, np.floating):
+        value = float(value)
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, dict):
@@ -89,8 +112,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}")
-    return value if value is None or isinstance(value, str | int) else str(value)
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, int):
+        return value
+    return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def from_json(text: str, space: spaces.Space) -> Any:
@@ -116,11 +141,18 @@ def member(value: Any, space: spaces.Space) -> Any:
         return {key: member(value[key], each) for key, each in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(member(one, each) for one, each in zip(value, space.spaces, strict=True))
+    if isinstance(space, spaces.Sequence) and not space.stack:
+        return tuple(member(one, space.feature_space) for one in value) if isinstance(value, list) else None
+    if isinstance(space, spaces.OneOf):
+        index, one = value
+        return index, member(one, space.spaces[index])
     if isinstance(space, spaces.Discrete):
         return value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         array = np.asarray(value)
-        wanted = np.asarray(value, dtype=space.dtype)
+        wanted = array.astype(space.dtype)
+        if array.dtype.kind not in ("b" if space.dtype == bool else "iuf") or not np.isfinite(wanted).all():
+            raise ValueError("no numbers")
         if not np.issubdtype(space.dtype, np.floating) and not np.array_equal(array, wanted):
             raise ValueError("not whole numbers")
         return wanted

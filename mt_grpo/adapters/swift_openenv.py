@@ -10,6 +10,11 @@ from mt_grpo.adapters.swift_gym import GYMScheduler
 from mt_grpo.adapters.swift_loop import called
 
 
+def without_none(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row says. A table has None where only another row has a key."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
 class OpenEnvWrapper:
     """One session of an OpenEnv server, by OpenEnv's own client. `env_config` has `base_url` and `reset_kwargs`.
 
@@ -24,7 +29,7 @@ class OpenEnvWrapper:
             raise ImportError(
                 f"openenv_scheduler needs OpenEnv's client ({error}). Run `pip install openenv-core>=0.3`."
             ) from None
-        self.reset_kwargs = env_config.get("reset_kwargs") or {}
+        self.reset_kwargs = without_none(env_config.get("reset_kwargs") or {})
         self._client = GenericEnvClient(base_url=env_config.get("base_url", "http://localhost:8000")).sync()
 
     def reset(self) -> tuple[Any, Any]:
@@ -61,12 +66,20 @@ class OpenEnvScheduler(GYMScheduler):
         return OpenEnvWrapper(env_config)
 
     async def _open(self, request: Any, row: dict[str, Any]) -> tuple[str, str | None]:
-        env_config = {**self.env_config_defaults, **(row.get("env_config") or {})}
+        env_config = {**self.env_config_defaults, **without_none(row.get("env_config") or {})}
         self._opening = self._opening or asyncio.Semaphore(self.max_concurrent_envs)
         async with self._opening:
-            env = self._envs[request.uuid] = await called(self._create_env, env_config)
-            observation, _ = await called(env.reset)
+            observation = await called(self._begin_session, request.uuid, env_config)
         return self.format_observation(observation), env_config.get("system_message")
+
+    def _begin_session(self, uuid: str, env_config: dict[str, Any]) -> Any:
+        env = self._envs[uuid] = self._create_env(env_config)
+        try:
+            return env.reset()[0]
+        finally:
+            if uuid not in self._contexts:  # its conversation was given up meanwhile, and nobody else closes it
+                self._envs.pop(uuid, None)
+                env.close()
 
     async def _act(self, env: Any, request: Any, choice: Any) -> tuple[str, float, bool]:
         action = self.parse_action(choice.message.content)
