@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/build_gym_model.py --output_dir hf_recipes/tiny/gym-model
 
 It is trained on episodes of FrozenLake and Blackjack in which every action is drawn uniformly, on what is shown as on
-what is done. So it knows how an action is written and what comes of it, and nothing of what pays. Four minutes on 2 cores.
+what is done. So it knows how an action is written and what comes of it, and nothing of what pays. Four minutes.
 """
 
 import argparse
