@@ -176,7 +176,7 @@ def test_a_session_that_opens_too_late_is_closed(slow, sessions, monkeypatch):
     monkeypatch.setattr(owner, slow, late)
     monkeypatch.setattr(Session, "close", closes)
     with pytest.raises(EnvironmentFailure, match="environment_timeout"):
-        run(Counting, "1", environment_timeout=0.2)
+        run(Counting, "1", environment_timeout=2.0)  # time enough for its thread to begin
     done.clear()
     gone.set()
     assert done.wait(60) and sessions.closed[-1] is sessions.opened[0]
