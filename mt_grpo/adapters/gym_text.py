@@ -150,7 +150,8 @@ def member(value: Any, space: spaces.Space) -> Any:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         array = np.asarray(value)
-        wanted = array.astype(space.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is refused below
+            wanted = array.astype(space.dtype)
         if array.dtype.kind not in ("b" if space.dtype == bool else "iuf") or not np.isfinite(wanted).all():
             raise ValueError("no numbers")
         if not np.issubdtype(space.dtype, np.floating) and not np.array_equal(array, wanted):
