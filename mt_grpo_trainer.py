@@ -53,7 +53,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
-from mt_grpo.adapter_keys import AdapterKeys, load_conversation
+from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
@@ -1438,7 +1438,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
-    tools = load_tools(script_args.tools_script, args.isolate_tools)
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,8 @@ OPENAI_AGENT, GYM = "openai_agent", "gym"  # values of `environment`
 OF_GYM = ("gym_kwargs", "gym_actions", "gym_text", "gym_unfinished_reward")
 OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
                  "stop_words", "vllm_server_pass_dataset", "context_manager")  # fmt: skip
-
-
+OF_VERL = ("tools_config_file", "tool_config_path", "interaction_config_file", "interaction_config_path")
+OF_VERL_TOOLS = ("max_tool_response_length", "tool_response_truncate_side")
 # Settings of what a program of another house does by itself.
 OF_TOOLS = (
     "max_env_steps", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools", "max_parallel_calls",
@@ -83,6 +84,29 @@ class AdapterKeys:
     vllm_server_pass_dataset: bool = field(
         default=True, metadata={"help": "ms-swift's: requests have the row's columns as data_dict"}
     )
+    tools_config_file: str | None = field(
+        default=None, metadata={"help": "verl's YAML of tools: a list of class_name, config, tool_schema"}
+    )
+    tool_config_path: str | None = field(default=None, metadata={"help": "Another name of tools_config_file"})
+    tool_lifecycle: str = field(
+        default="trajectory",
+        metadata={"help": "When verl's tools are created and released: once per trajectory, or per call"},
+    )
+    function_tool_path: str | None = field(
+        default=None, metadata={"help": "verl's Python file of functions under @function_tool"}
+    )
+    interaction_config_file: str | None = field(
+        default=None, metadata={"help": "verl's YAML of interactions: a list of name, class_name, config"}
+    )
+    interaction_config_path: str | None = field(
+        default=None, metadata={"help": "Another name of interaction_config_file"}
+    )
+    max_tool_response_length: int | None = field(
+        default=None, metadata={"help": "Characters of one result of verl's tools. None: tokens alone bound it"}
+    )
+    tool_response_truncate_side: str = field(
+        default="middle", metadata={"help": "Where a result that is too long loses characters: left, middle or right"}
+    )
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
@@ -94,6 +118,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         base: `MultiTurnToolEnv`.
     """
     if script_args.environment == GYM:
+        refuse_others(script_args, (*OF_VERL, "function_tool_path"), "an environment that has tools")
         return load_gym_conversation(script_args, args, base)
     refuse_others(script_args, OF_GYM, f"the line environment: {GYM}")
     is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
@@ -103,6 +128,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         )
     if script_args.environment == OPENAI_AGENT:
         refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
+        refuse_others(script_args, OF_VERL, "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.openai_agent import load_agent_conversation
         except ImportError as error:
@@ -113,6 +139,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         return load_agent_conversation(script_args, args, base)
     refuse_others(script_args, ("agent", "agent_command"), f"the line environment: {OPENAI_AGENT}")
     if is_scheduler:
+        refuse_others(script_args, OF_VERL, "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.swift_recipe import load_scheduler_conversation
         except ImportError as error:
@@ -121,7 +148,37 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
             ) from None
         return load_scheduler_conversation(script_args, args, base)
     refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
+    tools = either(script_args, "tools_config_file", "tool_config_path")
+    interactions = either(script_args, "interaction_config_file", "interaction_config_path")
+    if tools is None:
+        refuse_others(script_args, ("tool_lifecycle",), "the key tools_config_file")
+    if tools is None and script_args.function_tool_path is None:
+        refuse_others(script_args, OF_VERL_TOOLS, "the key tools_config_file or function_tool_path")
+    if tools is not None or interactions is not None:
+        try:
+            from mt_grpo.adapters.verl_recipe import load_verl_conversation
+        except ImportError as error:
+            raise ValueError(f"tools_config_file needs the clone ({error}).") from None
+        return load_verl_conversation(script_args, base, tools, interactions)
     return load_environment(script_args.environment, script_args.tools_script, base)
+
+
+def load_adapter_tools(script_args: Any) -> list[Callable]:
+    """The tools of a recipe that stand beside those of `tools_script`. Raises `ValueError`."""
+    if script_args.function_tool_path is None:
+        return []
+    try:
+        from mt_grpo.adapters.verl_recipe import load_function_tool_list
+    except ImportError as error:
+        raise ValueError(f"function_tool_path needs the clone ({error}).") from None
+    return load_function_tool_list(script_args)
+
+
+def either(script_args: Any, key: str, other: str) -> str | None:
+    """A path that two keys may name. Raises `ValueError` where both do."""
+    if getattr(script_args, key) is not None and getattr(script_args, other) is not None:
+        raise ValueError(f"{key} and {other} are two names of one key. Remove one.")
+    return getattr(script_args, key) or getattr(script_args, other)
 
 
 def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:

@@ -60,13 +60,23 @@ def check_environment(cls: Any, where: str) -> None:
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
     """The tools of a conversation: the others, an instance's public methods, and those in its list `tools`.
 
-    Raises `ValueError` for two of one name.
+    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
+    `ValueError` for two of one name, and for an unknown one in the selection.
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
     listed = getattr(environment, "tools", [])
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     listed = named_tools([] if callable(listed) else listed).values()
-    return merged(type(environment).__name__, others.values(), methods, listed)
+    tools = merged(type(environment).__name__, others.values(), methods, listed)
+    selection = getattr(environment, "tool_selection", None)
+    return tools if selection is None else selected(tools, selection)
+
+
+def selected(tools: dict[str, Callable], names: list[str]) -> dict[str, Callable]:
+    """The tools of these names. Raises `ValueError` for a name that none has."""
+    if unknown := [name for name in names if name not in tools]:
+        raise ValueError(f"tool_selection has {unknown[0]!r}, expected some of {', '.join(tools) or 'none'}.")
+    return {name: tools[name] for name in names}
 
 
 def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
@@ -123,7 +133,7 @@ class Environments:
         for name, cls in self.by_name.items():
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
-        self.timeout = timeout
+        self.timeout, self.tools = timeout, tools
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
@@ -137,6 +147,22 @@ class Environments:
                 f"A row has environment={row.get('environment')!r}, expected one of {', '.join(self.by_name)}."
             )
         return self.by_name[row["environment"]]
+
+    def check_rows(self, dataset: Any) -> None:
+        """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
+
+        A class method `check_row(row)` refuses rows. It returns the row's `tool_selection`, or None.
+        """
+        checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
+        columns = [c for c in dataset.column_names if c == "environment" or (checks and c != "prompt")]
+        for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
+            check = getattr(self.class_of(row), "check_row", lambda row: None)
+            try:
+                names = check(row)
+                if names is not None:
+                    selected({**self.tools, **self.tools_of_class(row)}, names)
+            except ValueError as error:
+                raise ValueError(f"Row {number}: {error}") from None
 
     def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""

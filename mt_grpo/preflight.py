@@ -33,8 +33,7 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     columns = getattr(dataset, "column_names", None)
     environments = getattr(env, "environments", None)
     if environments is not None and columns is not None:
-        for row in dataset.select_columns(["environment"]) if "environment" in columns else [{}]:
-            environments.class_of(row)
+        environments.check_rows(dataset)
         if "prompt" not in columns and len(dataset):
             return
     if columns is None or "prompt" not in columns:

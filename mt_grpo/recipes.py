@@ -162,7 +162,10 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
 
 
 # Keys of which one says what the conversation is.
-CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env")
+FILES = (
+    "tools_config_file", "tool_config_path", "function_tool_path", "interaction_config_file", "interaction_config_path"
+)  # fmt: skip
+CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env", *FILES)
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:
@@ -172,6 +175,8 @@ def make_paths_absolute(script_args: Any, model_args: Any) -> None:
     """
     for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
         setattr(config, key, absolute(getattr(config, key)))
+    for key in FILES:
+        setattr(script_args, key, absolute(getattr(script_args, key)))
     if script_args.external_plugins:
         script_args.external_plugins = [absolute(path) for path in script_args.external_plugins]
     for key in ("gym_env", "gym_text"):

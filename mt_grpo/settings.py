@@ -74,7 +74,7 @@ RANGES = {
             "max_steps", "num_iterations", "per_device_train_batch_size", "per_device_eval_batch_size",
             "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation", "num_generations_eval",
             "max_completion_length", "max_turn_tokens", "max_concurrent_tools", "max_parallel_calls", "dataset_size",
-            "eval_dataset_size", "max_model_calls", "max_turns",
+            "eval_dataset_size", "max_model_calls", "max_turns", "max_tool_response_length",
             "pad_to_multiple_of", "torch_empty_cache_steps", "eval_accumulation_steps", "save_total_limit",
             "dataloader_prefetch_factor", "ddp_bucket_cap_mb", "ddp_timeout", "ref_model_sync_steps", "lora_r",
             "lora_alpha", "vllm_max_model_length", "vllm_tensor_parallel_size",

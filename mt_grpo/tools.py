@@ -12,7 +12,7 @@ from typing import Any
 
 from mt_grpo.formats import CALL_FORMAT
 from mt_grpo.json_types import is_json_type, type_name
-from mt_grpo.rollout import ToolCall
+from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.tool_arguments import (
     ArgumentReader,
     argument_mistake,
@@ -195,6 +195,8 @@ def signature_of(tool: Callable) -> inspect.Signature:
 
     signature, hints = inspect.signature(tool), typing.get_type_hints(tool, include_extras=True)
     returned = hints.get("return", Any)
+    if ToolResult in (returned, signature.return_annotation):  # what the model reads of it
+        signature, returned = signature.replace(return_annotation=str), str
     return signature.replace(
         parameters=[shown(parameter) for parameter in signature.parameters.values()],
         return_annotation=signature.return_annotation if is_json_type(returned) else Shown(type_name(returned)),
@@ -226,6 +228,8 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         signature.bind(**call.arguments)
     except TypeError as error:
         return {}, f"{error}. Usage: {call.name}{signature}"
+    if getattr(tool, "as_written", False):
+        return call.arguments, None
     for name, value in call.arguments.items():
         try:
             arguments[name] = read_argument(tool, name, value)

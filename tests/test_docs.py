@@ -24,6 +24,9 @@ import yaml
 from bench_common import with_section
 from datasets import Dataset
 from test_agents import run as run_agent
+from test_conversation import call
+from test_verl import build as verl_build
+from test_verl import converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 
@@ -153,6 +156,8 @@ def test_every_python_block_is_run_here():
         "import Turn",
         "async def solve",
         "class Again",
+        "class Adder",
+        "import function_tool",
         "sys.stdin.read()",
         *EXAMPLES,
     )
@@ -285,6 +290,25 @@ def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
     mt.main(["--config", "recipe.yaml"])
     (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
     assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and "rewards/right/mean" in row
+
+
+def test_the_tools_of_verl_run(tmp_path, monkeypatch):
+    """Both examples of tools in one conversation; the YAML of the interaction can be read."""
+    page = PAGES["docs/verl.md"]
+    (tmp_path / "my_tools.py").write_text(block(page, "python", "class Adder"))
+    (tmp_path / "my_tools.yaml").write_text(block(page, "yaml", "my_tools.Adder"))
+    (tmp_path / "talk.yaml").write_text(block(page, "yaml", "interaction:"))
+    (tmp_path / "my_functions.py").write_text(block(page, "python", "@function_tool"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    keys = {"tools_config_file": "my_tools.yaml", "function_tool_path": "my_functions.py",
+            "interaction_config_file": "talk.yaml"}  # fmt: skip
+    (rollout,) = verl_converse(
+        verl_build(**{key: str(tmp_path / name) for key, name in keys.items()})(),
+        [[call("add", number=3), call("double", number=2), call("add", number=4), "<answer>10</answer>"]],
+        [{"tools_kwargs": {"add": {"create_kwargs": {"start": 3}}}}],
+    )
+    assert [turn.observation for turn in rollout.turns] == ["6", "4", "10", None] and rollout.reward == 1.0
+    assert [turn.results[0].reward for turn in rollout.turns[:3]] == [0.1, None, 0.1]
 
 
 def test_the_command_of_an_agent_runs(tmp_path):

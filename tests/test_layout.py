@@ -81,7 +81,7 @@ def test_adapters_are_small_and_import_only_downwards(module):
     assert others <= {f"mt_grpo.adapters.{name}" for name in ADAPTERS[: ADAPTERS.index(module)]}
 
 
-@pytest.mark.parametrize("folder", ["rewards", "tools", "agent_programs", "swift_plugins"])
+@pytest.mark.parametrize("folder", ["rewards", "tools", "agent_programs", "swift_plugins", "verl_tools"])
 def test_plug_ins_stand_alone(folder):
     """A reward or tool file is copied alone: it imports nothing of the project."""
     files = list((ROOT / folder).glob("*.py"))

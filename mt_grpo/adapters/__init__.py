@@ -17,6 +17,16 @@ A module imports from the package, and from modules that stand above it in this 
     openai_agent      the conversation that an agent runs
     gym_text          a game of gymnasium as text
     gym_environment   a game of gymnasium as an environment
+    verl_schemas      verl's tool schemas, and what a tool answers
+    verl_tools        its BaseTool and @function_tool; results of either
+    verl_interact     its BaseInteraction
+    verl_search       Search-R1's protocol
+    verl_builtin      its GSM8K and search tools, and its GSM8K interaction
+    verl_paths        the import paths of verl
+    verl_config       its YAML files, and Python files of functions
+    verl_rows         what tools get of a row and of the conversation
+    verl_environment  one conversation with verl's tools and interaction
+    verl_recipe       what a recipe says with verl's keys
     swift_protocol    ms-swift's requests, responses and outputs
     swift_rewards     ms-swift's reward classes
     swift_loop        the turns of a scheduler

@@ -1,0 +1,139 @@
+"""verl's GSM8K and search tools and its GSM8K interaction, under their names, where its own files are not there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mt_grpo.adapters.verl_interact import BaseInteraction
+from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.adapters.verl_search import as_json, perform_single_search_batch
+from mt_grpo.adapters.verl_tools import BaseTool
+from mt_grpo.tool_threads import run_tool
+
+READ_OF = 300  # the last characters of a solution
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """The number that a solution gives: behind its last `####` (strict), or the last there is (flexible).
+
+    >>> extract_solution("So 7. #### 1,234"), extract_solution("It is 7."), extract_solution("It is 8.", "flexible")
+    ('1234', None, '8')
+    """
+    text = solution_str[-READ_OF:]
+    if method == "strict":
+        found = re.findall(r"#### (-?[0-9.,]+)", text)
+        return found[-1].replace(",", "").replace("$", "") if found else None
+    if method != "flexible":
+        raise ValueError(f"method={method!r}, expected strict or flexible.")
+    numbers = [number.strip(".,").replace(",", "") for number in re.findall(r"-?[0-9.,]+", text)]
+    return next((number for number in reversed(numbers) if number not in ("", "-")), None)
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right number, `format_score` for another one, 0 for none."""
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0
+    return score if answer == ground_truth else format_score
+
+
+class Gsm8kTool(BaseTool):
+    """Tells whether an answer is right. Its row's `create_kwargs` have the `ground_truth`.
+
+    The reward of a turn is -0.05 for an answer that is no better than the one before it. The outcome reward is the
+    last answer's.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
+        super().__init__(config, tool_schema)
+        self.states: dict[str, dict[str, Any]] = {}
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Begin a conversation. Raises `ValueError` without `ground_truth`."""
+        if ground_truth is None:
+            raise ValueError("Gsm8kTool needs ground_truth in the create_kwargs of the row's tools_kwargs.")
+        instance_id, response = await super().create(instance_id)
+        self.states[instance_id] = {"truth": ground_truth, "answer": "", "reward": 0.0}
+        return instance_id, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Check the argument `answer`."""
+        state, answer = self.states[instance_id], str(parameters.get("answer", ""))
+        state["answer"], before = "#### " + answer.removeprefix("#### "), state["reward"]
+        state["reward"] = reward = await self.calc_reward(instance_id)
+        return ToolResponse(text=f"Current parsed {answer=} {reward=}"), 0.0 if reward > before else -0.05, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """1 where the last answer is right."""
+        state = self.states[instance_id]
+        return float(compute_score(state["answer"], str(state["truth"]), method="flexible"))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget a conversation."""
+        self.states.pop(instance_id, None)
+
+
+class SearchTool(BaseTool):
+    """Asks a server of Search-R1's protocol, such as scripts/serve_search.py, for the argument `query_list`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
+        super().__init__(config, tool_schema)
+        self.url = config.get("retrieval_service_url")
+        if not self.url:
+            raise ValueError(
+                "config has no retrieval_service_url. Expected one such as http://127.0.0.1:8000/retrieve."
+            )
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Search, in a thread."""
+        queries, timeout = parameters.get("query_list"), self.config.get("timeout", 30)
+        if not queries or not isinstance(queries, list):
+            return ToolResponse(text=as_json("Error: query_list is missing, empty, or no list.")), 0.0, {}
+        asked = {"retrieval_service_url": self.url, "query_list": queries, "timeout": timeout}
+        asked["topk"] = self.config.get("topk", 3)
+        # As long as its attempts may take; the trainer's own tool_timeout comes first where it is shorter.
+        text, metrics = await run_tool(perform_single_search_batch, asked, 10 * timeout + 60, tuple)
+        return ToolResponse(text=text), 0.0, metrics
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Asks again until the answer behind `####` is right. Its row's `interaction_kwargs` have the `ground_truth`."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
+        self.states: dict[str, dict[str, Any]] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        """Begin a conversation. Raises `ValueError` without `ground_truth`."""
+        if ground_truth is None:
+            raise ValueError("Gsm8kInteraction needs ground_truth in the row's interaction_kwargs.")
+        instance_id = await super().start_interaction(instance_id)
+        self.states[instance_id] = {"truth": ground_truth, "answer": ""}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Check the model's last message."""
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        self.states[instance_id]["answer"] = said[-1] if said else ""
+        score = await self.calculate_score(instance_id)
+        if score == 1:
+            return True, "Your response is correct!", score, {}
+        return False, "Your response is incorrect! You need to reflect on your answer and try again.", score, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """1 where the last answer is right."""
+        state = self.states[instance_id]
+        return float(compute_score(state["answer"], str(state["truth"])))
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget a conversation."""
+        self.states.pop(instance_id, None)

@@ -1,0 +1,243 @@
+"""One conversation with verl's tools and interaction: their state, their calls, their rewards.
+
+All of their methods run on an event loop of their own. So a tool that blocks (`requests` inside `async def`) delays
+the other tools, and not the conversations, whose time limits hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.adapters.verl_rows import STEPS, AgentData, overridden, row_kwargs, takes, with_given
+from mt_grpo.adapters.verl_tools import cut_characters, read_result, response_text
+from mt_grpo.environments import METHODS
+from mt_grpo.event_loop import background_loop
+from mt_grpo.replies import is_number
+from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
+from mt_grpo.tool_results import error_text
+from mt_grpo.tools import as_tool
+
+logger = logging.getLogger(__name__)
+PER_TRAJECTORY, PER_CALL = "trajectory", "call"
+
+
+class VerlEnvironment:
+    """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools.
+
+    Attributes:
+        agent_data: What tools read of the conversation.
+        outcome_rewards: What `calc_reward` of each tool and `calculate_score` of the interaction gave at the end.
+    """
+
+    verl_tools: dict[str, Any] = {}
+    interactions: dict[str, Any] = {}
+    lifecycle = PER_TRAJECTORY
+    most_characters: int | None = None
+    truncate_side = "middle"
+
+    def __init__(self):
+        self.agent_data = AgentData("", {}, {})
+        self.tool_selection: list[str] | None = None  # None: all
+        self.outcome_rewards: dict[str, float] = {}
+        self._ids: dict[str, str] = {}  # by tool: of what `create` made
+        self._interaction: Any = None
+        self._interaction_id: str | None = None
+
+    @classmethod
+    def check_row(cls, row: dict[str, Any]) -> list[str] | None:
+        """The row's `tool_selection`. Raises `ValueError` for one that asks for what is not there."""
+        tools_kwargs, interaction_kwargs, selection = row_kwargs(row)
+        for name, given in tools_kwargs.items():
+            if name not in cls.verl_tools:
+                known = ", ".join(cls.verl_tools) or "there is none"
+                raise ValueError(f"tools_kwargs has {name!r}, expected one of the YAML's tools: {known}.")
+            unknown = set(given) - {f"{step}_kwargs" for step in STEPS}
+            if unknown:
+                expected = ", ".join(f"{step}_kwargs" for step in STEPS)
+                raise ValueError(f"tools_kwargs of {name!r} has {sorted(unknown)}, expected some of {expected}.")
+        if cls.interactions:
+            cls.interaction_of(interaction_kwargs)
+        return selection
+
+    @classmethod
+    def interaction_of(cls, kwargs: dict[str, Any]) -> str | None:
+        """The name of a row's interaction; None for a row that has none. Raises `ValueError`."""
+        if not kwargs:
+            return None
+        name = kwargs.get("name") or (next(iter(cls.interactions)) if len(cls.interactions) == 1 else None)
+        if name not in cls.interactions:
+            raise ValueError(
+                f"interaction_kwargs has name={kwargs.get('name')!r}, expected one of {', '.join(cls.interactions)}."
+            )
+        return name
+
+    async def reset(self, **row: Any) -> str | None:
+        """Begin: every tool's `create`, and the interaction's `start_interaction`.
+
+        What a `create` says is put behind the prompt.
+        """
+        tools_kwargs, interaction_kwargs, self.tool_selection = row_kwargs(row)
+        self.agent_data = AgentData(uuid.uuid4().hex, tools_kwargs, interaction_kwargs)
+        self.outcome_rewards = {}
+        said = await aside(self._begin(interaction_kwargs))
+        return "\n" + said if said else None
+
+    async def _begin(self, interaction_kwargs: dict[str, Any]) -> str:
+        said = []
+        for name in self.verl_tools if self.lifecycle == PER_TRAJECTORY else ():
+            if self.tool_selection is None or name in self.tool_selection:
+                self._ids[name], text = await self._create(name)
+                said += [text] if text else []
+        name = self.interaction_of(interaction_kwargs) if self.interactions else None
+        if name is not None:
+            interaction, own_id = self.interactions[name], self.agent_data.request_id
+            given = await interaction.start_interaction(own_id, **with_given(
+                interaction.start_interaction, interaction_kwargs, {}
+            ))  # fmt: skip
+            self._interaction, self._interaction_id = interaction, given or own_id
+        return "\n".join(said)
+
+    async def _create(self, tool: str) -> tuple[str, str]:
+        """(the id of what a tool's `create` made, what it says). Up to verl 0.5 it returns the id alone."""
+        create = self.verl_tools[tool].create
+        kwargs, own_id = self._kwargs(tool, "create"), uuid.uuid4().hex
+        nested = takes(create, "create_kwargs", by_name=True)
+        made = await create(own_id, **with_given(create, {} if nested else kwargs, {"create_kwargs": kwargs}))
+        given, response = made if isinstance(made, tuple) else (made, None)
+        return given or own_id, "" if response is None else response_text(response)
+
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
+        """One call of the model's."""
+        execute, own_id = self.verl_tools[tool].execute, self._ids.get(tool)
+        created = own_id is None
+        if created:
+            own_id, _ = await self._create(tool)
+        try:
+            offered = {"agent_data": self.agent_data}
+            returned = await execute(own_id, arguments, **with_given(execute, self._kwargs(tool, "execute"), offered))
+        finally:
+            if created:
+                await self._release(tool, own_id)
+        result = read_result(returned)
+        if result.reward is not None:
+            self.agent_data.tool_rewards.append(result.reward)
+        if isinstance(returned, tuple) and len(returned) == 3:
+            self.agent_data.metrics.setdefault(tool, []).append(returned[2])
+        return ToolResult(cut_characters(result.text, self.most_characters, self.truncate_side), reward=result.reward)
+
+    async def _release(self, tool: str, own_id: str) -> None:
+        release = self.verl_tools[tool].release
+        await release(own_id, **with_given(release, self._kwargs(tool, "release"), {}))
+
+    def _kwargs(self, tool: str, step: str) -> dict[str, Any]:
+        return self.agent_data.tools_kwargs.get(tool, {}).get(f"{step}_kwargs") or {}
+
+    async def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
+        """A turn with calls is answered by their results, another one by the interaction, if the row has one."""
+        if turn.calls or self._interaction is None:
+            return None
+        kwargs = self.agent_data.interaction_kwargs
+        respond, messages = self._interaction.generate_response, copy.deepcopy(rollout.history)
+        answer = await aside(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
+        if not isinstance(answer, tuple) or len(answer) != 4:
+            raise TypeError(
+                f"generate_response gave {answer!r:.100}, expected (whether it is over, text, score, dict)"
+            )
+        over, text, score, info = answer
+        if score is not None:
+            self.agent_data.turn_scores.append(score)
+        messages = [] if over else [{"role": "user", "content": text}]
+        return Reply(messages=messages, stop=bool(over), reward=score, info={"said": text, **(info or {})})
+
+    async def get_reward(self) -> float | None:
+        """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""
+        await aside(self._finish())
+        return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
+
+    async def _finish(self) -> None:
+        for tool, own_id in self._ids.items():
+            calc = self.verl_tools[tool].calc_reward
+            if overridden(self.verl_tools[tool], "calc_reward"):
+                self._keep(tool, await calc(own_id, **with_given(calc, self._kwargs(tool, "calc_reward"), {})))
+        if self._interaction is not None and overridden(self._interaction, "calculate_score"):
+            calc = self._interaction.calculate_score
+            given = (self._interaction_id,) if inspect.signature(calc).parameters else ()
+            self._keep(self._interaction.name, await calc(*given))
+
+    def _keep(self, name: str, value: Any) -> None:
+        """Keep an outcome reward. verl's search tools give a list of texts there, which is none."""
+        if is_number(value):
+            self.outcome_rewards[name] = float(value)
+        elif value is not None and name not in told:
+            told.add(name)
+            logger.warning(f"calc_reward of {name} gave {type(value).__name__}, which is no number: not counted.")
+
+    async def close(self) -> None:
+        """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises."""
+        await aside(self._end())
+
+    async def _end(self) -> None:
+        ids, interaction = self._ids, self._interaction
+        self._ids, self._interaction = {}, None
+        steps = [self._release(tool, own_id) for tool, own_id in ids.items()]
+        if interaction is not None:
+            finalize = interaction.finalize_interaction
+            steps.append(finalize(*(self._interaction_id,) if inspect.signature(finalize).parameters else ()))
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        errors = [error for error in results if isinstance(error, BaseException)]
+        if errors:
+            raise RuntimeError("; ".join(f"{type(error).__name__}: {error_text(error)}" for error in errors))
+
+
+told: set[str] = set()
+
+
+async def aside(coroutine: Coroutine) -> Any:
+    """Run a coroutine of verl's classes on their own event loop. Who stops waiting for it cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop("mt-grpo-verl")))
+
+
+def environment_class(name: str, tools: dict[str, Any], interactions: dict[str, Any], **settings: Any) -> type:
+    """The class of a recipe's conversations. Raises `ValueError` for a tool's name that the trainer needs itself."""
+    methods = {}
+    for tool in tools:
+        if hasattr(VerlEnvironment, tool) or tool in METHODS or tool.startswith("_"):
+            raise ValueError(f"A tool is called {tool!r}, which is a name of the trainer's. Give it another one.")
+        methods[tool] = method_of(tool, tools[tool].json_schema)
+    return type(name, (VerlEnvironment,), {**methods, "verl_tools": tools, "interactions": interactions, **settings})
+
+
+def method_of(name: str, schema: dict[str, Any]) -> Callable:
+    """A tool as a method of the environment."""
+
+    async def run(self, **arguments: Any) -> ToolResult:
+        return await aside(self._call(name, arguments))
+
+    as_written = as_tool(Described(name, schema))
+    signature = inspect.signature(as_written)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__name__, run.__qualname__, run.__doc__ = name, name, as_written.__doc__
+    run.__annotations__ = dict(as_written.__annotations__)
+    run.__signature__ = signature.replace(
+        parameters=[own, *signature.parameters.values()], return_annotation=ToolResult
+    )
+    run.json_schema, run.as_written = as_written.json_schema, True  # a tool of verl reads its arguments itself
+    return run
+
+
+@dataclass
+class Described:
+    """A tool's description."""
+
+    name: str
+    schema: dict[str, Any]
+
+    def run(self, **arguments: Any) -> None:
+        """Nothing: only its description is used."""

@@ -1,0 +1,31 @@
+"""verl's `BaseInteraction`: the other side of a conversation, by YAML."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+
+class BaseInteraction:
+    """One object for all conversations. What belongs to one of them stands under its `instance_id`."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation. Returns its id."""
+        return instance_id or str(uuid.uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """(whether the conversation is over, the user's next message, the reward of the turn, information)."""
+        raise NotImplementedError(f"{type(self).__name__} has no generate_response.")
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """The outcome reward of a conversation."""
+        return 0.0
+
+    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
+        """End a conversation."""

@@ -1,0 +1,74 @@
+"""The import paths of verl's tools and interactions, for files that use them where verl is not installed.
+
+Python asks its own finders first. So an installed verl, or a file that stands beside a YAML, is found as always.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import mt_grpo.adapters.verl_builtin as verl_builtin
+import mt_grpo.adapters.verl_schemas as verl_schemas
+from mt_grpo.adapters.verl_interact import BaseInteraction
+from mt_grpo.adapters.verl_search import call_search_api, passages, perform_single_search_batch
+from mt_grpo.adapters.verl_tools import BaseTool, FunctionTool, function_tool, rollout_trace_op
+
+SCHEMAS = {name: each for name, each in vars(verl_schemas).items() if name.startswith(("OpenAI", "ToolResponse"))}
+SCORES = {"compute_score": verl_builtin.compute_score, "extract_solution": verl_builtin.extract_solution}
+SEARCH = {"perform_single_search_batch": perform_single_search_batch, "call_search_api": call_search_api,
+          "_passages2string": passages}  # fmt: skip
+MODULES: dict[str, dict[str, Any]] = {
+    "verl": {},
+    "verl.tools": {},
+    "verl.tools.base_tool": {"BaseTool": BaseTool, **SCHEMAS},
+    "verl.tools.schemas": SCHEMAS,
+    "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
+    "verl.tools.gsm8k_tool": {"Gsm8kTool": verl_builtin.Gsm8kTool},
+    "verl.tools.search_tool": {"SearchTool": verl_builtin.SearchTool},
+    "verl.tools.utils": {},
+    "verl.tools.utils.search_r1_like_utils": SEARCH,
+    "verl.interactions": {},
+    "verl.interactions.base": {"BaseInteraction": BaseInteraction},
+    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": verl_builtin.Gsm8kInteraction},
+    "verl.utils": {},
+    "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
+    "verl.utils.reward_score": {},
+    "verl.utils.reward_score.gsm8k": SCORES,
+}
+PACKAGES = ("verl.tools", "verl.interactions")  # whose classes a YAML names
+
+
+class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules of `MODULES`, as the last of all finders."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """For a module of verl that nobody else has found."""
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Fill it."""
+        vars(module).update(MODULES[module.__name__])
+
+
+def install(folder: str | None = None) -> None:
+    """Have `import verl...` find these modules where there are no others.
+
+    Args:
+        folder: Where files with the names of verl's own are looked for: that of a YAML.
+    """
+    if not any(isinstance(finder, VerlPaths) for finder in sys.meta_path):
+        sys.meta_path.append(VerlPaths())
+    for name in PACKAGES if folder else ():
+        package = importlib.import_module(name)
+        if isinstance(package.__loader__, VerlPaths) and folder not in package.__path__:
+            package.__path__.append(folder)
+
+
+def tool_schema_class() -> type:
+    """The class of a tool's schema: an installed verl's own, which its tools may check for."""
+    return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema

@@ -1,0 +1,598 @@
+"""verl's tools by YAML, function tools and interactions, written by others and unmodified."""
+
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import data_file
+from datasets import Dataset
+from test_conversation import CHATML_TOKENIZER, Scripted, call, ids
+from test_environments import ANSWER, verify_records
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
+from mt_grpo.adapters import verl_environment
+from mt_grpo.hermes import tool_schema
+from mt_grpo.preflight import check_dataset
+from mt_grpo.replies import EnvironmentFailure
+from mt_grpo.rollout import StopReason
+from mt_grpo.tools import describe_tools
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = "calc_gsm8k_reward"
+BUILT_IN = "mt_grpo.adapters.verl_builtin"
+
+
+@pytest.fixture(autouse=True)
+def fresh_verl(monkeypatch):
+    """Modules of verl, and of files beside a YAML, are those of one test."""
+
+    def forget():
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("verl", "ray") or name.startswith("written_"):
+                del sys.modules[name]
+
+    forget()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(verl_environment, "told", set())
+    yield
+    forget()
+
+
+def settings(**keys):
+    return types.SimpleNamespace(**{**vars(AdapterKeys()), "environment": None, "tools_script": None, **keys})
+
+
+def build(**keys):
+    """A conversation's class, made with the tools and the environment of a recipe."""
+    script_args = settings(**keys)
+    cls, environment = load_conversation(script_args, mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False),
+                                         mt.MultiTurnToolEnv)  # fmt: skip
+    return lambda **more: cls(
+        load_adapter_tools(script_args), None, 4, tokenizer=CHATML_TOKENIZER, environment=environment, **more
+    )
+
+
+def converse(env, scripts, rows, prompt="How many?"):
+    backend = Scripted(scripts)
+    prompts = [[{"role": "user", "content": prompt}]] * len(scripts)
+    rollouts = env.generate(prompts, backend, rows=rows)["rollouts"]
+    verify_records([rollout for rollout in rollouts if rollout.error is None], backend)
+    return rollouts
+
+
+def write_yaml(folder, text, source=None, name="written_tools"):
+    (folder / "tools.yaml").write_text(text)
+    if source is not None:
+        (folder / f"{name}.py").write_text(source)
+    return str(folder / "tools.yaml")
+
+
+def truth(value):
+    return {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": value}}}}}
+
+
+@pytest.mark.parametrize("unmodified", [True, False])
+def test_the_gsm8k_tool_with_its_yaml(tmp_path, unmodified):
+    """verl's own file beside its YAML; without the file what is built in does the same."""
+    config = data_file("plugins/verl/gsm8k_tool_config.yaml")
+    if not unmodified:
+        config = tmp_path / "tools.yaml"
+        config.write_text(data_file("plugins/verl/gsm8k_tool_config.yaml").read_text())
+    env = build(tools_config_file=str(config))()
+    wrong, right = call(TOOL, answer="5"), call(TOOL, answer="72")
+    rollouts = converse(env, [[wrong, right, ANSWER], [right, wrong, ANSWER]], [truth("72"), truth("72")])
+    tool = env.environments.by_name[None].verl_tools[TOOL]
+    assert type(tool).__module__ == ("verl.tools.gsm8k_tool" if unmodified else BUILT_IN)
+    first, second = rollouts
+    assert [turn.observation for turn in first.turns[:2]] == [
+        "Current parsed answer='5' reward=0.0",
+        "Current parsed answer='72' reward=1.0",
+    ]
+    assert [turn.results[0].reward for turn in first.turns[:2]] == [-0.05, 0.0]
+    assert [turn.results[0].reward for turn in second.turns[:2]] == [0.0, -0.05]
+    assert (first.reward, second.reward) == (1.0, 0.0)  # calc_reward: what the last answer is worth
+    assert vars(tool).get("_instance_dict", getattr(tool, "states", None)) == {}  # all were released
+
+
+COUNTER = '''
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+SCHEMA = {"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": {
+    "type": "object", "properties": {"by": {"type": "integer", "default": 1}}, "required": []}}}
+log = []
+
+
+class Counter(BaseTool):
+    """Keeps a number per conversation, and writes down what happens."""
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.values = {}
+
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema(**SCHEMA)
+
+    async def create(self, instance_id=None, start=0, **kwargs):
+        log.append(("create", start, kwargs.get("create_kwargs")))
+        self.values[instance_id] = start
+        return CREATED
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.values[instance_id] += parameters.get("by", 1)
+        log.append(("execute", parameters, kwargs))
+        return RETURNED
+
+    async def calc_reward(self, instance_id, **kwargs):
+        log.append(("calc_reward", kwargs))
+        return self.values[instance_id] / 10
+
+    async def release(self, instance_id, **kwargs):
+        log.append(("release", self.values.pop(instance_id), kwargs))
+'''
+NATIVE = "tools: [{class_name: written_tools.Counter, config: {type: native}, tool_schema: null}]"
+NEW = {
+    "CREATED": "instance_id, ToolResponse()",
+    "RETURNED": "ToolResponse(text=str(self.values[instance_id])), 0.5, {}",
+}
+OLD = {"CREATED": "instance_id", "RETURNED": "str(self.values[instance_id]), 0.5, {}"}
+
+
+def counter(folder, shape=NEW, text=NATIVE, **replaced):
+    source = COUNTER
+    for name, code in {**shape, **replaced}.items():
+        assert source.count(name) == 1
+        source = source.replace(name, code)
+    return write_yaml(folder, text, source)
+
+
+def all_kwargs(**kwargs):
+    return {"tools_kwargs": {"count": {f"{step}_kwargs": {name: 1} for step, name in kwargs.items()}}}
+
+
+@pytest.mark.parametrize("shape", [NEW, OLD], ids=["a ToolResponse and a pair", "text and an id"])
+def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
+    """create, execute, calc_reward, release: each once per conversation but `execute`, with its own arguments."""
+    env = build(tools_config_file=counter(tmp_path, shape))()
+    row = all_kwargs(create="start", execute="x", calc_reward="y", release="z")
+    (rollout,) = converse(env, [[call("count", by=2), call("count"), ANSWER]], [row])
+    log = importlib.import_module("written_tools").log
+    agent_data = rollout.environment.agent_data
+    assert log == [
+        ("create", 1, {"start": 1}),
+        ("execute", {"by": 2}, {"x": 1, "agent_data": agent_data}),
+        ("execute", {}, {"x": 1, "agent_data": agent_data}),
+        ("calc_reward", {"y": 1}),
+        ("release", 4, {"z": 1}),
+    ]
+    assert [turn.observation for turn in rollout.turns] == ["3", "4", None]
+    assert [turn.results[0].reward for turn in rollout.turns[:2]] == [0.5, 0.5] and rollout.reward == 0.4
+    assert agent_data.tool_rewards == [0.5, 0.5] and agent_data.metrics == {"count": [{}, {}]}
+
+
+def test_per_call_a_tool_is_new_each_time(tmp_path):
+    env = build(tools_config_file=counter(tmp_path), tool_lifecycle="call")()
+    (rollout,) = converse(env, [[call("count"), call("count"), ANSWER]], [all_kwargs(create="start")])
+    steps = [step for step, *_ in importlib.import_module("written_tools").log]
+    assert steps == ["create", "execute", "release"] * 2  # and never calc_reward: there is no state to judge
+    assert [turn.observation for turn in rollout.turns] == ["2", "2", None] and rollout.reward is None
+
+
+def test_arguments_of_create_under_one_name(tmp_path):
+    """verl 0.6 and later pass `create_kwargs=`, earlier ones each by its name."""
+    source = COUNTER.replace("start=0, **kwargs", "create_kwargs=None").replace('kwargs.get("create_kwargs")', "0")
+    source = source.replace('("create", start,', '("create", (start := create_kwargs["start"]),')
+    for name, code in NEW.items():
+        source = source.replace(name, code)
+    env = build(tools_config_file=write_yaml(tmp_path, NATIVE, source))()
+    (rollout,) = converse(env, [[call("count"), ANSWER]], [all_kwargs(create="start")])
+    assert rollout.turns[0].observation == "2"
+
+
+def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
+    counter(tmp_path, CREATED='"own", ToolResponse(text="It is 0.")')
+    rewrite(tmp_path, "self.values[instance_id] = start", "self.values['own'] = start")
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    assert rollout.prompt_ids == ids("<|im_start|>user\nHow many?\nIt is 0.<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.turns[0].observation == "1"  # under the id that `create` gave
+
+
+def test_results_and_failures_of_tools(tmp_path):
+    """What raises is an error that the model reads; a failed `create` ends its conversation."""
+    counter(tmp_path, {"CREATED": "instance_id, None", "RETURNED": "ToolResponse(text=parameters['text']), None"})
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"), max_tool_response_length=6)()
+    first, second = converse(
+        env,
+        [[call("count", by=1), call("counter"), call("count", more=1), ANSWER], []],
+        [{}, {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}],
+    )
+    assert [(turn.error, turn.observation) for turn in first.turns] == [
+        ("tool", "Error: 'text'"),
+        ("call", "Error: unknown tool 'counter'. Known tools: count"),
+        ("call", first.turns[2].observation),
+        (None, None),
+    ]
+    assert first.turns[2].observation.startswith(
+        "Error: got an unexpected keyword argument 'more'. Usage: count(by: int"
+    )
+    assert second.stop_reason == StopReason.ENVIRONMENT_ERROR and "multiple values" in str(second.error)
+    assert [step for step, *_ in importlib.import_module("written_tools").log].count("release") == 1
+
+
+def rewrite(folder, old, new):
+    """Another line in the counter's file."""
+    source = (folder / "written_tools.py").read_text()
+    assert source.count(old) == 1
+    (folder / "written_tools.py").write_text(source.replace(old, new))
+
+
+HANGS = """\
+        import asyncio, threading, time
+        log.append(("thread", threading.current_thread().name))
+        await asyncio.sleep(3600) if parameters["by"] == 1 else time.sleep(1.5)
+"""
+
+
+def test_a_tool_that_hangs_or_blocks_delays_no_conversation(tmp_path):
+    """The time limit of a call is told to the model. A tool that blocks its loop delays tools, and nothing else."""
+    counter(tmp_path, NEW)
+    rewrite(tmp_path, '        log.append(("execute"', HANGS + '        log.append(("execute"')
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))(tool_timeout=0.5)
+    hangs, blocks = converse(env, [[call("count", by=1), ANSWER], [call("count", by=2), ANSWER]], [{}, {}])
+    assert [r.turns[0].error for r in (hangs, blocks)] == ["timeout", "timeout"]
+    assert [r.stop_reason for r in (hangs, blocks)] == [StopReason.ANSWERED] * 2
+    log = importlib.import_module("written_tools").log
+    assert {name for step, name, *_ in log if step == "thread"} == {"mt-grpo-verl"}
+    assert [step for step, *_ in log].count("release") == 2  # always
+
+
+def test_a_release_that_raises_stops_no_other(tmp_path, caplog):
+    counter(tmp_path, NEW)
+    source = (tmp_path / "written_tools.py").read_text()
+    other = source.replace("self.values.pop(instance_id)", "1 / 0").replace('"name": "count"', '"name": "bad"')
+    (tmp_path / "written_other.py").write_text(other)
+    text = "tools: [{class_name: written_other.Counter}, {class_name: written_tools.Counter}]"
+    env = build(tools_config_file=write_yaml(tmp_path, text))()
+    (rollout,) = converse(env, [[ANSWER]], [{}])
+    assert rollout.error is None and "ZeroDivisionError: division by zero" in caplog.text
+    assert importlib.import_module("written_tools").log[-1][0] == "release"
+    assert asyncio.run(env.environments.close([rollout])) == []  # and none is released twice
+
+
+def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
+    counter(tmp_path, NEW)
+    rewrite(tmp_path, "self.values[instance_id] / 10", "['a text']")
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
+    assert [rollout.reward for rollout in rollouts] == [None, None]
+    assert [record.message for record in caplog.records if "calc_reward" in record.message] == [
+        "calc_reward of count gave list, which is no number: not counted."
+    ]
+
+
+def test_a_row_selects_tools(tmp_path):
+    counter(tmp_path, NEW)
+    (tmp_path / "written_other.py").write_text(
+        (tmp_path / "written_tools.py").read_text().replace('"name": "count"', '"name": "other"')
+    )
+    path = write_yaml(tmp_path, "tools: [{class_name: written_tools.Counter}, {class_name: written_other.Counter}]")
+    (tmp_path / "written_functions.py").write_text(FUNCTIONS)
+    env = build(tools_config_file=path, function_tool_path=str(tmp_path / "written_functions.py"))()
+    rows = [{"tool_selection": ["other", "double"]}, {"extra_info": {"tool_selection": ["count"]}}, {}]
+    scripts = [[call("count"), call("double", x=4), ANSWER], [call("other"), ANSWER], [call("count"), ANSWER]]
+    first, second, third = converse(env, scripts, rows)
+    assert [list(rollout.tools) for rollout in (first, second, third)] == [
+        ["other", "double"], ["count"], ["double", "rewarded", "described", "waits", "count", "other"],
+    ]  # fmt: skip
+    assert [turn.observation for turn in first.turns[:2]] == [
+        "Error: unknown tool 'count'. Known tools: other, double",
+        "8",
+    ]
+    made = [step for step, *_ in importlib.import_module("written_tools").log].count("create")
+    assert made == 2  # of three conversations two have it
+
+
+FUNCTIONS = '''
+import asyncio
+
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+
+@function_tool
+def double(x: int) -> dict:
+    """Doubles.
+
+    Args:
+        x: A number.
+    """
+    return x * 2
+
+
+@function_tool("rewarded")
+def gives(x: int = 1):
+    """Gives a reward."""
+    return ToolResponse(text="so"), 0.25, {"calls": 1}
+
+
+@function_tool("described", schema={"name": "described", "description": "As written.", "parameters": {
+    "type": "object", "properties": {"y": {"type": "string"}}, "required": ["y"]}})
+def by_schema(y):
+    return y[::-1]
+
+
+@function_tool
+async def waits(text: str) -> str:
+    """Waits."""
+    await asyncio.sleep(0)
+    return (text,)
+'''
+
+
+def test_function_tools(tmp_path):
+    (tmp_path / "written_functions.py").write_text(FUNCTIONS)
+    tools = load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py"),
+                                        max_tool_response_length=4, tool_response_truncate_side="right"))  # fmt: skip
+    env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
+    calls = [call("double", x=4), call("rewarded"), call("described", y="abc"), call("waits", text="12345"),
+             call("double", x="4"), ANSWER]  # fmt: skip
+    (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
+    assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "1234...(truncated)"]
+    assert rollout.turns[4].error == "call"  # the types of a function are checked, as those of any other tool
+    assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None, 0.25, None, None]
+
+
+def data_from_wheel(version, file, folder):
+    """A file of a release, out of its archive."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*command, f"verl=={version}"], check=True)
+    (wheel,) = Path(folder).glob(f"verl-{version}-*.whl")
+    path = folder / f"written_{Path(file).name}"
+    path.write_bytes(zipfile.ZipFile(wheel).read(file))
+    return path
+
+
+@pytest.mark.slow
+def test_verls_function_tool_examples(tmp_path):
+    """The file of the wheel of verl 0.9.1."""
+    source = data_from_wheel("0.9.1", "tests/experimental/agent_loop/function_tool_examples.py", tmp_path)
+    tools = load_adapter_tools(settings(function_tool_path=str(source)))
+    env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
+    calls = [call("get_weather", city="Tokyo"), call("calculator", expression="(3+4)*5"),
+             call("fetch_url", url="http://x"), call("calculator", expression="__import__('os')"), ANSWER]  # fmt: skip
+    (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
+    assert [turn.observation for turn in rollout.turns[:3]] == [
+        '{"temperature_c": 17.3, "condition": "drizzle"}', "35", "<stub body for http://x>",
+    ]  # fmt: skip
+    assert rollout.turns[3].observation.startswith("ERROR: unsupported node")
+
+
+# -- interactions --
+
+INTERACTION = """
+from verl.interactions.base import BaseInteraction
+
+log = []
+
+
+class GuessInteraction(BaseInteraction):
+    async def start_interaction(self, instance_id=None, **kwargs):
+        log.append(("start", kwargs))
+        return "own"
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        log.append(("generate", instance_id, messages, kwargs))
+        said = messages[-1]["content"]
+        return said == "7", "No, more." if said < "7" else "No, less.", float(said == "7"), {"said": said}
+
+    async def calculate_score(self, instance_id, **kwargs):
+        return 0.25
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        log.append(("finalize", instance_id))
+"""
+
+
+def interaction(folder, source=INTERACTION, text="interaction: [{class_name: written_talk.GuessInteraction}]"):
+    (folder / "written_talk.py").write_text(source)
+    (folder / "talk.yaml").write_text(text)
+    return str(folder / "talk.yaml")
+
+
+def test_an_interaction_answers_turns_without_a_call(tmp_path):
+    """Its arguments are the row's, all of them; scores are rewards of turns; it is finalized."""
+    env = build(interaction_config_file=interaction(tmp_path))()
+    kwargs = {"name": "guess", "number": 7}
+    (rollout,) = converse(env, [["3", "9", "7"]], [{"interaction_kwargs": kwargs}])
+    log = importlib.import_module("written_talk").log
+    user = {"role": "user", "content": "How many?"}
+    said = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "No, more."}]
+    assert log[0] == ("start", kwargs)
+    assert log[1] == ("generate", "own", [user, said[0]], kwargs)
+    assert log[2] == ("generate", "own", [user, *said, {"role": "assistant", "content": "9"}], kwargs)
+    assert (len(log), log[4]) == (5, ("finalize", "own"))
+    assert [turn.reward for turn in rollout.turns] == [0.0, 0.0, 1.0]
+    assert (rollout.reward, rollout.stop_reason) == (0.25, StopReason.ENVIRONMENT_STOP)  # calculate_score
+    assert rollout.turns[1].info == {"said": "9"}
+    assert rollout.completion_ids == ids(
+        "3<|im_end|>\n<|im_start|>user\nNo, more.<|im_end|>\n<|im_start|>assistant\n"
+        "9<|im_end|>\n<|im_start|>user\nNo, less.<|im_end|>\n<|im_start|>assistant\n7"
+    )
+
+
+def test_a_row_without_arguments_has_no_interaction(tmp_path):
+    env = build(interaction_config_path=interaction(tmp_path))()
+    first, second = converse(env, [["3"], ["7"]], [{}, {"extra_info": {"interaction_kwargs": {"number": 1}}}])
+    assert [turn.reward for turn in first.turns + second.turns] == [None, 1.0]
+    assert [step for step, *_ in importlib.import_module("written_talk").log] == ["start", "generate", "finalize"]
+
+
+def test_tools_go_before_the_interaction(tmp_path):
+    counter(tmp_path, NEW)
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"), interaction_config_file=interaction(tmp_path))()
+    (rollout,) = converse(env, [[call("count"), "7"]], [{"interaction_kwargs": {"x": 1}}])
+    log = importlib.import_module("written_talk").log
+    assert [step for step, *_ in log] == ["start", "generate", "finalize"] and rollout.turns[0].observation == "1"
+    assert rollout.environment.outcome_rewards == {"count": 0.1, "guess": 0.25} and rollout.reward == 0.35
+
+
+@pytest.mark.parametrize(
+    "old, new, error",
+    [
+        ('said == "7", "No', '1, said == "7", "No', "gave \\(1, False"),
+        ("float(said", "float(1 / 0 + said", "division by zero"),
+    ],
+)
+def test_an_interaction_that_fails_ends_its_conversation(tmp_path, old, new, error):
+    env = build(interaction_config_file=interaction(tmp_path, INTERACTION.replace(old, new)))()
+    (rollout,) = converse(env, [["3"]], [{"interaction_kwargs": {"x": 1}}])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    with pytest.raises(EnvironmentFailure, match=error):
+        raise rollout.error
+    assert importlib.import_module("written_talk").log[-1] == ("finalize", "own")
+
+
+@pytest.mark.parametrize("unmodified", [True, False])
+def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
+    """verl's own file beside its YAML, and what is built in."""
+    config = data_file("plugins/verl/gsm8k_interaction_config.yaml")
+    if not unmodified:
+        (tmp_path / "talk.yaml").write_text(config.read_text())
+        config = tmp_path / "talk.yaml"
+    env = build(interaction_config_file=str(config))()
+    kwargs = {"name": "gsm8k", "query": "How many?", "ground_truth": "72"}
+    (rollout,) = converse(env, [["#### 71", "So #### 72"]], [{"extra_info": {"interaction_kwargs": kwargs}}])
+    wrong = "Your response is incorrect! You need to reflect on your answer and try again."
+    assert [turn.observation for turn in rollout.turns] == [wrong, None]
+    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
+    (found,) = env.environments.by_name[None].interactions.values()
+    assert type(found).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
+    assert vars(found).get("_instance_dict", getattr(found, "states", None)) == {}
+
+
+# -- what bad input gets, before a model is loaded --
+
+BAD_YAML = {
+    "no list": ("x: 1", "has no list `tools:`"),
+    "no yaml": ("tools: [", "cannot be read"),
+    "an object": ("tools: [!!python/object/apply:os.getcwd []]", "could not determine a constructor"),
+    "an interpolation": ("tools: ${oc.env:X}", "pip install omegaconf"),
+    "no class": ("tools: [{config: {}}]", "expected a mapping with class_name"),
+    "no module": ("tools: [{class_name: not_there.Tool}]", "cannot be imported: ModuleNotFoundError"),
+    "no name": ("tools: [{class_name: written_tools.Missing}]", "names None, expected a class"),
+    "no tool": ("tools: [{class_name: pathlib.Path}]", "has no `async def create`"),
+    "no config": ("tools: [{class_name: written_tools.Counter, config: [1]}]", "config of .* is no mapping"),
+    "two of one name": (
+        "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", "are called 'count'"
+    ),
+    "mcp": ("tools: [{class_name: x.Y, config: {type: mcp}}]", "mcp_config_file"),
+    "a schema that is none": (
+        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "made: ValidationError"
+    ),
+    "a name of ours": (
+        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function, function: {name: respond, "
+        "description: x}}}]", "which is a name of the trainer's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_a_bad_yaml_is_refused(tmp_path, name):
+    text, message = BAD_YAML[name]
+    with pytest.raises(ValueError, match=message):
+        build(tools_config_file=counter(tmp_path, NEW, text))
+
+
+BAD_KEYS = {
+    "two names": (dict(tools_config_file="a", tool_config_path="a"), "two names of one key"),
+    "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' is not a file"),
+    "no yaml of interactions": (dict(interaction_config_file="not/there.yaml"), "is not a file"),
+    "a lifecycle": (dict(tools_config_file="@", tool_lifecycle="turn"), "expected trajectory or call"),
+    "a lifecycle of nothing": (dict(tools_script="x.py", tool_lifecycle="call"), "no effect without"),
+    "a side": (dict(tools_config_file="@", tool_response_truncate_side="top"), "expected one of left, middle, right"),
+    "a length of nothing": (dict(tools_script="x.py", max_tool_response_length=9), "no effect without"),
+    "another environment": (dict(tools_config_file="@", environment="@:Other"), "another one"),
+    "an agent": (dict(tools_config_file="@", environment="openai_agent"), "no effect without"),
+    "a game": (dict(tools_config_file="@", environment="gym"), "no effect without"),
+    "a scheduler": (dict(tools_config_file="@", multi_turn_scheduler="x"), "no effect without"),
+    "functions that are none": (dict(function_tool_path="@"), "declares no tool"),
+    "functions of a game": (dict(function_tool_path="@", environment="gym"), "no effect without"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+def test_bad_keys_are_refused(tmp_path, name):
+    keys, message = BAD_KEYS[name]
+    path, python = counter(tmp_path, NEW), tmp_path / "written_env.py"
+    python.write_text("class Other:\n    def reset(self, **row):\n        pass\n")
+    found = {"tools_config_file": path, "environment": f"{python}:Other", "function_tool_path": str(python)}
+    keys = {key: found[key] if value in ("@", "@:Other") else value for key, value in keys.items()}
+    with pytest.raises(ValueError, match=message):
+        build(**keys)()
+
+
+BAD_ROWS = {
+    "an unknown tool": ({"tools_kwargs": {"other": {}}}, "tools_kwargs has 'other', expected one of"),
+    "an unknown step": ({"tools_kwargs": {"count": {"make_kwargs": {}}}}, "has \\['make_kwargs'\\]"),
+    "an unknown selection": ({"tool_selection": ["other"]}, "tool_selection has 'other', expected some of count"),
+    "a selection that is none": ({"tool_selection": "count"}, "tool_selection is str, expected a list"),
+    "an unknown interaction": ({"interaction_kwargs": {"name": "x"}}, "name='x', expected one of guess"),
+    "arguments that are none": ({"tools_kwargs": ["count"]}, "tools_kwargs is list, expected a dict"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_are_refused(tmp_path, name):
+    row, message = BAD_ROWS[name]
+    env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
+    prompt = [{"role": "user", "content": "?"}]
+    good = {"prompt": prompt, "tools_kwargs": None, "tool_selection": None, "interaction_kwargs": None}
+    with pytest.raises(ValueError, match="Row 0: .*" + message):
+        check_dataset(Dataset.from_list([{**good, **row}]), "train_dataset", env)
+    check_dataset(Dataset.from_list([{**good, **all_kwargs(create="start")}]), "train_dataset", env)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("def double(x):", "no type hint"),
+        ("def double(*x: int):", "takes \\*args"),
+        ("def waits(x: int):", "Two tools are called 'waits'"),
+    ],
+)
+def test_bad_function_tools_are_refused(tmp_path, source, message):
+    (tmp_path / "written_functions.py").write_text(FUNCTIONS.replace("def double(x: int) -> dict:", source))
+    with pytest.raises(ValueError, match=message):
+        tools = load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
+        mt.MultiTurnToolEnv(tools)
+
+
+@pytest.mark.parametrize("returned", ["(1, 2, 3, 4)", "()", "ToolResponse(text='x', image=[1])", "object()"])
+def test_what_no_tool_returns_is_an_error(tmp_path, returned):
+    counter(tmp_path, {**NEW, "RETURNED": returned})
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    assert rollout.turns[0].error == "tool" and rollout.turns[0].results[0].reward is None
+
+
+def test_what_the_model_reads_of_a_tool(tmp_path):
+    """Its schema as the file has it, also what verl's classes would drop."""
+    schema = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {
+        "type": "object", "required": ["queries"],
+        "properties": {"queries": {"type": "array", "items": {"type": "string"}, "description": "What for."}},
+    }}}  # fmt: skip
+    text = f"tools: [{{class_name: written_tools.Counter, tool_schema: {json.dumps(schema)}}}]"
+    env = build(tools_config_file=counter(tmp_path, NEW, text))()
+    (tool,) = env.environments.tools_of_class({}).values()
+    assert tool_schema("find", tool) == schema
+    assert describe_tools({"find": tool}) == (
+        "find(queries: list[str]) -> str\nFinds.\n\nArgs:\n    queries: What for."
+    )
