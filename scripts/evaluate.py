@@ -30,6 +30,7 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
+from mt_grpo.adapter_keys import load_adapter_tools
 from mt_grpo.data import check_no_data, empty_prompts, load_rows, with_prompts
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.in_process import InProcessBackend
@@ -161,7 +162,7 @@ def evaluate(
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    tools = load_tools(script_args.tools_script, args.isolate_tools)
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path

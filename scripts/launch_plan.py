@@ -18,6 +18,7 @@ from evaluate import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.adapter_keys import load_adapter_tools
 from mt_grpo.data import check_no_data, load_rows
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
@@ -84,7 +85,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
             batch of all processes, which `whole` has.
     """
-    tools = load_tools(script_args.tools_script, args.isolate_tools)
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")

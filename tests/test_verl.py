@@ -3,13 +3,18 @@
 import asyncio
 import importlib
 import json
+import shutil
+import socket
 import subprocess
 import sys
+import time
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 from conftest import data_file
 from datasets import Dataset
 from test_conversation import CHATML_TOKENIZER, Scripted, call, ids
@@ -17,7 +22,7 @@ from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.adapters import verl_environment
+from mt_grpo.adapters import verl_environment, verl_search
 from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_dataset
 from mt_grpo.replies import EnvironmentFailure
@@ -596,3 +601,159 @@ def test_what_the_model_reads_of_a_tool(tmp_path):
     assert describe_tools({"find": tool}) == (
         "find(queries: list[str]) -> str\nFinds.\n\nArgs:\n    queries: What for."
     )
+
+
+# -- search --
+
+
+@pytest.fixture(scope="module")
+def search_server(tmp_path_factory):
+    """scripts/serve_search.py on the corpus of SQuAD; gives its URL."""
+    corpus = data_file("squad/corpus.jsonl")
+    port = free_port()
+    command = [sys.executable, str(ROOT / "scripts/serve_search.py"), "--corpus", str(corpus), "--port", str(port)]
+    index = tmp_path_factory.mktemp("index") / "squad.fts5"
+    process = subprocess.Popen([*command, "--index", str(index)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "is served on" in process.stdout.readline()
+        yield f"http://127.0.0.1:{port}/retrieve"
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def asked(url, **body):
+    for _ in range(100):  # the line is printed before the port is open
+        try:
+            return requests.post(url, json=body, timeout=30)
+        except requests.exceptions.ConnectionError:
+            time.sleep(0.1)
+    raise AssertionError("the server does not come up")
+
+
+def test_the_search_server_speaks_search_r1s_protocol(search_server):
+    answer = asked(search_server, queries=["Norman conquest of England", "zxqv"], topk=2, return_scores=True).json()
+    (first, second), nothing = answer["result"]
+    assert nothing == [] and set(first) == {"document", "score"} and first["score"] >= second["score"] > 0
+    assert first["document"]["contents"].split("\n")[0] == "Normans"
+    (plain,) = asked(search_server, queries=["Norman conquest of England"], topk=1).json()["result"]
+    assert plain == [first["document"]]
+    assert len(asked(search_server, queries=["Normans"]).json()["result"][0]) == 3
+    for wrong in (dict(), dict(queries="x"), dict(queries=[1]), dict(queries=["x"], topk=0),
+                  dict(queries=["x"], topk=101), dict(queries=["x"] * 257)):  # fmt: skip
+        response = asked(search_server, **wrong)
+        assert response.status_code == 400 and "expected" in response.json()["error"]
+    assert requests.post(search_server, data=b"{", timeout=30).status_code == 400
+    assert requests.post(search_server, data=b" " * (2**20 + 1), timeout=30).status_code == 413
+    assert requests.get(search_server.replace("/retrieve", "/health"), timeout=30).status_code == 200
+
+
+def test_the_search_server_says_what_is_missing(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts/serve_search.py"), "--corpus", str(tmp_path / "none.jsonl")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and "which is not a file" in ended.stderr and "Traceback" not in ended.stderr
+
+
+class Ray(types.ModuleType):
+    """What verl's search tool needs of ray: actors whose methods run in threads."""
+
+    class Handle:
+        def __init__(self, cls, args, kwargs, workers):
+            self.made, self.pool = cls(*args, **kwargs), ThreadPoolExecutor(workers)
+
+        def __getattr__(self, name):
+            def remote(*args, **kwargs):
+                return Ray.Result(self.pool.submit(getattr(self.made, name), *args, **kwargs))
+
+            return types.SimpleNamespace(remote=remote)
+
+    class Result:
+        def __init__(self, future):
+            self.future = future
+
+        def __await__(self):
+            return asyncio.wrap_future(self.future).__await__()
+
+    class Actor:
+        def __init__(self, cls, workers=8):
+            self.cls, self.workers = cls, workers
+
+        def options(self, max_concurrency=8, **kwargs):
+            return Ray.Actor(self.cls, max_concurrency)
+
+        def remote(self, *args, **kwargs):
+            return Ray.Handle(self.cls, args, kwargs, self.workers)
+
+    @staticmethod
+    def remote(*args, **kwargs):
+        return Ray.Actor(*args) if args else Ray.Actor
+
+    @staticmethod
+    def method(**kwargs):
+        return lambda function: function
+
+    @staticmethod
+    def get(result):
+        return result.future.result()
+
+
+@pytest.mark.parametrize("unmodified", [True, False])
+def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch, unmodified):
+    """verl's own file, with a stand-in for ray, and what is built in; both with verl's YAML but for the port."""
+    if unmodified:
+        monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
+        monkeypatch.setitem(sys.modules, "ray.actor", types.ModuleType("ray.actor"))
+        shutil.copy(data_file("plugins/verl/search_tool.py"), tmp_path)
+    config = data_file("plugins/verl/search_tool_config.yaml").read_text()
+    assert config.count("http://127.0.0.1:8000/retrieve") == 1
+    config = config.replace("http://127.0.0.1:8000/retrieve", search_server)
+    asked(search_server, queries=["up"])
+    env = build(tools_config_file=write_yaml(tmp_path, config))(max_completion_length=4000,
+                                                               max_tool_response_tokens=3000)  # fmt: skip
+    queries = ["Norman conquest of England"]
+    (rollout,) = converse(env, [[call("search", query_list=queries), call("search", query_list="x"), ANSWER]], [{}])
+    (tool,) = env.environments.by_name[None].verl_tools.values()
+    assert type(tool).__module__ == ("verl.tools.search_tool" if unmodified else BUILT_IN)
+    found = json.loads(rollout.turns[0].results[0].text)["result"]
+    assert found.startswith("Doc 1 (Title: Normans)\n") and "Doc 3 (Title: " in found
+    assert "missing" in rollout.turns[1].observation and rollout.reward is None
+    assert [turn.error for turn in rollout.turns] == [None, None, None]
+    assert rollout.environment.agent_data.metrics["search"][0]["total_results"] == 3
+
+
+def test_a_search_service_that_fails(tmp_path, monkeypatch):
+    """A busy one is asked ten times; another error, or an answer of another form, ends it."""
+    answers, slept = [], []
+    monkeypatch.setattr(verl_search.time, "sleep", slept.append)
+
+    def post(url, **kwargs):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        response = requests.Response()
+        response.status_code, response._content = answer
+        return response
+
+    monkeypatch.setattr(requests, "post", post)
+    search = verl_search.perform_single_search_batch
+    answers[:] = [requests.ConnectionError("refused"), (503, b""), (200, b'{"result": [[]]}')]
+    text, metrics = search("http://x", ["q"])
+    assert (text, metrics["status"], slept) == ('{"result": "No search results found."}', "no_results", [1, 2])
+    answers[:] = [(404, b"")]
+    text, metrics = search("http://x", ["q"])
+    assert "404" in text and (metrics["status"], answers) == ("api_error", [])
+    answers[:] = [(200, b"<html>")]
+    assert "JSON" in search("http://x", ["q"])[1]["api_request_error"]
+    answers[:] = [(200, b'{"found": []}')]
+    text, metrics = search("http://x", ["q"])
+    assert (text, metrics["status"]) == (
+        '{"result": "Search error: the answer of http://x is not Search-R1\'s."}', "processing_error",
+    )  # fmt: skip
+    answers[:] = [(503, b"")] * 10
+    assert "10 attempts" in search("http://x", ["q"])[0] and answers == []

@@ -175,13 +175,18 @@ def _content_words(query: str) -> list[str]:
 
 
 def _search_local(query: str, topk: int) -> list[tuple[str, str]]:
+    return [(title, text) for _, title, text, _ in ranked(query, topk)]
+
+
+def ranked(query: str, topk: int) -> list[tuple[str, str, str, float]]:
+    """(id, title, text, BM25's rank) of the best passages of the local corpus, best first. A lower rank is better."""
     words = _content_words(query)
     if not words:
         return []
     # INVARIANT: a word holds no quotation mark, so that the quotes leave no FTS syntax of the query alive.
     match = " OR ".join(f'"{word}"' for word in words)
     rows = _index().execute(
-        "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?", (match, topk)
+        "SELECT id, title, text, rank FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?", (match, topk)
     )
     return rows.fetchall()
 
