@@ -43,13 +43,30 @@ def played(recipe, name, model, episodes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+def test_the_model_learns_blackjack(tmp_path, monkeypatch):
+    """5,000 hands have a standard error of 0.014."""
+    monkeypatch.chdir(ROOT)
+    recipe, name = "hf_recipes/tiny/blackjack.yaml", "Blackjack-v1"
+    before = played(recipe, name, MODEL, 5000)
+    train(recipe, name, tmp_path / "out")
+    after = played(recipe, name, tmp_path / "out", 5000)
+    (tmp_path / "shuffled.py").write_text(SHUFFLED)
+    control = ["--reward_fn", str(tmp_path / "shuffled.py"), "--environment_reward_weight", "0"]
+    train(recipe, name, tmp_path / "shuffled", *control)
+    shuffled = played(recipe, name, tmp_path / "shuffled", 5000)
+    print(f"{before:.3f} -> {after:.3f}; with shuffled rewards {shuffled:.3f}")
+    assert before < -0.3 and after > -0.15 and shuffled < -0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_the_model_learns_frozen_lake(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe, name = "hf_recipes/tiny/frozen_lake.yaml", "FrozenLake-v1"
     before = played(recipe, name, MODEL, 1000)
     (tmp_path / "shuffled.py").write_text(SHUFFLED)
     control = ["--reward_fn", str(tmp_path / "shuffled.py"), "--environment_reward_weight", "0"]
-    for seed in ("42", "43", "44"):
+    for seed in ("42",):  # docs/credit.md has five others
         goal = train(recipe, name, tmp_path / seed, "--seed", seed)
         after = played(recipe, name, tmp_path / seed, 1000)
         shuffled = train(recipe, name, tmp_path / f"{seed}-shuffled", "--seed", seed, *control)
