@@ -14,6 +14,8 @@ OF_GYM = ("gym_kwargs", "gym_actions", "gym_text", "gym_unfinished_reward")
 OF_SCHEDULERS = ("external_plugins", "reward_funcs", "max_turns", "loss_scale", "completion_length_limit_scope",
                  "stop_words", "vllm_server_pass_dataset", "context_manager")  # fmt: skip
 OF_VERL = ("tools_config_file", "tool_config_path", "interaction_config_file", "interaction_config_path")
+OF_FUNCTIONS = ("function_tool_path", "mcp_config_file")  # tools that have no state of a conversation
+OF_MCP = ("mcp_tools", "mcp_start_timeout", "mcp_max_concurrent_calls")
 OF_VERL_TOOLS = ("max_tool_response_length", "tool_response_truncate_side")
 # Settings of what a program of another house does by itself.
 OF_TOOLS = (
@@ -101,6 +103,17 @@ class AdapterKeys:
     interaction_config_path: str | None = field(
         default=None, metadata={"help": "Another name of interaction_config_file"}
     )
+    mcp_config_file: str | None = field(
+        default=None,
+        metadata={"help": "JSON with mcpServers, whose tools the model has"},
+    )
+    mcp_tools: list[str] | None = field(
+        default=None, metadata={"help": "Names of the servers' tools, or server:tool. None: all"}
+    )
+    mcp_start_timeout: float = field(default=60.0, metadata={"help": "Seconds until an MCP server answers"})
+    mcp_max_concurrent_calls: int = field(
+        default=16, metadata={"help": "Calls of one MCP server at the same time, per rank"}
+    )
     max_tool_response_length: int | None = field(
         default=None, metadata={"help": "Characters of one result of verl's tools. None: tokens alone bound it"}
     )
@@ -118,7 +131,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         base: `MultiTurnToolEnv`.
     """
     if script_args.environment == GYM:
-        refuse_others(script_args, (*OF_VERL, "function_tool_path"), "an environment that has tools")
+        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "an environment that has tools")
         return load_gym_conversation(script_args, args, base)
     refuse_others(script_args, OF_GYM, f"the line environment: {GYM}")
     is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
@@ -128,7 +141,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         )
     if script_args.environment == OPENAI_AGENT:
         refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
-        refuse_others(script_args, OF_VERL, "a conversation of this trainer's own")
+        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.openai_agent import load_agent_conversation
         except ImportError as error:
@@ -139,7 +152,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         return load_agent_conversation(script_args, args, base)
     refuse_others(script_args, ("agent", "agent_command"), f"the line environment: {OPENAI_AGENT}")
     if is_scheduler:
-        refuse_others(script_args, OF_VERL, "a conversation of this trainer's own")
+        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.swift_recipe import load_scheduler_conversation
         except ImportError as error:
@@ -152,8 +165,8 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
     interactions = either(script_args, "interaction_config_file", "interaction_config_path")
     if tools is None:
         refuse_others(script_args, ("tool_lifecycle",), "the key tools_config_file")
-    if tools is None and script_args.function_tool_path is None:
-        refuse_others(script_args, OF_VERL_TOOLS, "the key tools_config_file or function_tool_path")
+    if tools is None and script_args.function_tool_path is None and script_args.mcp_config_file is None:
+        refuse_others(script_args, OF_VERL_TOOLS, "tools_config_file, function_tool_path or mcp_config_file")
     if tools is not None or interactions is not None:
         try:
             from mt_grpo.adapters.verl_recipe import load_verl_conversation
@@ -165,13 +178,24 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
 
 def load_adapter_tools(script_args: Any) -> list[Callable]:
     """The tools of a recipe that stand beside those of `tools_script`. Raises `ValueError`."""
-    if script_args.function_tool_path is None:
-        return []
+    tools = []
+    if script_args.function_tool_path is not None:
+        try:
+            from mt_grpo.adapters.verl_recipe import load_function_tool_list
+        except ImportError as error:
+            raise ValueError(f"function_tool_path needs the clone ({error}).") from None
+        tools += load_function_tool_list(script_args)
+    if script_args.mcp_config_file is None:
+        refuse_others(script_args, OF_MCP, "the key mcp_config_file")
+        return tools
     try:
-        from mt_grpo.adapters.verl_recipe import load_function_tool_list
+        from mt_grpo.adapters.verl_recipe import load_mcp_tool_list
     except ImportError as error:
-        raise ValueError(f"function_tool_path needs the clone ({error}).") from None
-    return load_function_tool_list(script_args)
+        raise ValueError(
+            f"mcp_config_file needs a package that is not installed ({error}). Run `pip install -e .[mcp]` in the "
+            "clone. (A file of scripts/one_file.py has no adapters.)"
+        ) from None
+    return tools + load_mcp_tool_list(script_args)
 
 
 def either(script_args: Any, key: str, other: str) -> str | None:

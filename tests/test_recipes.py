@@ -27,6 +27,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
+from mt_grpo.adapters import mcp_servers
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.data import load_rows, make_arithmetic
 from mt_grpo.event_loop import run_async
@@ -206,7 +207,24 @@ def source_of(function) -> str:
 
 
 # Where a key's value is when it is used. A recipe key without an entry fails the test: show here what reads it.
+def yaml_of_tool(trainer):
+    """The file whose schema a tool of verl's format has."""
+    (tool,) = trainer.env.environments.by_name[None].verl_tools.values()
+    path = f"verl_tools/{tool.name}.yaml"
+    return path if yaml.safe_load((ROOT / path).read_text())["tools"][0]["tool_schema"] == tool.json_schema else None
+
+
+def json_of_server(trainer):
+    """The file that has the server of the trainer's tool."""
+    path = f"mcp_programs/{mcp_servers.servers_to_close[-1].name}.json"
+    (entry,) = json.loads((ROOT / path).read_text())["mcpServers"].values()
+    asked = next(iter(trainer.env.tools.values())).as_written
+    return path if asked and mcp_servers.servers_to_close[-1].entry == entry else None
+
+
 READ_BACK = {
+    "tools_config_file": yaml_of_tool,
+    "mcp_config_file": json_of_server,
     "tools_script": lambda t: source_of(next(iter(t.env.tools.values()))),
     "reward_fn": lambda t: source_of(t.reward_funcs[0]),
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
@@ -755,12 +773,14 @@ NUMBERS_OUT_OF_RANGE = {
          "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
          "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
-         "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns"),
+         "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
+         "max_tool_response_length", "mcp_max_concurrent_calls"),
         (0, -5),
     ),
     **dict.fromkeys(
         ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
-         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
+         "repetition_penalty", "vllm_server_timeout", "mcp_start_timeout", "sapo_temperature_neg",
+         "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
          "vllm_request_timeout", "environment_timeout", "agent_timeout"),
         (0.0, -1.0, math.inf, math.nan),

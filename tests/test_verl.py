@@ -498,7 +498,7 @@ BAD_YAML = {
     "two of one name": (
         "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", "are called 'count'"
     ),
-    "mcp": ("tools: [{class_name: x.Y, config: {type: mcp}}]", "mcp_config_file"),
+    "mcp": ("tools: [{class_name: written_tools.Counter, config: {type: mcp}}]", "mcp_servers_config_path"),
     "a schema that is none": (
         "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "made: ValidationError"
     ),

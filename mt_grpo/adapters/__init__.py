@@ -17,10 +17,13 @@ A module imports from the package, and from modules that stand above it in this 
     openai_agent      the conversation that an agent runs
     gym_text          a game of gymnasium as text
     gym_environment   a game of gymnasium as an environment
+    mcp_servers       servers of the Model Context Protocol: started, asked, started again
+    mcp_tools         their tools
     verl_schemas      verl's tool schemas, and what a tool answers
     verl_tools        its BaseTool and @function_tool; results of either
     verl_interact     its BaseInteraction
     verl_search       Search-R1's protocol
+    verl_mcp          its tools behind MCP servers
     verl_builtin      its GSM8K and search tools, and its GSM8K interaction
     verl_paths        the import paths of verl
     verl_config       its YAML files, and Python files of functions

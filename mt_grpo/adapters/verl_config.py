@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mt_grpo.adapters.verl_mcp import load_mcp_entry
 from mt_grpo.adapters.verl_paths import install, tool_schema_class
 from mt_grpo.adapters.verl_tools import FunctionTool, declared, schema_dict
 from mt_grpo.plugins import import_file, load_class
@@ -23,26 +24,31 @@ def load_tools_config(path: str) -> dict[str, Any]:
     """The tools of a YAML by their names: `tools: [{class_name, config, tool_schema}]`. Raises `ValueError`."""
     key, tools = "tools_config_file", {}
     for entry in read_entries(path, key, "tools"):
-        if "mcp" in entry or (entry.get("config") or {}).get("type") == "mcp":
-            raise ValueError(
-                f"{key}: {path!r} has an entry of type mcp, {entry['class_name']!r}. Expected native ones; name its "
-                "mcp_servers_config_path as mcp_config_file."
-            )
         where = f"{key}: {entry['class_name']!r} of {path!r}"
         cls = find_class(entry["class_name"], path, key)
         check_methods(cls, OF_TOOLS, where)
-        schema = entry.get("tool_schema")
-        try:
-            tool = cls(config=entry.get("config") or {}, tool_schema=schema and tool_schema_class()(**schema))
+        if "mcp" in entry or (entry.get("config") or {}).get("type") == "mcp":
+            made = load_mcp_entry(entry, cls, path, key)
+        else:
+            made = [make_tool(entry, cls, where)]
+        for tool in made:
             name = tool.tool_schema.function.name
-        except Exception as error:
-            raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
-        if name in tools:
-            raise ValueError(f"{where}: two tools are called {name!r}. Give one another name in its tool_schema.")
+            if name in tools:
+                raise ValueError(f"{where}: two tools are called {name!r}. Give one another name in its tool_schema.")
+            tools[name] = tool
+    return tools
+
+
+def make_tool(entry: dict[str, Any], cls: type, where: str) -> Any:
+    """The object of an entry, with `json_schema`. Raises `ValueError`."""
+    schema = entry.get("tool_schema")
+    try:
+        tool = cls(config=entry.get("config") or {}, tool_schema=schema and tool_schema_class()(**schema))
         # What the file says: an installed verl drops what its classes do not list.
         tool.json_schema = schema if schema else schema_dict(tool.tool_schema)
-        tools[name] = tool
-    return tools
+    except Exception as error:
+        raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+    return tool
 
 
 def load_interactions(path: str) -> dict[str, Any]:

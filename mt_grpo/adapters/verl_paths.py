@@ -15,6 +15,7 @@ from typing import Any
 import mt_grpo.adapters.verl_builtin as verl_builtin
 import mt_grpo.adapters.verl_schemas as verl_schemas
 from mt_grpo.adapters.verl_interact import BaseInteraction
+from mt_grpo.adapters.verl_mcp import MCPBaseTool, MCPSearchTool
 from mt_grpo.adapters.verl_search import call_search_api, passages, perform_single_search_batch
 from mt_grpo.adapters.verl_tools import BaseTool, FunctionTool, function_tool, rollout_trace_op
 
@@ -30,6 +31,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
     "verl.tools.gsm8k_tool": {"Gsm8kTool": verl_builtin.Gsm8kTool},
     "verl.tools.search_tool": {"SearchTool": verl_builtin.SearchTool},
+    "verl.tools.mcp_base_tool": {"MCPBaseTool": MCPBaseTool},
+    "verl.tools.mcp_search_tool": {"MCPSearchTool": MCPSearchTool},
     "verl.tools.utils": {},
     "verl.tools.utils.search_r1_like_utils": SEARCH,
     "verl.interactions": {},

@@ -25,6 +25,17 @@ def load_function_tool_list(script_args: Any) -> list[Callable]:
     return [function_as_tool(tool, finish) for tool in found]
 
 
+def load_mcp_tool_list(script_args: Any) -> list[Callable]:
+    """The tools of `mcp_config_file`. Raises `ValueError`, and `ImportError` without the SDK."""
+    from mt_grpo.adapters.mcp_tools import load_mcp_tools
+
+    most, side = truncation(script_args)
+    return load_mcp_tools(
+        script_args.mcp_config_file, script_args.mcp_tools, script_args.mcp_start_timeout,
+        script_args.mcp_max_concurrent_calls, lambda text: cut_characters(text, most, side),
+    )  # fmt: skip
+
+
 def load_verl_conversation(script_args: Any, base: type, tools: str | None, interactions: str | None) -> tuple:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work.
 
