@@ -216,15 +216,16 @@ def test_results_and_failures_of_tools(tmp_path):
     env = build(tools_config_file=str(tmp_path / "tools.yaml"), max_tool_response_length=6)()
     first, second = converse(
         env,
-        [[call("count", by=1), call("counter"), call("count", more=1), ANSWER], []],
+        [[call("count", by="a"), call("counter"), call("count", more=1), ANSWER], []],
         [{}, {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}],
     )
     assert [(turn.error, turn.observation) for turn in first.turns] == [
-        ("tool", "Error: 'text'"),
+        ("tool", first.turns[0].observation),  # arguments reach the tool as they were written
         ("call", "Error: unknown tool 'counter'. Known tools: count"),
         ("call", first.turns[2].observation),
         (None, None),
     ]
+    assert "unsupported operand" in first.turns[0].observation
     assert first.turns[2].observation.startswith(
         "Error: got an unexpected keyword argument 'more'. Usage: count(by: int"
     )
@@ -563,6 +564,16 @@ def test_bad_rows_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="Row 0: .*" + message):
         check_dataset(Dataset.from_list([{**good, **row}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{**good, **all_kwargs(create="start")}]), "train_dataset", env)
+
+
+def test_rows_of_a_table(tmp_path):
+    """A table has None where a row lacks what another one has."""
+    env = build(tools_config_file=counter(tmp_path, NEW))()
+    kwargs = ({"start": 5}, {"other": 1})
+    table = Dataset.from_list([{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in kwargs])
+    assert table[1]["tools_kwargs"]["count"]["create_kwargs"] == {"start": None, "other": 1}
+    rollouts = converse(env, [[call("count"), ANSWER]] * 2, list(table))
+    assert [rollout.turns[0].observation for rollout in rollouts] == ["6", "1"]
 
 
 @pytest.mark.parametrize(
