@@ -98,6 +98,7 @@ from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, t
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
+from mt_grpo.token_checks import check_rollouts
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
@@ -300,11 +301,12 @@ class MultiTurnToolEnv:
             return None
         budget = min(room.tokens, self.max_turn_tokens or room.tokens)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
-        key = await self._state_key(rollout)
+        key, generations = await self._state_key(rollout), []
         while True:
             stops = {**(sampling_params or {}), "stop": list(written.next_stops(ids, history))}
             generation = await llm.generate(history + ids, budget - len(ids), stops, rollout.index)
             ids += generation.token_ids
+            generations.append(generation)
             logprobs = None if generation.logprobs is None else logprobs + generation.logprobs
             # A stop text inside the model's thinking ends the request and not the turn.
             if generation.finish_reason == "length" or not written.stopped_early(ids, history) or len(ids) >= budget:
@@ -316,7 +318,7 @@ class MultiTurnToolEnv:
         if turn.finish_reason == "length":  # what the budget cut off is no answer
             turn.answer = None
         turn.context, rollout.edited = rollout.edited, None
-        turn.state_key, turn.seconds = key, time.perf_counter() - started
+        turn.state_key, turn.seconds, turn.generations = key, time.perf_counter() - started, generations
         rollout.turns.append(turn)
         return turn
 
@@ -966,7 +968,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         self._rollouts = rollouts = self._roll_out(self._rows)
         metrics, num_tokens = conversation_metrics(rollouts, self.accelerator)
-        self._log_metrics(metrics)
+        self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -1330,12 +1332,10 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
         default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
     )
     environment: str | None = field(
-        default=None,
-        metadata={"help": "path.py:Class, an environment or a subclass of MultiTurnToolEnv; openai_agent; gym"},
+        default=None, metadata={"help": "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym"}
     )
     system_prompt: str | None = field(
-        default=None,
-        metadata={"help": "Text of the system message; {tool_descriptions} is filled in. None: the built-in one"},
+        default=None, metadata={"help": "System message, with {tool_descriptions} filled in. None: the built-in one"}
     )
     dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
     eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
@@ -1385,8 +1385,7 @@ class MTGRPOConfig(GRPOConfig):
     )
     max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
     isolate_tools: bool = field(
-        default=False,
-        metadata={"help": "Run tools without async in processes, which are killed at tool_timeout, not in threads"},
+        default=False, metadata={"help": "Run tools without async in processes, which are killed at tool_timeout"}
     )
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
@@ -1398,16 +1397,18 @@ class MTGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
     )
     weight_check_every: int = field(
-        default=10,
-        metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: not at every n-th"},
+        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th (0: never)"}
     )
     vllm_request_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
     )
     overlap_rollouts: bool = field(
-        default=False,
-        metadata={"help": "Roll out the next batch while this one is optimised: one step off-policy; server only"},
+        default=False, metadata={"help": "Roll out the next batch while this one is optimised: one step off-policy"}
     )
+    tokenization_sanity_check_mode: str = field(
+        default="strict", metadata={"help": "How records are checked: strict, ignore_strippable or off"}
+    )
+    tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
     log_rollouts: int = field(
         default=16, metadata={"help": "Rollouts per rank and batch that go to output_dir/rollouts.*.jsonl; 0: none"}
     )

@@ -3,6 +3,7 @@
 A module imports only from modules that stand above it in this list.
 
     rollout          dataclasses of a conversation: StopReason, ToolCall, Generation, Turn, Rollout
+    id_hashes        hashes of token ids
     protocols        the interfaces: Environment, ToolFormat, Backend
     tensors          rows of unequal length as tensors; statistics without NaN
     event_loop       one event loop in a background thread
@@ -34,6 +35,8 @@ A module imports only from modules that stand above it in this list.
     prefetch         running conversations; the next batch, started early
     scoring          running reward functions, and checking what they return
     records          rollouts as rows of the loss, in passes
+    text_check       a record's text against the chat template's
+    token_checks     whether training reads the tokens of inference
     run_log          metrics of rollouts and credit; the rollout log
     checkpoints      whether a folder is a whole checkpoint
     run_record       what determines the results of a run

@@ -130,18 +130,21 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         args: The other settings.
         base: `MultiTurnToolEnv`.
     """
+    is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
+    if script_args.environment in (GYM, OPENAI_AGENT) or is_scheduler:
+        refuse_others(
+            script_args, (*OF_VERL, *OF_FUNCTIONS, *OF_MCP, *OF_VERL_TOOLS, "tool_lifecycle"),
+            "a conversation of this trainer's own",
+        )  # fmt: skip
     if script_args.environment == GYM:
-        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "an environment that has tools")
         return load_gym_conversation(script_args, args, base)
     refuse_others(script_args, OF_GYM, f"the line environment: {GYM}")
-    is_scheduler = bool(script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env)
     if script_args.environment == OPENAI_AGENT and is_scheduler:
         raise ValueError(
             f"multi_turn_scheduler and environment: {OPENAI_AGENT} both run the conversation. Remove one."
         )
     if script_args.environment == OPENAI_AGENT:
         refuse_others(script_args, OF_SCHEDULERS, "the key multi_turn_scheduler")
-        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.openai_agent import load_agent_conversation
         except ImportError as error:
@@ -152,7 +155,6 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         return load_agent_conversation(script_args, args, base)
     refuse_others(script_args, ("agent", "agent_command"), f"the line environment: {OPENAI_AGENT}")
     if is_scheduler:
-        refuse_others(script_args, (*OF_VERL, *OF_FUNCTIONS), "a conversation of this trainer's own")
         try:
             from mt_grpo.adapters.swift_recipe import load_scheduler_conversation
         except ImportError as error:
@@ -173,7 +175,12 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         except ImportError as error:
             raise ValueError(f"tools_config_file needs the clone ({error}).") from None
         return load_verl_conversation(script_args, base, tools, interactions)
-    return load_environment(script_args.environment, script_args.tools_script, base)
+    found, declared = load_environment(script_args.environment, script_args.tools_script, base)
+    if declared is None and (script_args.function_tool_path or script_args.mcp_config_file):
+        from mt_grpo.adapters.verl_recipe import load_verl_conversation  # for the rows' tool_selection
+
+        return load_verl_conversation(script_args, base, None, None)
+    return found, declared
 
 
 def load_adapter_tools(script_args: Any) -> list[Callable]:

@@ -75,7 +75,7 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
 def selected(tools: dict[str, Callable], names: list[str]) -> dict[str, Callable]:
     """The tools of these names. Raises `ValueError` for a name that none has."""
     if unknown := [name for name in names if name not in tools]:
-        raise ValueError(f"tool_selection has {unknown[0]!r}, expected some of {', '.join(tools) or 'none'}.")
+        raise ValueError(f"The row names the tool {unknown[0]!r}, expected some of {', '.join(tools) or 'none'}.")
     return {name: tools[name] for name in names}
 
 
@@ -151,7 +151,7 @@ class Environments:
     def check_rows(self, dataset: Any) -> None:
         """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
 
-        A class method `check_row(row)` refuses rows. It returns the row's `tool_selection`, or None.
+        A class method `check_row(row)` refuses rows. It returns the names of tools that the row has, or None.
         """
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
         columns = [c for c in dataset.column_names if c == "environment" or (checks and c != "prompt")]

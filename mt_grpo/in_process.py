@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.event_loop import background_loop, gather_all, start_in_background
+from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.rollout import Generation
 
 
@@ -118,10 +119,11 @@ class InProcessBackend:
         # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then cut to its own limit.
         token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
         generations = []
-        for i, (_, _, max_tokens, _) in enumerate(batch):
+        for i, (_, prompt_ids, max_tokens, _) in enumerate(batch):
             ids = list(token_ids[i][:max_tokens])
             finish_reason = "stop" if ids and self._is_end(ids[-1]) else "length"
-            generations.append(Generation(ids, logprobs and list(logprobs[i][:max_tokens]), finish_reason))
+            own = logprobs and list(logprobs[i][:max_tokens])
+            generations.append(Generation(ids, own, finish_reason, hash_of_ids(prompt_ids)))
         return generations
 
     @staticmethod

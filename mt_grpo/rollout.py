@@ -70,6 +70,7 @@ class Generation:
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
+    saw: bytes | None = None  # `hash_of_ids` of what the backend says it read
 
 
 class Parsed(typing.NamedTuple):
@@ -112,6 +113,7 @@ class Turn:
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
     open_thinking: bool = False
     seconds: float = 0.0  # of generation
+    generations: list[Generation] = field(default_factory=list, repr=False, compare=False)  # what it was made of
 
     @property
     def tool_call(self) -> ToolCall | None:
@@ -221,8 +223,7 @@ class Rollout(TurnTokens):
     >>> r.turns[0].mask = [0, 1]  # the first of its tokens is not trained
     >>> r.loss_mask, r.turn_ids
     ([0, 1, 0, 1], [-1, 0, -1, 1])
-    >>> r.turns[0].mask = None
-    >>> r.turns[1].context = Context([], [1, 2, 7])  # the history was edited before turn 1
+    >>> r.turns[0].mask, r.turns[1].context = None, Context([], [1, 2, 7])  # an edit before turn 1
     >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
     [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]
     >>> r.turns.append(Turn([40], [-.4], "", "stop", after=0))  # two conversations by turns

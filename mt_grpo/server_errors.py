@@ -7,6 +7,7 @@ import re
 import urllib.parse
 from typing import Any
 
+from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.rollout import Generation
 
 
@@ -75,4 +76,5 @@ def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: 
         raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
     if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
         raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
-    return Generation(token_ids, logprobs, finish_reason)
+    read = choice.get("prompt_token_ids")
+    return Generation(token_ids, logprobs, finish_reason, None if read is None else hash_of_ids(read))

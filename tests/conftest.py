@@ -87,6 +87,15 @@ def hermes_model(random_model, tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def training_reads_what_was_sampled(request, monkeypatch):
+    """No test that trains is told of a difference between training and inference, but those that make one."""
+    told = set()
+    monkeypatch.setattr("mt_grpo.token_checks.told", told)
+    yield
+    assert not told or request.node.get_closest_marker("differs"), told
+
+
 @pytest.fixture
 def warm_processes():
     """New processes of `multiprocessing` have the libraries already."""

@@ -36,6 +36,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.control_tokens import neutralise
 from mt_grpo.event_loop import background_loop, run_async
 from mt_grpo.formats import parse_call, parse_turn
+from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
@@ -155,7 +156,8 @@ class Scripted:
         request.sampled = whole[:max_tokens]
         if self.with_logprobs:
             request.logprobs = [-(j + 1) / 8 for j in range(len(request.sampled))]
-        return Generation(list(request.sampled), request.logprobs, "stop" if len(whole) <= max_tokens else "length")
+        ended = "stop" if len(whole) <= max_tokens else "length"
+        return Generation(list(request.sampled), request.logprobs, ended, hash_of_ids(request.prompt))
 
 
 def of_turns(requests: list[Request]) -> list[Request]:

@@ -203,7 +203,9 @@ def test_limits_of_calls():
             running -= 1
 
     async def run():
-        server.client, server.owner = Client(), asyncio.ensure_future(asyncio.sleep(60))
+        server.owner, server.ready = asyncio.ensure_future(asyncio.sleep(60)), asyncio.Future()
+        server.deadline = asyncio.get_running_loop().time() + 60
+        server.ready.set_result(Client())
         await asyncio.gather(*(server.call("x", {}) for _ in range(6)))
         server.owner.cancel()
 

@@ -21,6 +21,8 @@ from mt_grpo_trainer import MTGRPOConfig
 OUTCOMES = [], [golden.outcome_b]
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
+pytestmark = pytest.mark.differs  # contexts here are made up: their ids are not those of their messages
+
 
 # -- histories that were cut, not changed: nothing else may change either --
 

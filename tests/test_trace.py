@@ -35,6 +35,10 @@ FAULTS_AND_STOPPING = {
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed",
 }  # fmt: skip
+TOKEN_CHECKS = {
+    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
+    "squeezed", "pieces", "add", "copy", "digest",
+}  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
     "_free_thread", "_take", "_start", "_run", "parse_call", "result_message", "messages", "_state_key",
@@ -144,7 +148,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
         run_async(stop_noting())
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
-    aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
+    aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())

@@ -546,9 +546,9 @@ def test_bad_keys_are_refused(tmp_path, name):
 
 
 BAD_ROWS = {
-    "an unknown tool": ({"tools_kwargs": {"other": {}}}, "tools_kwargs has 'other', expected one of"),
+    "an unknown tool": ({"tools_kwargs": {"other": {}}}, "names the tool 'other', expected some of count"),
     "an unknown step": ({"tools_kwargs": {"count": {"make_kwargs": {}}}}, "has \\['make_kwargs'\\]"),
-    "an unknown selection": ({"tool_selection": ["other"]}, "tool_selection has 'other', expected some of count"),
+    "an unknown selection": ({"tool_selection": ["other"]}, "names the tool 'other', expected some of count"),
     "a selection that is none": ({"tool_selection": "count"}, "tool_selection is str, expected a list"),
     "an unknown interaction": ({"interaction_kwargs": {"name": "x"}}, "name='x', expected one of guess"),
     "arguments that are none": ({"tools_kwargs": ["count"]}, "tools_kwargs is list, expected a dict"),

@@ -8,13 +8,14 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, StdioServerParameters
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 
@@ -51,17 +52,18 @@ class McpServer:
     ):
         self.name, self.entry, self.start_timeout = name, entry, start_timeout
         self.slots, self.interval, self.next_call = asyncio.Semaphore(concurrency), 1 / (rate_limit or 1e9), 0.0
-        self.starting = asyncio.Lock()
-        self.client: Client | None = None
         self.owner: asyncio.Task | None = None
+        self.ready: asyncio.Future | None = None  # the client, once it is connected
         self.closing: asyncio.Event | None = None
+        self.deadline = 0.0
+        self.check: asyncio.Task | None = None
         self.starts = 0
 
     async def tools(self) -> list[Any]:
         """All tools that it offers."""
         client, found, cursor = await self.connected(), [], None
         while True:
-            page = await client.list_tools(cursor=cursor)
+            page = await asyncio.wait_for(client.list_tools(cursor=cursor), self.start_timeout)
             found += page.tools
             cursor = page.next_cursor
             if not cursor:
@@ -77,53 +79,56 @@ class McpServer:
                 client = await self.connected()
             except Exception as error:
                 raise McpToolError(f"the server {self.name} does not start: {error_text(error)}") from error
+            owner = self.owner
             try:
                 return await client.call_tool(tool, arguments)
+            except asyncio.CancelledError:  # the call's time is over: is it the server's?
+                self.check = self.check or asyncio.create_task(self.close_if_dead(client, owner))
+                raise
             except Exception as error:
-                if await self.is_alive(client):
+                if not await self.close_if_dead(client, owner):
                     raise McpToolError(error_text(error)) from error
-                await self.close()
                 raise McpToolError(f"the server {self.name} ended during the call. Try again.") from error
 
-    async def is_alive(self, client: Client) -> bool:
-        """Whether a connection still answers: asked after an error that may be of the call alone."""
-        if self.owner is None or self.owner.done():
-            return False
+    async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
+        """Close a connection that answers no more; whether it was one. Asked after a call that failed, or hung."""
         try:
-            await client.list_tools(cache_mode="refresh")
-        except MCPError as error:
-            return "closed" not in str(error).lower() and "timed out" not in str(error).lower()
-        except Exception:
+            if owner.done():
+                raise ConnectionError
+            await asyncio.wait_for(client.list_tools(cache_mode="refresh"), self.start_timeout)
             return False
-        return True
+        except Exception:
+            if self.owner is owner:  # else another call has closed it, and there may be a new one
+                await self.close()
+            return True
+        finally:
+            self.check = None
 
     async def connected(self) -> Client:
-        """The connection; a new one where there is none. Raises what keeps it from opening."""
-        async with self.starting:
-            if self.owner is not None and self.owner.done():
-                self.client = None
-            if self.client is None:
-                ready = asyncio.get_running_loop().create_future()
-                self.closing = asyncio.Event()
-                self.owner = asyncio.create_task(self.own(ready, self.closing))
-                try:
-                    self.client = await asyncio.wait_for(asyncio.shield(ready), self.start_timeout)
-                except TimeoutError:
-                    ready.cancel()
-                    await self.close()
-                    raise TimeoutError(f"no answer in {self.start_timeout:g} s") from None
-                self.starts += 1
-                if self.starts > 1:
-                    logger.warning(f"The MCP server {self.name} had ended, and is started again.")
-            return self.client
+        """The connection; a new one where there is none. Raises what keeps it from opening.
+
+        A start goes on where the call that began it is given up: the next call waits for the same one.
+        """
+        loop = asyncio.get_running_loop()
+        if self.owner is None or self.owner.done():
+            self.ready, self.closing = loop.create_future(), asyncio.Event()
+            self.owner = asyncio.create_task(self.own(self.ready, self.closing))
+            self.deadline, self.starts = loop.time() + self.start_timeout, self.starts + 1
+            if self.starts > 1:
+                logger.warning(f"The MCP server {self.name} had ended, and is started again.")
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.ready), max(0.0, self.deadline - loop.time()))
+        except TimeoutError:
+            await self.close()
+            raise TimeoutError(f"no answer in {self.start_timeout:g} s") from None
 
     async def own(self, ready: asyncio.Future, closing: asyncio.Event) -> None:
         """Hold the connection open until it is to be closed."""
         try:
-            async with self.transport() as target, Client(target, read_timeout_seconds=self.start_timeout) as client:
-                client.session  # noqa: B018  it raises where there is none
-                ready.set_result(client)
-                await closing.wait()
+            async with self.transport() as target, Client(target) as client:
+                if not ready.done():
+                    ready.set_result(client)
+                    await closing.wait()
         except BaseException as error:
             causes = leaves(error)
             if not ready.done():
@@ -138,15 +143,15 @@ class McpServer:
         if "command" in entry:
             # The commands of this Python's own environment first, as where it is activated.
             env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
-            env |= {key: os.path.expandvars(str(value)) for key, value in (entry.get("env") or {}).items()}
+            env |= filled_in(entry.get("env"))
             yield StdioServerParameters(
                 command=entry["command"], args=[str(arg) for arg in entry.get("args") or []], env=env,
                 cwd=entry.get("cwd"),
             )  # fmt: skip
             return
-        headers = {key: os.path.expandvars(str(value)) for key, value in (entry.get("headers") or {}).items()}
+        headers = filled_in(entry.get("headers"))
         if entry.get("auth_token"):
-            headers["Authorization"] = f"Bearer {os.path.expandvars(entry['auth_token'])}"
+            headers["Authorization"] = "Bearer " + filled_in({"auth_token": entry["auth_token"]})["auth_token"]
         if (entry.get("type") or entry.get("transport")) == "sse":
             yield sse_client(entry["url"], headers=headers)
             return
@@ -156,12 +161,25 @@ class McpServer:
 
     async def close(self) -> None:
         """Close the connection; a process ends with it."""
-        owner, self.owner, self.client = self.owner, None, None
+        owner, self.owner = self.owner, None
         if owner is not None:
+            if not self.ready.done():
+                self.ready.set_exception(ConnectionError("it was closed before it answered"))
+                self.ready.exception()  # somebody has seen it
             self.closing.set()
             done, _ = await asyncio.wait([owner], timeout=SECONDS_TO_CLOSE)
             if not done:
                 owner.cancel()
+
+
+def filled_in(values: dict[str, Any] | None) -> dict[str, str]:
+    """Texts with `$NAME` replaced. Raises `ValueError` for a variable that is not set."""
+    found = {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
+    for key, text in found.items():
+        for braced, plain in re.findall(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", text):
+            if (braced or plain) not in os.environ:
+                raise ValueError(f"{key} has ${braced or plain}, which is no environment variable that is set")
+    return found
 
 
 def leaves(error: BaseException) -> list[BaseException]:

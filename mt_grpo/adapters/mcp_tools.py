@@ -29,7 +29,7 @@ def start_servers(
             await server.close()
             raise ValueError(
                 f"{key}: the server {name!r} of {path!r} does not start: {type(error).__name__}: {error_text(error)}. "
-                "What it wrote stands above."
+                + ("What it wrote stands above." if "command" in entries[name] else "Is it up?")
             ) from error
 
     async def start_all() -> list[tuple[McpServer, list[Any]]]:
@@ -72,7 +72,10 @@ def load_mcp_tools(
         chosen[tool.name] = (server, tool)
     if not chosen:
         raise ValueError(f"mcp_config_file: {path!r} gives no tool. Expected a server that offers one.")
-    return [mcp_tool(server, tool, finish) for server, tool in chosen.values()]
+    try:
+        return [mcp_tool(server, tool, finish) for server, tool in chosen.values()]
+    except ValueError as error:
+        raise ValueError(f"mcp_config_file: {error} Leave the tool out by mcp_tools, a list of the others.") from None
 
 
 def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Callable:

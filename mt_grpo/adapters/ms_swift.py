@@ -120,6 +120,8 @@ class SchedulerConversation:
         stop_words: Texts that end a response, which keeps them.
     """
 
+    renders_all = False  # a request's tools and template arguments are its own
+
     scheduler_class: type
     scheduler_kwargs: dict[str, Any]
     loss: LossMask

@@ -72,6 +72,8 @@ class AgentConversation:
         max_model_calls: Completions per rollout.
     """
 
+    renders_all = False  # a request's tools and template arguments are its own
+
     agent: FunctionAgent | CommandAgent
     agent_timeout: float
     max_model_calls: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -88,6 +89,7 @@ class SearchTool(BaseTool):
             raise ValueError(
                 "config has no retrieval_service_url. Expected one such as http://127.0.0.1:8000/retrieve."
             )
+        self.slots = asyncio.Semaphore(config.get("rate_limit", 120))  # requests at the same time, as in verl
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Search, in a thread."""
@@ -97,7 +99,8 @@ class SearchTool(BaseTool):
         asked = {"retrieval_service_url": self.url, "query_list": queries, "timeout": timeout}
         asked["topk"] = self.config.get("topk", 3)
         # As long as its attempts may take; the trainer's own tool_timeout comes first where it is shorter.
-        text, metrics = await run_tool(perform_single_search_batch, asked, 10 * timeout + 60, tuple)
+        async with self.slots:
+            text, metrics = await run_tool(perform_single_search_batch, asked, 10 * timeout + 60, tuple)
         return ToolResponse(text=text), 0.0, metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
         raise ValueError(f"{key}: {path!r} is not a file. Expected YAML with a list `{name}:`.")
     text = Path(path).read_text(encoding="utf-8")
     try:
-        found = interpolated(text) if "${" in text else yaml.safe_load(text)
+        found = interpolated(text) if "${" in text else yaml.load(text, Loader)
     except Exception as error:  # omegaconf has errors of its own
         raise ValueError(f"{key}: {path!r} cannot be read: {' '.join(str(error).split())}") from None
     entries = found.get(name) if isinstance(found, dict) else None
@@ -115,6 +116,20 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
             if not isinstance(entry.get(part) or {}, dict):
                 raise ValueError(f"{key}: {part} of {entry['class_name']!r} in {path!r} is no mapping.")
     return entries
+
+
+class Loader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that reads numbers and dates as OmegaConf does: `1e-4` is a number, a date is text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
 
 
 def interpolated(text: str) -> Any:
@@ -131,13 +146,13 @@ def find_class(reference: str, path: str, key: str) -> type:
 
     A module is also looked for beside the YAML; one of verl's own, such as `verl.tools.my_tool`, as `my_tool.py`.
     """
-    if ".py:" in reference:
-        return load_class(reference, key)
     folder = str(Path(path).resolve().parent)
-    install(folder)
+    module, _, name = reference.rpartition(".")
+    install(module, folder)
+    if ".py:" in reference:
+        return load_class(reference if Path(reference.rpartition(":")[0]).is_file() else f"{folder}/{reference}", key)
     if folder not in sys.path:
         sys.path.append(folder)  # last: it hides nothing
-    module, _, name = reference.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name, None) if module else None
     except Exception as error:

@@ -11,14 +11,13 @@ import copy
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.adapters.verl_rows import STEPS, AgentData, overridden, row_kwargs, takes, with_given
-from mt_grpo.adapters.verl_tools import cut_characters, read_result, response_text
+from mt_grpo.adapters.verl_tools import aside, cut_characters, read_result, response_text
 from mt_grpo.environments import METHODS
-from mt_grpo.event_loop import background_loop
 from mt_grpo.replies import is_number
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 from mt_grpo.tool_results import error_text
@@ -52,19 +51,18 @@ class VerlEnvironment:
 
     @classmethod
     def check_row(cls, row: dict[str, Any]) -> list[str] | None:
-        """The row's `tool_selection`. Raises `ValueError` for one that asks for what is not there."""
+        """The tools that a row names. Raises `ValueError` for one that asks for what is not there."""
         tools_kwargs, interaction_kwargs, selection = row_kwargs(row)
         for name, given in tools_kwargs.items():
-            if name not in cls.verl_tools:
-                known = ", ".join(cls.verl_tools) or "there is none"
-                raise ValueError(f"tools_kwargs has {name!r}, expected one of the YAML's tools: {known}.")
+            if not isinstance(given, dict):
+                raise ValueError(f"tools_kwargs of {name!r} is {type(given).__name__}, expected a dict.")
             unknown = set(given) - {f"{step}_kwargs" for step in STEPS}
             if unknown:
                 expected = ", ".join(f"{step}_kwargs" for step in STEPS)
                 raise ValueError(f"tools_kwargs of {name!r} has {sorted(unknown)}, expected some of {expected}.")
         if cls.interactions:
             cls.interaction_of(interaction_kwargs)
-        return selection
+        return [*(selection or []), *tools_kwargs]
 
     @classmethod
     def interaction_of(cls, kwargs: dict[str, Any]) -> str | None:
@@ -93,7 +91,12 @@ class VerlEnvironment:
         said = []
         for name in self.verl_tools if self.lifecycle == PER_TRAJECTORY else ():
             if self.tool_selection is None or name in self.tool_selection:
-                self._ids[name], text = await self._create(name)
+                self._ids[name] = uuid.uuid4().hex  # released, too, where `create` is given up
+                try:
+                    self._ids[name], text = await self._create(name, self._ids[name])
+                except Exception:
+                    del self._ids[name]
+                    raise
                 said += [text] if text else []
         name = self.interaction_of(interaction_kwargs) if self.interactions else None
         if name is not None:
@@ -104,12 +107,14 @@ class VerlEnvironment:
             self._interaction, self._interaction_id = interaction, given or own_id
         return "\n".join(said)
 
-    async def _create(self, tool: str) -> tuple[str, str]:
+    async def _create(self, tool: str, own_id: str) -> tuple[str, str]:
         """(the id of what a tool's `create` made, what it says). Up to verl 0.5 it returns the id alone."""
         create = self.verl_tools[tool].create
-        kwargs, own_id = self._kwargs(tool, "create"), uuid.uuid4().hex
-        nested = takes(create, "create_kwargs", by_name=True)
-        made = await create(own_id, **with_given(create, {} if nested else kwargs, {"create_kwargs": kwargs}))
+        kwargs = self._kwargs(tool, "create")
+        named = kwargs
+        if takes(create, "create_kwargs", by_name=True):  # what is in it need not be named as well
+            named = {name: value for name, value in kwargs.items() if takes(create, name)}
+        made = await create(own_id, **with_given(create, named, {"create_kwargs": kwargs}))
         given, response = made if isinstance(made, tuple) else (made, None)
         return given or own_id, "" if response is None else response_text(response)
 
@@ -117,9 +122,14 @@ class VerlEnvironment:
         """One call of the model's."""
         execute, own_id = self.verl_tools[tool].execute, self._ids.get(tool)
         created = own_id is None
-        if created:
-            own_id, _ = await self._create(tool)
+        own_id = own_id or uuid.uuid4().hex
         try:
+            if created:
+                try:
+                    own_id, _ = await self._create(tool, own_id)
+                except Exception:
+                    created = False
+                    raise
             offered = {"agent_data": self.agent_data}
             returned = await execute(own_id, arguments, **with_given(execute, self._kwargs(tool, "execute"), offered))
         finally:
@@ -156,11 +166,6 @@ class VerlEnvironment:
         messages = [] if over else [{"role": "user", "content": text}]
         return Reply(messages=messages, stop=bool(over), reward=score, info={"said": text, **(info or {})})
 
-    async def get_reward(self) -> float | None:
-        """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""
-        await aside(self._finish())
-        return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
-
     async def _finish(self) -> None:
         for tool, own_id in self._ids.items():
             calc = self.verl_tools[tool].calc_reward
@@ -180,8 +185,11 @@ class VerlEnvironment:
             logger.warning(f"calc_reward of {name} gave {type(value).__name__}, which is no number: not counted.")
 
     async def close(self) -> None:
-        """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises."""
-        await aside(self._end())
+        """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises.
+
+        They run to their end where nobody waits for them any more, as behind a tool that blocks.
+        """
+        await asyncio.shield(aside(self._end()))
 
     async def _end(self) -> None:
         ids, interaction = self._ids, self._interaction
@@ -196,22 +204,31 @@ class VerlEnvironment:
             raise RuntimeError("; ".join(f"{type(error).__name__}: {error_text(error)}" for error in errors))
 
 
+class ScoredEnvironment(VerlEnvironment):
+    """One whose tools or interactions give an outcome reward."""
+
+    async def get_reward(self) -> float | None:
+        """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""
+        await aside(self._finish())
+        return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
+
+
 told: set[str] = set()
-
-
-async def aside(coroutine: Coroutine) -> Any:
-    """Run a coroutine of verl's classes on their own event loop. Who stops waiting for it cancels it."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop("mt-grpo-verl")))
 
 
 def environment_class(name: str, tools: dict[str, Any], interactions: dict[str, Any], **settings: Any) -> type:
     """The class of a recipe's conversations. Raises `ValueError` for a tool's name that the trainer needs itself."""
     methods = {}
     for tool in tools:
-        if hasattr(VerlEnvironment, tool) or tool in METHODS or tool.startswith("_"):
+        if tool in interactions:
+            raise ValueError(f"A tool and an interaction are both called {tool!r}. Give one another name.")
+        if hasattr(VerlEnvironment(), tool) or tool in METHODS or tool.startswith("_"):
             raise ValueError(f"A tool is called {tool!r}, which is a name of the trainer's. Give it another one.")
         methods[tool] = method_of(tool, tools[tool].json_schema)
-    return type(name, (VerlEnvironment,), {**methods, "verl_tools": tools, "interactions": interactions, **settings})
+    scored = [overridden(tool, "calc_reward") for tool in tools.values()]
+    scored += [overridden(each, "calculate_score") for each in interactions.values()]
+    base = ScoredEnvironment if any(scored) else VerlEnvironment
+    return type(name, (base,), {**methods, "verl_tools": tools, "interactions": interactions, **settings})
 
 
 def method_of(name: str, schema: dict[str, Any]) -> Callable:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import os
 import sys
 import types
 from typing import Any
@@ -47,10 +49,19 @@ PACKAGES = ("verl.tools", "verl.interactions")  # whose classes a YAML names
 
 
 class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules of `MODULES`, as the last of all finders."""
+    """Makes the modules of `MODULES`, as the last of all finders.
+
+    Attributes:
+        beside: Files that stand for modules of verl, by their names.
+    """
+
+    def __init__(self):
+        self.beside: dict[str, str] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """For a module of verl that nobody else has found."""
+        if name in self.beside:
+            return importlib.util.spec_from_file_location(name, self.beside[name])
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -58,18 +69,23 @@ class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(MODULES[module.__name__])
 
 
-def install(folder: str | None = None) -> None:
+def install(module: str = "", folder: str = "") -> None:
     """Have `import verl...` find these modules where there are no others.
 
     Args:
-        folder: Where files with the names of verl's own are looked for: that of a YAML.
+        module: One that a YAML names. Of verl's tools and interactions it may be a file.
+        folder: The YAML's, where that file may stand. No other module is looked for there.
     """
-    if not any(isinstance(finder, VerlPaths) for finder in sys.meta_path):
-        sys.meta_path.append(VerlPaths())
-    for name in PACKAGES if folder else ():
-        package = importlib.import_module(name)
-        if isinstance(package.__loader__, VerlPaths) and folder not in package.__path__:
-            package.__path__.append(folder)
+    finder = next((each for each in sys.meta_path if isinstance(each, VerlPaths)), None)
+    if finder is None:
+        finder = VerlPaths()
+        sys.meta_path.append(finder)
+    package, _, name = module.rpartition(".")
+    file = os.path.join(folder, f"{name}.py")
+    if package in PACKAGES and os.path.isfile(file):
+        finder.beside[module] = file
+    else:
+        finder.beside.pop(module, None)
 
 
 def tool_schema_class() -> type:

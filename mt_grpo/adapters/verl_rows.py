@@ -77,6 +77,8 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
     ({'a': {'create_kwargs': {'x': 1}}}, {}, None)
     """
     rows = (row, row.get("extra_info") or {})
+    if not isinstance(rows[1], dict):
+        raise ValueError(f"extra_info is {type(rows[1]).__name__}, expected a dict.")
     tools, interaction, selection = (
         next((each[key] for each in rows if each.get(key) is not None), None)
         for key in ("tools_kwargs", "interaction_kwargs", "tool_selection")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.event_loop import background_loop
+from mt_grpo.replies import is_number
 from mt_grpo.rollout import ToolResult
 from mt_grpo.tool_results import as_text
 from mt_grpo.tools import as_tool
@@ -80,6 +83,11 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Callable:
     return decorate(name) if callable(name) else decorate
 
 
+async def aside(coroutine: Coroutine) -> Any:
+    """Run a coroutine of verl's tools on their own event loop. Who stops waiting for it cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop("mt-grpo-verl")))
+
+
 def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
     """A declared function as a tool of the trainer. Raises `ValueError` for *args and **kwargs.
 
@@ -93,7 +101,7 @@ def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResu
 
         @functools.wraps(tool.fn)
         async def run(*args: Any, **kwargs: Any) -> ToolResult:
-            return finish(read_result(await tool.fn(*args, **kwargs)))
+            return finish(read_result(await aside(tool.fn(*args, **kwargs))))
     else:
 
         @functools.wraps(tool.fn)
@@ -125,6 +133,8 @@ def read_result(returned: Any) -> ToolResult:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"the tool returned {len(parts)} values, expected a result, its reward, and metrics")
     reward = parts[1] if len(parts) > 1 else None
+    if reward is not None and not is_number(reward):
+        raise ValueError(f"the tool gave the reward {reward!r}, expected a finite number")
     return ToolResult(response_text(parts[0]), reward=None if reward is None else float(reward))
 
 

@@ -1,0 +1,200 @@
+"""The check `text` of `token_checks`: where a record's text is not what the chat template makes of its messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
+
+logger = logging.getLogger(__name__)
+WHITE_SPACE, THINKING, TEXT, UNREADABLE = "white space", "thinking", "text", "no rendering"
+SAMPLED, READ = "in a turn", "between turns"
+
+
+class Difference(NamedTuple):
+    """What a check found."""
+
+    check: str  # ids, mask, text
+    kind: str
+    place: str
+    shown: str  # with what stands around it
+    texts: tuple[str, str] = ("", "")  # without white space: of the record, and of the rendering
+
+    @property
+    def key(self) -> tuple:
+        """What makes it one that is listed: between turns the very texts, in a turn, which differs each time, none."""
+        return (self.kind, self.place, *(self.texts if self.place == READ else ()))
+
+
+def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
+    """Where the text of a record is not that of its messages, rendered as a whole."""
+    start = rollout.prompt_messages
+    if record.numbers and record.numbers[0] > 0 and record.turns[0].context is not None:
+        start = record.turns[0].context.messages
+    tokenizer, tools = env.tokenizer, env.tools if rollout.tools is None else rollout.tools
+    written = env.format_of(tokenizer)
+    parts = [(tokenizer.decode(record.prompt_ids), False)]
+    for turn in record.turns:
+        parts += [(said(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
+    # Behind a turn without such ids nothing was read in this record.
+    turns = [turn if turn.observation_ids else dataclasses.replace(turn, messages=[]) for turn in record.turns]
+    arguments = written.prompt(with_turns(start, turns), tools)
+    arguments["add_generation_prompt"] = bool(turns[-1].messages)
+    try:
+        rendered = tokenizer.apply_chat_template(**{**arguments, "tokenize": False})
+    except Exception as error:  # whatever a template raises
+        return [Difference("text", UNREADABLE, READ, f"the template raises: {error}")]
+    ends = [tokenizer.decode([token]) for token in written.ends]
+    return compare(parts, rendered, written.thinking, ends)
+
+
+def said(turn: Turn, written: Any) -> str:
+    """A turn's text. Where it ended by another token than the template's, that one stands in its place."""
+    ids = list(turn.token_ids)
+    if ids and ids[-1] in written.ends and written._closing and ids[-1] not in written._closing:
+        ids[-1] = min(written._closing)
+    text = written.tokenizer.decode(ids)
+    cut = turn.finish_reason == "length" and ids and text == turn.text + written.tokenizer.decode(ids[-1:])
+    return turn.text if cut else text  # a control token at which the budget ended a turn is not in its message
+
+
+def compare(
+    parts: list[tuple[str, bool]], rendered: str, thinking: tuple[str, str], ends: Iterable[str] = ()
+) -> list[Difference]:
+    """How a text, in parts of which is known whether they were sampled, differs from another one.
+
+    What the template writes behind the last turn is no difference.
+
+    >>> parts = [("U: 1? A:", False), ("<think>so</think> 2.", True), (" U: 3? A:", False), (" 4", True)]
+    >>> compare(parts, "U: 1? A:<think>so</think> 2. U: 3? A: 4", ("<think>", "</think>"))
+    []
+    >>> [found[1:3] for found in compare(parts, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
+    [('thinking', 'in a turn'), ('white space', 'between turns')]
+    >>> [found[1:3] for found in compare(parts, "U: 1? A:<think>so</think> 2. U: 5? A: 4", ("<think>", "</think>"))]
+    [('text', 'between turns')]
+    """
+    found: list[Difference] = []
+    for name, kept in variants(parts, thinking):
+        ours = "".join(text for text, _ in kept)
+        theirs = without_end(ours, rendered, ends)
+        if squeezed(ours) == squeezed(theirs):
+            if name:
+                found.append(Difference("text", THINKING, SAMPLED, "the template leaves out thinking"))
+            return found + pieces(kept, ours, theirs)
+    ours = "".join(text for text, _ in parts)
+    return pieces(parts, ours, without_end(ours, rendered, ends))
+
+
+def variants(parts: list[tuple[str, bool]], thinking: tuple[str, str]) -> Iterable[tuple[str, list]]:
+    """The parts as they are, without the thinking of all turns but the last, and without any thinking."""
+    block = re.compile(re.escape(thinking[0]) + ".*?" + re.escape(thinking[1]), re.S)
+    turns = [k for k, (_, sampled) in enumerate(parts) if sampled]
+    yield "", parts
+    for gone in (turns[:-1], turns):
+        # A generation prompt may open the thinking, which then ends in the turn.
+        kept, text = [], ""
+        for k, (part, sampled) in enumerate(parts):
+            own = part
+            if k in gone:
+                own = block.sub("", own, count=1)
+                if thinking[1] in own and kept and thinking[0] in kept[-1][0].rpartition(thinking[1])[2]:
+                    head, _, _ = kept[-1][0].rpartition(thinking[0])
+                    kept[-1] = (head, kept[-1][1])
+                    own = own.partition(thinking[1])[2]
+            text += own
+            kept.append((own, sampled))
+        yield THINKING, kept
+
+
+def without_end(ours: str, rendered: str, ends: Iterable[str]) -> str:
+    """A rendering without what it has behind our text: an end of turn that was not sampled, and white space."""
+    text = rendered.rstrip()
+    for end in ends:
+        if end and text.endswith(end) and not ours.rstrip().endswith(end):
+            text = text.removesuffix(end)
+    return text + ours[len(ours.rstrip()) :] if text.endswith(ours.rstrip()[-8:]) else text
+
+
+def squeezed(text: str) -> str:
+    """Without white space."""
+    return "".join(text.split())
+
+
+def pieces(parts: list[tuple[str, bool]], ours: str, theirs: str) -> list[Difference]:
+    """Each place where two texts differ."""
+    flags = join([[sampled] * len(text) for text, sampled in parts])
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (ours, theirs))
+    at, found = 0, []
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        own, other = "".join(a[i1:i2]), "".join(b[j1:j2])
+        if tag != "equal":
+            kind = WHITE_SPACE if squeezed(own) == squeezed(other) else TEXT
+            # Between a turn and what is read behind it, it is the reading's.
+            inside = flags[at : at + len(own)] or [all(flags[max(at - 1, 0) : at + 1])]
+            shown = f"{ours[max(0, at - 10) : at + len(own) + 10]!r}, rendered {other!r} in place of {own!r}"
+            place = SAMPLED if all(inside) else READ
+            found.append(Difference("text", kind, place, shown, (squeezed(own), squeezed(other))))
+        at += len(own)
+    return found
+
+
+def listed(env: Any) -> set[tuple]:
+    """Keys of what differs in conversations without any fault: what the template itself does."""
+    written = env.format_of(env.tokenizer)
+    if not hasattr(written, "listed"):
+        written.listed = set()
+        opening, closing = written.thinking
+        calls = [ToolCall("add", {"a": 2})]
+        asked = written._render([{"role": "user", "content": "A question."}])
+        opened = opening in asked and closing not in asked.rpartition(opening)[2]  # by the generation prompt
+        for thought in ("", f"so\n{closing}\n\n" if opened else f"{opening}\nso\n{closing}\n\n"):
+            for texts, called in (
+                ((f"{thought}A turn.", f"{thought}Another."), []),
+                ((f"{thought} A turn. \n", "\n\nB "), []),
+                ((thought + call_text(written, calls), f"{thought}Another."), calls),
+            ):
+                rollout = faultless(env, texts, called)
+                if rollout is not None:
+                    written.listed |= {found.key for found in check_text(rollout, rollout.records[0], env)}
+    return written.listed
+
+
+def call_text(written: Any, calls: list[ToolCall]) -> str:
+    """A turn's calls as the template writes them; none where it cannot."""
+    asked = [{"role": "user", "content": "A question."}]
+    try:
+        before = written._render(asked)
+        whole = written._render([*asked, written.turn_message(calls)], add_generation_prompt=False)
+    except Exception:  # whatever a template raises
+        return ""
+    text = whole[len(os.path.commonprefix([before, whole])) :].rstrip()
+    for end in written.ends:
+        text = text.removesuffix(written.tokenizer.decode([end]))
+    return text
+
+
+def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollout | None:
+    """A conversation whose turns have these texts, as this trainer makes it; None where the template cannot."""
+    tokenizer, written = env.tokenizer, env.format_of(env.tokenizer)
+    try:
+        messages = env.with_system_prompt([{"role": "user", "content": "A question."}], env.tools)
+        rollout = Rollout(messages, env.prompt_ids(messages, tokenizer), tools=env.tools)
+        for number, text in enumerate(texts):
+            read = written.results(calls, [ToolResult("4") for _ in calls]) if calls else []
+            read = read or [{"role": "user", "content": "And?"}]
+            suffix = written.text_ids(written.suffix(calls, read))
+            ids = [*written.text_ids(text), *(written._end_of_turn(suffix)[-1:] or [tokenizer.eos_token_id])]
+            rollout.turns.append(Turn(ids, None, written.text(ids), "stop"))
+            if number < len(texts) - 1:
+                rollout.turns[-1].messages = read
+                rollout.turns[-1].observation_ids = written.suffix_ids(calls, read, ids)
+    except Exception as error:  # whatever a template raises: nothing is listed
+        logger.debug(f"The chat template cannot render a conversation to compare with: {error}")
+        return None
+    return rollout

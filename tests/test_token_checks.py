@@ -1,0 +1,143 @@
+"""Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
+
+import pytest
+from test_conversation import CHATML, END, Scripted, call, ids, make_tokenizer
+from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
+from test_formats import ids as ids_of
+
+import mt_grpo_trainer as mt
+from mt_grpo import token_checks
+from mt_grpo.rollout import Context, TurnTokens
+from mt_grpo.token_checks import check_batch
+
+TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
+THOUGHT = "<think>so</think>"
+
+
+def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+def conversation(cls=mt.MultiTurnToolEnv, turns=None, tokenizer=TOKENIZER, **settings):
+    """(rollouts, environment) of one conversation: a call with a thought before it, and an answer in two tokens."""
+    turns = turns or [THOUGHT + call("echo", text="hi"), [*ids("<answer>ab</answer>")]]
+    env = cls([echo], None, len(turns), tokenizer=tokenizer, **settings)
+    backend = Scripted([turns], tokenizer=tokenizer)
+    return env.generate(["?"], backend)["rollouts"], env
+
+
+def found_in(rollouts, env, mode="strict"):
+    counts, compared, found = check_batch(rollouts, env, mode)
+    assert compared == {"ids": 1, "mask": 1, "text": 1}
+    return {check for check, count in counts.items() if count}, found
+
+
+class Retokenised(mt.MultiTurnToolEnv):
+    """A turn is tokenised again."""
+
+    async def sample_turn(self, *args):
+        turn = await super().sample_turn(*args)
+        turn.token_ids = self.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+        return turn
+
+
+class WithoutThinking(mt.MultiTurnToolEnv):
+    """What the model reads next is without the thinking that its messages have."""
+
+    def append(self, rollout, turn, *args):
+        super().append(rollout, turn, *args)
+        kept = turn.token_ids[len(ids(THOUGHT)) :]
+        rollout.edited = Context(rollout.history, rollout.prompt_ids + kept + turn.observation_ids)
+
+
+def behind_turns(change):
+    """The ids behind a turn are changed."""
+
+    class Changed(mt.MultiTurnToolEnv):
+        def append(self, rollout, turn, *args):
+            super().append(rollout, turn, *args)
+            turn.observation_ids = change(turn.observation_ids)
+
+    return Changed
+
+
+def without_line(read):
+    """Without the end of line behind the first end of turn."""
+    k = read.index(END)
+    return read[: k + 1] + read[k + 2 :]
+
+
+FAULTS = {
+    "a turn that was tokenised again": (Retokenised, "ids", "sampled", "turn 1, token 8"),
+    "a dropped think block": (WithoutThinking, "text", "text", "between turns"),
+    "a doubled end of turn": (behind_turns(lambda read: [END] + read), "text", "text", "between turns"),
+    "a lost end of line": (behind_turns(without_line), "text", "white space", "between turns"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_by_its_check(name):
+    cls, check, kind, place = FAULTS[name]
+    checks, (found, *_) = found_in(*conversation(cls))
+    assert checks == {check} and (found.kind, found.place) == (kind, place)
+
+
+def test_a_shifted_mask_is_found(monkeypatch):
+    whole = TurnTokens.loss_mask.fget
+    monkeypatch.setattr(TurnTokens, "loss_mask", property(lambda self: [0, *whole(self)[:-1]]))
+    checks, (found,) = found_in(*conversation())
+    assert checks == {"mask"} and found.place == "token 0"
+
+
+def test_a_conversation_without_a_fault_is_not_told():
+    """Sampled ids need not be the tokenizer's own for their text."""
+    (rollout,), env = conversation()
+    assert rollout.turns[1].token_ids != TOKENIZER(rollout.turns[1].text, add_special_tokens=False)["input_ids"]
+    assert found_in([rollout], env) == (set(), [])
+
+
+def test_white_space_passes_where_it_may():
+    rollouts, env = conversation(FAULTS["a lost end of line"][0])
+    assert found_in(rollouts, env)[0] == {"text"} and found_in(rollouts, env, "ignore_strippable")[0] == set()
+    rollouts, env = conversation(FAULTS["a doubled end of turn"][0])
+    assert found_in(rollouts, env, "ignore_strippable")[0] == {"text"}
+
+
+@EVERY_FAMILY
+def test_what_a_template_does_itself_is_not_told(name):
+    """Thoughts, calls, results and an answer in each format of calls that TRL ships."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    thought = family.thinking % "well" if "%s" in family.thinking else family.thinking
+    turns = [thought + family.around % family.first, "It is 5."]
+    closing = min((text for text in family.ends if text in family.suffix), key=family.suffix.index)
+    last = "<turn|>" if "<turn|>" in family.ends else closing
+    scripts = [ids_of(turns[0] + closing, tokenizer), ids_of(turns[1] + last, tokenizer)]
+
+    def add(a: int, b: str = "") -> str:
+        """Add."""
+        return "5"
+
+    prompt = "{tool_descriptions}" if name == "deepseekv3" else None  # its template leaves tools out
+    env = mt.MultiTurnToolEnv([add], prompt, 2, tokenizer=tokenizer, tool_format="native")
+    rollouts = env.generate(["2 + 3?"], Scripted([scripts], tokenizer=tokenizer))["rollouts"]
+    assert len(rollouts[0].turns) == 2, rollouts[0].stop_reason
+    # This one ends the turn behind a result where the call before it is text, which is told.
+    assert found_in(rollouts, env)[0] == ({"text"} if name == "gemma4_v3" else set())
+
+
+def test_a_kind_is_told_once_and_raised_where_asked(monkeypatch, caplog):
+    monkeypatch.setattr(token_checks, "told", set())
+    rollouts, env = conversation(FAULTS["a lost end of line"][0])
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+    for _ in range(2):
+        assert token_checks.check_rollouts(rollouts, env, args) == {
+            "tokens/ids_differ": 0.0, "tokens/mask_differ": 0.0, "tokens/text_differ": 1.0
+        }  # fmt: skip
+    (record,) = caplog.records
+    assert "check text): white space, between turns" in record.message
+    args.tokenization_check_raises = True
+    with pytest.raises(mt.RunError, match="check text"):
+        token_checks.check_rollouts(rollouts, env, args)
+    args.tokenization_sanity_check_mode = "off"
+    assert token_checks.check_rollouts(rollouts, env, args) == {}
