@@ -174,6 +174,56 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     ]
 
 
+def test_a_start_goes_on_where_its_call_is_given_up(tmp_path):
+    """The next call waits for the same start: one server, however long it takes."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    (server,) = mcp_servers.servers_to_close
+    source = (tmp_path / "sums.py").read_text()
+    (tmp_path / "sums.py").write_text("import time\ntime.sleep(4)\n" + source)
+    talk(tools, call("end"))
+    calls = talk(tools, *[call("add", a=1)] * 12, tool_timeout=1.0)
+    assert calls[0].error == "timeout" and calls[-1].observation == "2" and server.starts == 2
+
+
+def test_a_session_that_is_lost_is_opened_again(tmp_path, caplog):
+    """A server that was restarted between two calls knows no session of before."""
+    port = free_port()
+    entry = sums(tmp_path, str(port))
+    processes = []
+
+    def start():
+        processes.append(subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL))
+        wait_for(port)
+
+    try:
+        start()
+        tools = tools_of(tmp_path, {"sums": {"url": f"http://127.0.0.1:{port}/mcp"}})
+        processes[0].terminate()
+        processes[0].wait(timeout=30)
+        start()
+        turns = talk(tools, call("add", a=1), call("add", a=2))
+        assert turns[-1].observation == "3"
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def test_a_slow_call_ends_no_server(tmp_path):
+    """Neither its own, past the time in which a server has to start, nor one that another call waits for."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, mcp_start_timeout=8.0)
+    (server,) = mcp_servers.servers_to_close
+    env = mt.MultiTurnToolEnv(tools, None, 1, tokenizer=CHATML_TOKENIZER, tool_timeout=30.0)
+    scripts = [[call("wait", seconds=9), ANSWER], [call("fail"), ANSWER]]
+    slow, failed = env.generate(["?"] * 2, Scripted(scripts))["rollouts"]
+    assert slow.turns[0].observation == "waited" and failed.turns[0].error == "tool" and server.starts == 1
+
+
+def test_variables_must_be_set(tmp_path):
+    with pytest.raises(ValueError, match="A has \\$NOT_SET_X, which is no environment variable"):
+        tools_of(tmp_path, {"sums": {**sums(tmp_path), "env": {"A": "$NOT_SET_X"}}})
+
+
 def test_a_call_that_hangs_is_told_and_holds_up_nothing(tmp_path):
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, mcp_max_concurrent_calls=1)
     hangs, after = talk(tools, call("wait", seconds=3600), call("add", a=1), tool_timeout=2.0)

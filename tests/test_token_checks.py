@@ -1,5 +1,7 @@
 """Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
 
+import dataclasses
+
 import pytest
 from test_conversation import CHATML, END, Scripted, call, ids, make_tokenizer
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
@@ -7,7 +9,10 @@ from test_formats import ids as ids_of
 
 import mt_grpo_trainer as mt
 from mt_grpo import token_checks
+from mt_grpo.id_hashes import hash_of_ids
+from mt_grpo.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
+from mt_grpo.server_errors import read_completion
 from mt_grpo.token_checks import check_batch
 
 TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
@@ -141,3 +146,23 @@ def test_a_kind_is_told_once_and_raised_where_asked(monkeypatch, caplog):
         token_checks.check_rollouts(rollouts, env, args)
     args.tokenization_sanity_check_mode = "off"
     assert token_checks.check_rollouts(rollouts, env, args) == {}
+
+
+def test_a_turn_that_read_other_ids_is_found():
+    """The backend says that it read another prompt than the record has."""
+    rollouts, env = conversation()
+    (generation,) = rollouts[0].turns[1].generations
+    rollouts[0].turns[1].generations[0] = dataclasses.replace(generation, saw=hash_of_ids([1, 2, 3]))
+    checks, (found,) = found_in(rollouts, env)
+    assert checks == {"ids"} and (found.kind, found.place) == ("read", "before turn 1")
+
+
+def test_backends_give_an_account():
+    """Of the ids that they read: the server in its answer, TRL's generation by what it is called with."""
+    choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    answer = {"choices": [{**choice, "prompt_token_ids": [1, 2]}], "usage": {"prompt_tokens": 2}}
+    assert read_completion(answer, 2, 8).saw == hash_of_ids([1, 2])
+    assert read_completion({**answer, "choices": [choice]}, 2, 8).saw is None
+    backend = InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: True)
+    (generation,) = backend.serve([backend.generate([1, 2, 3], 4)])
+    assert generation.saw == hash_of_ids([1, 2, 3])

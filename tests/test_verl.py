@@ -591,7 +591,76 @@ def test_bad_function_tools_are_refused(tmp_path, source, message):
         mt.MultiTurnToolEnv(tools)
 
 
-@pytest.mark.parametrize("returned", ["(1, 2, 3, 4)", "()", "ToolResponse(text='x', image=[1])", "object()"])
+def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
+    """No module of verl is looked for beside the YAML but the one that is named."""
+    (tmp_path / "schemas.py").write_text("ToolResponse = None")
+    (tmp_path / "utils.py").write_text("1 / 0")
+    path = counter(tmp_path, NEW, "tools: [{class_name: 'written_tools.py:Counter'}]")
+    build(tools_config_file=path)
+    (tmp_path / "my_tool.py").write_text((tmp_path / "written_tools.py").read_text())
+    env = build(tools_config_file=write_yaml(tmp_path, "tools: [{class_name: verl.tools.my_tool.Counter}]"))()
+    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    assert rollout.turns[0].observation == "1"
+
+
+def test_rows_select_function_tools_without_a_yaml(tmp_path):
+    (tmp_path / "written_functions.py").write_text(FUNCTIONS)
+    env = build(function_tool_path=str(tmp_path / "written_functions.py"))()
+    rows = [{"tool_selection": ["double"]}, {"tools_kwargs": {"waits": {}}}]
+    first, second = converse(env, [[call("waits", text="a"), ANSWER], [call("waits", text="a"), ANSWER]], rows)
+    assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
+    assert not hasattr(first.environment, "get_reward")  # nobody gives an outcome reward
+    with pytest.raises(ValueError, match="Row 1: The row names the tool 'triple', expected some of double, "):
+        prompt = [{"role": "user", "content": "?"}]
+        rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]
+        check_dataset(Dataset.from_list(rows), "train_dataset", env)
+
+
+@pytest.mark.parametrize("lifecycle", ["trajectory", "call"])
+def test_a_create_that_is_given_up_is_released(tmp_path, lifecycle):
+    counter(tmp_path, NEW)
+    rewrite(
+        tmp_path,
+        "        return instance_id, ToolResponse()",
+        "        import asyncio\n        await asyncio.sleep(3600)",
+    )
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"), tool_lifecycle=lifecycle)(
+        tool_timeout=0.5, environment_timeout=0.5
+    )
+    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    failed = rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    assert failed if lifecycle == "trajectory" else rollout.turns[0].error == "timeout"
+    log = importlib.import_module("written_tools").log
+    for _ in range(100):
+        if log[-1][0] == "release":
+            break
+        time.sleep(0.05)
+    assert [step for step, *_ in log] == ["create", "release"]
+
+
+def test_names_that_clash_are_refused(tmp_path):
+    talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
+    with pytest.raises(ValueError, match="A tool and an interaction are both called 'count'"):
+        build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
+    counter(tmp_path, NEW)
+    rewrite(tmp_path, '"name": "count"', '"name": "agent_data"')
+    del sys.modules["written_tools"]
+    with pytest.raises(ValueError, match="'agent_data', which is a name of the trainer's"):
+        build(tools_config_file=str(tmp_path / "tools.yaml"))
+
+
+def test_numbers_and_dates_of_a_yaml(tmp_path):
+    """As OmegaConf reads them."""
+    text = "tools: [{class_name: written_tools.Counter, config: {a: 1e-4, b: 2024-01-01, c: 7, d: 1.5, e: true}}]"
+    env = build(tools_config_file=counter(tmp_path, NEW, text))()
+    (tool,) = env.environments.by_name[None].verl_tools.values()
+    assert tool.config == {"a": 1e-4, "b": "2024-01-01", "c": 7, "d": 1.5, "e": True}
+
+
+@pytest.mark.parametrize(
+    "returned",
+    ["(1, 2, 3, 4)", "('x', float('nan'))", "('x', 'y')", "()", "ToolResponse(text='x', image=[1])", "object()"],
+)
 def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     counter(tmp_path, {**NEW, "RETURNED": returned})
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
