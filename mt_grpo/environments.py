@@ -7,6 +7,7 @@ import atexit
 import functools
 import inspect
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -251,16 +252,13 @@ class Environments:
                     asyncio.run(_awaited(closing))
 
     def _close_at_exit(self) -> None:
-        """What an error or a signal left open. No loop and no new threads of a pool are left here."""
-
-        def close_all() -> None:
-            for rollout in list(self._open.values()):
-                self._close_now(rollout)
-
-        if self._open:
-            thread = threading.Thread(target=close_all, daemon=True)
+        """What an error or a signal left open, each in a thread: one that hangs leaves no other one open."""
+        threads = [threading.Thread(target=self._close_now, args=(r,), daemon=True) for r in self._open.values()]
+        for thread in threads:
             thread.start()
-            thread.join(self.timeout)
+        end = time.monotonic() + self.timeout
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -26,11 +26,11 @@ from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
 from mt_grpo.data import load_rows
-from mt_grpo.environments import check_environment
+from mt_grpo.environments import Environments, check_environment
 from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
-from mt_grpo.rollout import Reply, StopReason, ToolResult
+from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
 from mt_grpo.run_log import rollout_rows
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
@@ -900,3 +900,25 @@ def test_a_prompt_has_to_come_from_somewhere():
     (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
     assert "reset returned nothing, and the row has no prompt" in str(rollout.error)
+
+
+def test_at_the_end_of_the_process_one_that_hangs_leaves_no_other_open():
+    closed = []
+
+    class Held:
+        def reset(self, hangs, **row):
+            self.hangs = hangs
+
+        def close(self):
+            if self.hangs:
+                time.sleep(3600)
+            closed.append(self)
+
+    environments = Environments(Held, 1.0, {})
+    rollouts = [
+        Rollout([{"role": "user", "content": "?"}], [], row={"hangs": hangs}) for hangs in (True, False, False)
+    ]
+    for rollout in rollouts:
+        asyncio.run(environments.open(rollout))
+    environments._close_at_exit()
+    assert {id(each) for each in closed} == {id(rollout.environment) for rollout in rollouts[1:]}

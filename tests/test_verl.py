@@ -609,7 +609,8 @@ def test_rows_select_function_tools_without_a_yaml(tmp_path):
     rows = [{"tool_selection": ["double"]}, {"tools_kwargs": {"waits": {}}}]
     first, second = converse(env, [[call("waits", text="a"), ANSWER], [call("waits", text="a"), ANSWER]], rows)
     assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
-    assert not hasattr(first.environment, "get_reward")  # nobody gives an outcome reward
+    # Nobody gives a reward, but what functions return.
+    assert not hasattr(first.environment, "get_reward") and not hasattr(first.environment, "respond")
     with pytest.raises(ValueError, match="Row 1: The row names the tool 'triple', expected some of double, "):
         prompt = [{"role": "user", "content": "?"}]
         rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]

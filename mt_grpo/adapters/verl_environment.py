@@ -149,23 +149,6 @@ class VerlEnvironment:
     def _kwargs(self, tool: str, step: str) -> dict[str, Any]:
         return self.agent_data.tools_kwargs.get(tool, {}).get(f"{step}_kwargs") or {}
 
-    async def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
-        """A turn with calls is answered by their results, another one by the interaction, if the row has one."""
-        if turn.calls or self._interaction is None:
-            return None
-        kwargs = self.agent_data.interaction_kwargs
-        respond, messages = self._interaction.generate_response, copy.deepcopy(rollout.history)
-        answer = await aside(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
-        if not isinstance(answer, tuple) or len(answer) != 4:
-            raise TypeError(
-                f"generate_response gave {answer!r:.100}, expected (whether it is over, text, score, dict)"
-            )
-        over, text, score, info = answer
-        if score is not None:
-            self.agent_data.turn_scores.append(score)
-        messages = [] if over else [{"role": "user", "content": text}]
-        return Reply(messages=messages, stop=bool(over), reward=score, info={"said": text, **(info or {})})
-
     async def _finish(self) -> None:
         for tool, own_id in self._ids.items():
             calc = self.verl_tools[tool].calc_reward
@@ -204,6 +187,27 @@ class VerlEnvironment:
             raise RuntimeError("; ".join(f"{type(error).__name__}: {error_text(error)}" for error in errors))
 
 
+class AnsweringEnvironment(VerlEnvironment):
+    """One with interactions."""
+
+    async def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
+        """A turn with calls is answered by their results, another one by the interaction, if the row has one."""
+        if turn.calls or self._interaction is None:
+            return None
+        kwargs = self.agent_data.interaction_kwargs
+        respond, messages = self._interaction.generate_response, copy.deepcopy(rollout.history)
+        answer = await aside(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
+        if not isinstance(answer, tuple) or len(answer) != 4:
+            raise TypeError(
+                f"generate_response gave {answer!r:.100}, expected (whether it is over, text, score, dict)"
+            )
+        over, text, score, info = answer
+        if score is not None:
+            self.agent_data.turn_scores.append(score)
+        messages = [] if over else [{"role": "user", "content": text}]
+        return Reply(messages=messages, stop=bool(over), reward=score, info={"said": text, **(info or {})})
+
+
 class ScoredEnvironment(VerlEnvironment):
     """One whose tools or interactions give an outcome reward."""
 
@@ -227,8 +231,13 @@ def environment_class(name: str, tools: dict[str, Any], interactions: dict[str, 
         methods[tool] = method_of(tool, tools[tool].json_schema)
     scored = [overridden(tool, "calc_reward") for tool in tools.values()]
     scored += [overridden(each, "calculate_score") for each in interactions.values()]
-    base = ScoredEnvironment if any(scored) else VerlEnvironment
-    return type(name, (base,), {**methods, "verl_tools": tools, "interactions": interactions, **settings})
+    # A method that can give nothing would stand for a reward that is missing.
+    bases = [*([AnsweringEnvironment] if interactions else []), *([ScoredEnvironment] if any(scored) else [])]
+    return type(
+        name,
+        tuple(bases) or (VerlEnvironment,),
+        {**methods, "verl_tools": tools, "interactions": interactions, **settings},
+    )
 
 
 def method_of(name: str, schema: dict[str, Any]) -> Callable:
