@@ -37,7 +37,7 @@ FAULTS_AND_STOPPING = {
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
-    "squeezed", "pieces", "add", "copy", "digest",
+    "squeezed", "pieces", "said", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "submit",
