@@ -103,6 +103,10 @@ class AdapterKeys:
     interaction_config_path: str | None = field(
         default=None, metadata={"help": "Another name of interaction_config_file"}
     )
+    use_inference_chat_template: bool = field(
+        default=False,
+        metadata={"help": "verl's: the template renders the whole history before each turn, a record each"},
+    )
     mcp_config_file: str | None = field(
         default=None,
         metadata={"help": "JSON with mcpServers, whose tools the model has"},
@@ -123,6 +127,22 @@ class AdapterKeys:
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """As `choose_conversation`, with `use_inference_chat_template`."""
+    found, environment = choose_conversation(script_args, args, base)
+    if not script_args.use_inference_chat_template:
+        return found, environment
+    if not getattr(found, "renders_all", True):
+        raise ValueError(
+            "use_inference_chat_template has no effect where an agent or a scheduler brings its messages. Remove it."
+        )
+    try:
+        from mt_grpo.adapters.inference_template import RenderedConversation
+    except ImportError as error:
+        raise ValueError(f"use_inference_chat_template needs the clone ({error}).") from None
+    return type("RenderedConversation", (RenderedConversation, found), {}), environment
+
+
+def choose_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """(class of conversations, classes of environments or None) of a recipe. Raises `ValueError`.
 
     Args:

@@ -153,7 +153,8 @@ def listed(env: Any) -> set[tuple]:
         calls = [ToolCall("add", {"a": 2})]
         asked = written._render([{"role": "user", "content": "A question."}])
         opened = opening in asked and closing not in asked.rpartition(opening)[2]  # by the generation prompt
-        for thought in ("", f"so\n{closing}\n\n" if opened else f"{opening}\nso\n{closing}\n\n"):
+        begun = "" if opened else opening
+        for thought in ("", f"{begun}\nso\n{closing}\n\n", f"{begun}so{closing}"):
             for texts, called in (
                 ((f"{thought}A turn.", f"{thought}Another."), []),
                 ((f"{thought} A turn. \n", "\n\nB "), []),

@@ -2996,6 +2996,20 @@ GYM = [
         "tests/test_token_checks.py::test_backends_give_an_account",
     ),
     Mutation(
+        "tokens: the history is appended where it is to be rendered anew",
+        "mt_grpo/adapter_keys.py",
+        "    if not script_args.use_inference_chat_template:",
+        "    if True:",
+        "tests/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
+    ),
+    Mutation(
+        "tokens: what is rendered anew is read twice",
+        "mt_grpo/adapters/inference_template.py",
+        "        history, read = rollout.history, len(turn.observation_ids)\n        turn.observation_ids = []",
+        "        history, read = rollout.history, len(turn.observation_ids)\n        turn.observation_ids = list(turn.observation_ids)",
+        "tests/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
+    ),
+    Mutation(
         "openenv: a late session stays open",
         "mt_grpo/adapters/swift_openenv.py",
         "if uuid not in self._contexts:",

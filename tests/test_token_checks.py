@@ -1,14 +1,16 @@
 """Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
-from test_conversation import CHATML, END, Scripted, call, ids, make_tokenizer
+from test_conversation import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from test_formats import ids as ids_of
 
 import mt_grpo_trainer as mt
 from mt_grpo import token_checks
+from mt_grpo.adapter_keys import AdapterKeys, load_conversation
 from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
@@ -166,3 +168,38 @@ def test_backends_give_an_account():
     backend = InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: True)
     (generation,) = backend.serve([backend.generate([1, 2, 3], 4)])
     assert generation.saw == hash_of_ids([1, 2, 3])
+
+
+def rendered_conversation(**settings):
+    script_args = SimpleNamespace(**{**vars(AdapterKeys()), "environment": None, "tools_script": None,
+                                     "use_inference_chat_template": True, **settings})  # fmt: skip
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+    return load_conversation(script_args, args, mt.MultiTurnToolEnv)[0]
+
+
+def test_the_history_is_rendered_anew_before_each_turn():
+    """Qwen3's template leaves out the thinking of earlier turns; each turn is a record, with what was sampled."""
+    turns = [f"<think>{word}</think>\n\n" + call("echo", text="hi") for word in ("one", "two")] + [
+        "<answer>5</answer>"
+    ]
+    rollouts, env = conversation(rendered_conversation(), turns, QWEN3_TOKENIZER)
+    (rollout,) = rollouts
+    user, opened = "<|im_start|>user\n?<|im_end|>\n", "<|im_start|>assistant\n"
+    said = opened + call("echo", text="hi") + "<|im_end|>\n"
+    read = "<|im_start|>user\n<result>\nhi\n</result><|im_end|>\n"
+    before = [user + opened, user + said + read + opened, user + said + read + said + read + opened]
+    assert [QWEN3_TOKENIZER.decode(record.prompt_ids) for record in rollout.records] == before
+    assert [record.completion_ids for record in rollout.records] == [ids(turn) for turn in turns]
+    assert all(set(record.loss_mask) == {1} for record in rollout.records)
+    assert found_in(rollouts, env)[0] == set()
+    assert rollout.new_tokens == sum(len(ids(turn)) for turn in turns) + 2 * len(ids(END_OF_TURN + read + opened))
+
+
+END_OF_TURN = "<|im_end|>\n"
+
+
+def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
+    agents = type("Agents", (), {"renders_all": False})
+    monkeypatch.setattr("mt_grpo.adapter_keys.choose_conversation", lambda *args: (agents, None))
+    with pytest.raises(ValueError, match="use_inference_chat_template has no effect where an agent"):
+        rendered_conversation()

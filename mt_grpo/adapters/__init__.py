@@ -15,6 +15,7 @@ A module imports from the package, and from modules that stand above it in this 
     agent_commands    an agent as a command
     agent_programs    an agent as a function; the end of an agent of either kind
     openai_agent      the conversation that an agent runs
+    inference_template  the history rendered anew before each turn
     gym_text          a game of gymnasium as text
     gym_environment   a game of gymnasium as an environment
     mcp_servers       servers of the Model Context Protocol: started, asked, started again
