@@ -249,7 +249,7 @@ def test_limits_of_calls():
             nonlocal running, most
             running, most = running + 1, max(most, running + 1)
             begun.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(0.12)
+            await asyncio.sleep(0.35)
             running -= 1
 
     async def run():
