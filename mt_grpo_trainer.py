@@ -1397,7 +1397,7 @@ class MTGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
     )
     weight_check_every: int = field(
-        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th (0: never)"}
+        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th"}
     )
     vllm_request_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}

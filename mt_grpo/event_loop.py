@@ -38,6 +38,11 @@ def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
+async def run_aside(coroutine: Coroutine, thread: str) -> Any:
+    """Run a coroutine on the event loop of another thread. Who stops waiting for it cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
+
+
 def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
     """Run a coroutine on the background loop and wait for its result. An interrupted wait cancels the coroutine.
 

@@ -161,11 +161,11 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
     return script_args, args, model_args
 
 
-# Keys of which one says what the conversation is.
 FILES = (
     "tools_config_file", "tool_config_path", "function_tool_path", "mcp_config_file", "interaction_config_file",
     "interaction_config_path",
 )  # fmt: skip
+# Keys of which one says what the conversation is.
 CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env", *FILES)
 
 

@@ -98,7 +98,7 @@ def variants(parts: list[tuple[str, bool]], thinking: tuple[str, str]) -> Iterab
     yield "", parts
     for gone in (turns[:-1], turns):
         # A generation prompt may open the thinking, which then ends in the turn.
-        kept, text = [], ""
+        kept: list[tuple[str, bool]] = []
         for k, (part, sampled) in enumerate(parts):
             own = part
             if k in gone:
@@ -107,7 +107,6 @@ def variants(parts: list[tuple[str, bool]], thinking: tuple[str, str]) -> Iterab
                     head, _, _ = kept[-1][0].rpartition(thinking[0])
                     kept[-1] = (head, kept[-1][1])
                     own = own.partition(thinking[1])[2]
-            text += own
             kept.append((own, sampled))
         yield THINKING, kept
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from mt_grpo.chat_format import ChatFormat
 from mt_grpo.id_hashes import IdHash
 from mt_grpo.ranks import RunError
 from mt_grpo.rollout import Record, Rollout, join
@@ -108,9 +109,12 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
     counts, told_of = dict.fromkeys(CHECKS, 0), []
     # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
+    # A format of a fork's own may lack what renders conversations to compare with.
+    compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
+    rendered = min(len(trained), COMPARED) if compares else 0
     for number, rollout in enumerate(trained):
         found = join([check_ids(record) + check_mask(record, record.loss_mask) for record in rollout.records])
-        if number < COMPARED and getattr(env, "renders_all", True):
+        if number < rendered:
             texts = join([check_text(rollout, record, env) for record in rollout.records])
             passed = listed(env) if texts else set()
             found += [
@@ -121,8 +125,7 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
         for check in {each.check for each in found}:
             counts[check] += 1
         told_of += found
-    texts = min(len(trained), COMPARED) if getattr(env, "renders_all", True) else 0
-    return counts, {"ids": len(trained), "mask": len(trained), "text": texts}, told_of
+    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, told_of
 
 
 def text_of(found: Difference) -> str:

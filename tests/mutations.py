@@ -2767,8 +2767,8 @@ GYM = [
     Mutation(
         "verl: tools run on the loop of the conversations",
         "mt_grpo/adapters/verl_tools.py",
-        'background_loop("mt-grpo-verl")',
-        "background_loop()",
+        'run_aside(coroutine, "mt-grpo-verl")',
+        'run_aside(coroutine, "mt-grpo-rollouts")',
         "tests/test_verl.py::test_a_tool_that_hangs_or_blocks_delays_no_conversation",
     ),
     Mutation(

@@ -219,7 +219,9 @@ def test_a_slow_call_ends_no_server(tmp_path):
     assert slow.turns[0].observation == "waited" and failed.turns[0].error == "tool" and server.starts == 1
 
 
-def test_variables_must_be_set(tmp_path):
+def test_variables_must_be_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("WITH_DOLLAR", "pa$word")
+    assert mcp_servers.filled_in({"A": "Bearer ${WITH_DOLLAR}", "B": 1}) == {"A": "Bearer pa$word", "B": "1"}
     with pytest.raises(ValueError, match="A has \\$NOT_SET_X, which is no environment variable"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "env": {"A": "$NOT_SET_X"}}})
 

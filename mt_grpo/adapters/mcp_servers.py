@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +173,11 @@ class McpServer:
 
 def filled_in(values: dict[str, Any] | None) -> dict[str, str]:
     """Texts with `$NAME` replaced. Raises `ValueError` for a variable that is not set."""
-    found = {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
-    for key, text in found.items():
-        for braced, plain in re.findall(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", text):
+    for key, value in (values or {}).items():
+        for braced, plain in re.findall(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", str(value)):
             if (braced or plain) not in os.environ:
                 raise ValueError(f"{key} has ${braced or plain}, which is no environment variable that is set")
-    return found
+    return {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -187,11 +185,6 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for each in error.exceptions for leaf in leaves(each)]
     return [error]
-
-
-async def on_loop(coroutine: Coroutine) -> Any:
-    """Run a coroutine on the event loop of the connections. Who stops waiting for it cancels it."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(LOOP)))
 
 
 def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """One conversation with verl's tools and interaction: their state, their calls, their rewards.
 
 All of their methods run on an event loop of their own. So a tool that blocks (`requests` inside `async def`) delays
-the other tools, and not the conversations, whose time limits hold.
+the other tools, and no conversation between its `reset` and its end: time limits hold.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class VerlEnvironment:
         if self._interaction is not None and overridden(self._interaction, "calculate_score"):
             calc = self._interaction.calculate_score
             given = (self._interaction_id,) if inspect.signature(calc).parameters else ()
-            self._keep(self._interaction.name, await calc(*given))
+            self._keep(self.interaction_of(self.agent_data.interaction_kwargs), await calc(*given))
 
     def _keep(self, name: str, value: Any) -> None:
         """Keep an outcome reward. verl's search tools give a list of texts there, which is none."""

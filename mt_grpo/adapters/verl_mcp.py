@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.adapters.verl_tools import BaseTool
+from mt_grpo.event_loop import run_aside
 
 
 class MCPBaseTool(BaseTool):
@@ -18,9 +19,9 @@ class MCPBaseTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Ask the server. Raises what it says of a call that failed, which the model reads."""
-        from mt_grpo.adapters.mcp_servers import McpToolError, on_loop
+        from mt_grpo.adapters.mcp_servers import LOOP, McpToolError
 
-        result = await on_loop(self.server.call(self.name, parameters))
+        result = await run_aside(self.server.call(self.name, parameters), LOOP)
         text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             raise McpToolError(text)

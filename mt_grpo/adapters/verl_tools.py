@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import types
@@ -11,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.event_loop import background_loop
+from mt_grpo.event_loop import run_aside
 from mt_grpo.replies import is_number
 from mt_grpo.rollout import ToolResult
 from mt_grpo.tool_results import as_text
@@ -85,7 +84,7 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Callable:
 
 async def aside(coroutine: Coroutine) -> Any:
     """Run a coroutine of verl's tools on their own event loop. Who stops waiting for it cancels it."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop("mt-grpo-verl")))
+    return await run_aside(coroutine, "mt-grpo-verl")
 
 
 def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
