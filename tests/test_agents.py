@@ -14,6 +14,7 @@ import numpy
 import openai
 import pytest
 import warm_python
+from processes import alive, ends
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -1050,19 +1051,6 @@ print('0.5')"
     rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
     assert rollout.reward == 0.5, rollout.error
     assert ends(int((tmp_path / "pid").read_text()))
-
-
-def alive(pid):
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def ends(pid):
-    for _ in range(1200):
-        if not alive(pid):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})

@@ -28,6 +28,7 @@ import pydantic
 import pytest
 import trl
 from datasets import Dataset
+from processes import alive, ends
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
@@ -2101,7 +2102,7 @@ def test_the_start_of_a_process_is_not_the_calls_time(isolated, monkeypatch):
 def test_with_an_isolated_tool_goes_what_it_started(isolated, monkeypatch, tmp_path):
     monkeypatch.setenv("MARK", str(tmp_path))
 
-    def alive() -> list[Path]:
+    def those_alive() -> list[Path]:
         found = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -2111,9 +2112,9 @@ def test_with_an_isolated_tool_goes_what_it_started(isolated, monkeypatch, tmp_p
 
     assert observe(isolated[6], tool_timeout=1.5).error == "timeout"
     deadline = time.monotonic() + 5
-    while alive() and time.monotonic() < deadline:
+    while those_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive()
+    assert not those_alive()
 
 
 def test_an_isolated_async_function_behind_a_decorator_is_awaited(isolated):
@@ -2124,13 +2125,7 @@ def test_what_an_isolated_tool_started_goes_with_it_when_it_crashes(isolated, mo
     """Its child has inherited the pipe for answers, and nobody else would end it."""
     monkeypatch.setenv("MARK", str(tmp_path))
     assert observe(isolated[8], call("fork_and_leave"), tool_timeout=2).error == "timeout"
-    pid, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":  # nobody is there to reap it
-            break
-        time.sleep(0.05)
-    else:
-        assert not Path(f"/proc/{pid}").exists()
+    assert ends(int((tmp_path / "child").read_text()))
 
 
 def test_isolated_processes_without_work_end(isolated, monkeypatch):
@@ -2180,13 +2175,10 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     root = Path(mt.__file__).parent
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
     pid = int(trainer.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
+    assert alive(pid)
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    assert ends(pid)
 
 
 @contextmanager

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import ends
 from test_conversation import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
@@ -344,29 +346,12 @@ def test_a_server_ends_with_its_trainer(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout.readline().strip() == str(process.pid)
-        (child,) = children(process.pid)
+        (child,) = psutil.Process(process.pid).children()
         os.kill(process.pid, signal.SIGKILL)
-        for _ in range(300):
-            if not Path(f"/proc/{child}").exists() or "sums.py" not in Path(f"/proc/{child}/cmdline").read_text():
-                return
-            time.sleep(0.1)
-        raise AssertionError("the server is still there")
+        assert ends(child.pid)
     finally:
         process.kill()
         process.wait()
-
-
-def children(parent):
-    """Processes whose parent it is: those that another thread of it has started, too."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[1] == str(parent):
-            found.append(status.parent.name)
-    return found
 
 
 def test_the_loop_is_one_of_its_own():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from processes import ends
 
 
 def run(*arguments, **options):
@@ -85,12 +86,10 @@ def test_signals_reach_the_program(signum, code, ignored):
     finally:
         signal.signal(signal.SIGINT, before)
     with process:
-        pid, deadline = int(process.stdout.readline()), time.monotonic() + 20
+        pid = int(process.stdout.readline())
         process.send_signal(signum)
         assert process.wait(20) == code
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not Path(f"/proc/{pid}").exists()
+        assert ends(pid)
 
 
 def test_it_ends_with_the_tests():

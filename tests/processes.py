@@ -1,0 +1,26 @@
+"""Whether a process that a test looks for has ended.
+
+psutil and not /proc: between the look whether a process's file exists and the reading of it the process may end.
+"""
+
+import time
+
+import psutil
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; what nobody has waited for (a zombie) does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ends(pid: int, seconds: float = 60.0) -> bool:
+    """Whether it ends within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
