@@ -5,13 +5,13 @@ import os
 import re
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
+from processes import ends
 from test_conversation import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
 import mt_grpo_trainer as mt
@@ -317,16 +317,6 @@ def test_a_sandbox(random_model, tmp_path):
     assert not any(Path(folder).exists() for folder, _ in seen)
 
 
-def runs(process: str) -> bool:
-    """Whether a process is there and no zombie. One that was killed may take a moment to go."""
-    for _ in range(100):
-        stat = Path("/proc", process, "stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX":
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
     sandbox = load_class(f"{ROOT}/tools/sandbox.py:Sandbox", "environment")()
     sandbox.seconds = 1
@@ -342,7 +332,7 @@ def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
         for name, text in programs.items():
             sandbox.write_file(name, text)
         process, ended = sandbox.run_python("endless.py").split("\n")
-        assert ended == "[exit code -9]" and not runs(process)
+        assert ended == "[exit code -9]" and ends(int(process), 10)
         large = sandbox.run_python("large.py")
         assert large.startswith("x" * 1000) and len(large) < 4100
         assert sandbox.run_python("env.py") == "False\n[exit code 0]"
