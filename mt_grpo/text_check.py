@@ -158,6 +158,7 @@ def listed(env: Any) -> set[tuple]:
                 ((f"{thought}A turn.", f"{thought}Another."), []),
                 ((f"{thought} A turn. \n", "\n\nB "), []),
                 ((thought + call_text(written, calls), f"{thought}Another."), calls),
+                ((thought + call_text(written, calls), "Another."), calls),
             ):
                 rollout = faultless(env, texts, called)
                 if rollout is not None:

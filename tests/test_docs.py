@@ -160,11 +160,18 @@ def test_every_python_block_is_run_here():
         "class Adder",
         "import function_tool",
         "sys.stdin.read()",
+        "import ProgramError",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
         for body in blocks(text, "python"):
             assert any(word in body for word in known), f"{page}: no test runs\n{body}"
+
+
+def test_the_example_of_programs_runs(capsys):
+    run(block(ENVIRONMENTS, "python", "import ProgramError"))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert (first, others[0], others[-1]) == ("144", "Traceback (most recent call last):", "[exit code 1]")
 
 
 def test_the_reward_example_runs():

@@ -151,6 +151,36 @@ def test_a_server_over_streamable_http(tmp_path):
         process.wait(timeout=30)
 
 
+@pytest.mark.parametrize("more", [{}, {"type": "sse"}])
+def test_a_server_of_the_older_transport(tmp_path, monkeypatch, more):
+    """In the form of verl's JSON, whose addresses with `auth_token` are of it without saying so."""
+    port, given = free_port(), []
+    entry = sums(tmp_path, str(port))
+    (tmp_path / "sums.py").write_text(SERVER.replace('"streamable-http"', '"sse"'))
+    connect = mcp_servers.sse_client
+    monkeypatch.setattr(mcp_servers, "sse_client", lambda url, **keys: given.append(keys) or connect(url, **keys))
+    process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        url = f"http://127.0.0.1:{port}/sse"
+        tools = tools_of(tmp_path, {"sums": {"url": url, "auth_token": "secret", **more}})
+        (turn,) = talk(tools, call("add", a=3))
+        assert (turn.observation, turn.error) == ("4", None)
+        process.terminate()
+        process.wait(timeout=30)
+        (turn,) = talk(tools, call("add", a=3))
+        assert turn.error == "tool" and "sums" in turn.observation
+        process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+        wait_for(port)
+        (turn,) = talk(tools, call("add", a=4))
+        assert (turn.observation, turn.error) == ("5", None)
+        assert {keys["headers"]["Authorization"] for keys in given} == {"Bearer secret"}
+        assert {keys["sse_read_timeout"] for keys in given} == {None}  # no call for long ends nothing
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
 def wait_for(port):
     for _ in range(300):
         with socket.socket() as caller:

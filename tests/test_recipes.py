@@ -210,8 +210,11 @@ def source_of(function) -> str:
 def yaml_of_tool(trainer):
     """The file whose schema a tool of verl's format has."""
     (tool,) = trainer.env.environments.by_name[None].verl_tools.values()
-    path = f"verl_tools/{tool.name}.yaml"
-    return path if yaml.safe_load((ROOT / path).read_text())["tools"][0]["tool_schema"] == tool.json_schema else None
+    schemas = {
+        path: yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] for path in ROOT.glob("verl_tools/*.yaml")
+    }
+    (path,) = (path for path, schema in schemas.items() if schema == tool.json_schema)
+    return str(path.relative_to(ROOT))
 
 
 def json_of_server(trainer):
@@ -296,6 +299,8 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
     if recipe.get("tool_format", "xml") != "xml":  # the random model's own chat template knows no tools
         template = ROOT / recipe["model_name_or_path"] / "chat_template.jinja"
+        if not template.exists():  # a model of the Hub
+            template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
         model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
     original = recipe.get("reward_fn", "")

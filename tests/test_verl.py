@@ -201,6 +201,20 @@ def test_arguments_of_create_under_one_name(tmp_path):
     assert rollout.turns[0].observation == "2"
 
 
+def test_arguments_of_create_from_the_rows_columns(tmp_path):
+    """What a row gives itself goes before. A row that has neither is refused before a model is loaded."""
+    text = NATIVE.replace("config:", "create_kwargs_from: {start: answer}, config:")
+    env = build(tools_config_file=counter(tmp_path, NEW, text))()
+    own = {"tools_kwargs": {"count": {"create_kwargs": {"start": 40}, "execute_kwargs": {"x": 1}}}, "answer": 3}
+    rollouts = converse(env, [[call("count"), ANSWER]] * 2, [{"answer": 3}, own])
+    assert [rollout.turns[0].observation for rollout in rollouts] == ["4", "41"]
+    prompt = [{"role": "user", "content": "?"}]
+    with pytest.raises(ValueError, match="Row 0: create_kwargs_from of 'count' names the column 'answer', which the"):
+        check_dataset(Dataset.from_list([{"prompt": prompt, "other": 3}]), "train_dataset", env)
+    check_dataset(Dataset.from_list([{"prompt": prompt, "answer": 3}]), "train_dataset", env)
+    check_dataset(Dataset.from_list([{"prompt": prompt, "tool_selection": []}]), "train_dataset", env)
+
+
 def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
     counter(tmp_path, CREATED='"own", ToolResponse(text="It is 0.")')
     rewrite(tmp_path, "self.values[instance_id] = start", "self.values['own'] = start")
@@ -441,6 +455,17 @@ def test_a_row_without_arguments_has_no_interaction(tmp_path):
     assert [step for step, *_ in importlib.import_module("written_talk").log] == ["start", "generate", "finalize"]
 
 
+def test_arguments_of_an_interaction_from_the_rows_columns(tmp_path):
+    text = "interaction: [{class_name: written_talk.GuessInteraction, interaction_kwargs_from: {number: answer}}]"
+    env = build(interaction_config_path=interaction(tmp_path, text=text))()
+    converse(env, [["7"]] * 2, [{"answer": 3}, {"answer": 3, "interaction_kwargs": {"number": 1, "name": "guess"}}])
+    log = importlib.import_module("written_talk").log
+    begun = [given for step, *given in log if step == "start"]
+    assert sorted(begun, key=str) == [[{"number": 1, "name": "guess"}], [{"number": 3}]]
+    with pytest.raises(ValueError, match="interaction_kwargs_from of 'guess' names the column 'answer'"):
+        env.environments.by_name[None].check_row({"other": 1})
+
+
 def test_tools_go_before_the_interaction(tmp_path):
     counter(tmp_path, NEW)
     env = build(tools_config_file=str(tmp_path / "tools.yaml"), interaction_config_file=interaction(tmp_path))()
@@ -448,6 +473,21 @@ def test_tools_go_before_the_interaction(tmp_path):
     log = importlib.import_module("written_talk").log
     assert [step for step, *_ in log] == ["start", "generate", "finalize"] and rollout.turns[0].observation == "1"
     assert rollout.environment.outcome_rewards == {"count": 0.1, "guess": 0.25} and rollout.reward == 0.35
+
+
+def test_an_interaction_and_a_tool_read_results_of_role_tool(tmp_path):
+    """As in verl, also in the format in which the model reads them as the user's."""
+    counter(tmp_path, {**NEW, "RETURNED": NEW["RETURNED"].replace("{}", "{'seen': kwargs['agent_data'].messages}")})
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"), interaction_config_file=interaction(tmp_path))()
+    calls = [call("count"), call("count", by=2)]
+    (rollout,) = converse(env, [[*calls, "7"]], [{"interaction_kwargs": {"x": 1}}])
+    assert rollout.turns[0].messages == [{"role": "user", "content": "<result>\n1\n</result>"}]  # `xml`
+    begin = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": calls[0]},
+             {"role": "tool", "content": "1"}, {"role": "assistant", "content": calls[1]}]  # fmt: skip
+    end = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "7"}]
+    assert importlib.import_module("written_talk").log[1][2] == begin + end
+    seen = [metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"]]
+    assert seen == [begin[:2], begin]
 
 
 @pytest.mark.parametrize(
@@ -500,6 +540,9 @@ BAD_YAML = {
         "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", "are called 'count'"
     ),
     "mcp": ("tools: [{class_name: written_tools.Counter, config: {type: mcp}}]", "mcp_servers_config_path"),
+    "columns that are none": (
+        "tools: [{class_name: written_tools.Counter, create_kwargs_from: [start]}]", "create_kwargs_from is"
+    ),
     "a schema that is none": (
         "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "made: ValidationError"
     ),
@@ -838,3 +881,83 @@ def test_a_search_service_that_fails(tmp_path, monkeypatch):
     )  # fmt: skip
     answers[:] = [(503, b"")] * 10
     assert "10 attempts" in search("http://x", ["q"])[0] and answers == []
+
+
+# -- tools behind MCP servers, with a class that asks them as verl's own does --
+
+OWN_MCP = """
+from fastmcp.exceptions import ClientError
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+from verl.tools.utils.mcp_clients.McpClientManager import ClientManager
+
+
+class MCPBaseTool(BaseTool):
+    async def _call_tool(self, instance_id, parameters):
+        return self._parse_tool_result(await ClientManager.call_tool(self.name, parameters))
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        text, metrics = await self._call_tool(instance_id, parameters)
+        return ToolResponse(text=text), 0.25, metrics
+
+    def _parse_tool_result(self, content):
+        return "own: " + content[0].text, {"parts": len(content)}
+"""
+OF_MCP = "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp}, mcp: %s}]"
+
+
+class EchoServer:
+    """Stands for a server that runs: it says what it was asked."""
+
+    name = "echoes"
+
+    async def call(self, tool, arguments):
+        parts = [types.SimpleNamespace(type="text", text=f"{tool} {arguments}")]
+        return types.SimpleNamespace(content=parts, is_error="bad" in arguments)
+
+
+@pytest.fixture
+def own_mcp_tool(tmp_path, monkeypatch):
+    """A YAML of a server's tool `echo`, and verl's class beside it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "bad": {"type": "integer"}}}
+    tool = types.SimpleNamespace(name="echo", description="Echoes.", input_schema=schema)
+    monkeypatch.setattr("mt_grpo.adapters.mcp_tools.start_servers", lambda *given: [(EchoServer(), [tool])])
+    return write_yaml(tmp_path, OF_MCP % "{mcp_servers_config_path: x.json}", OWN_MCP, "mcp_base_tool")
+
+
+def give_mcp_client(monkeypatch):
+    """What verl's own class imports, with no server behind it."""
+    clients = "verl.tools.utils.mcp_clients"
+    for name in ("fastmcp", "fastmcp.exceptions", clients, f"{clients}.McpClientManager"):
+        module = types.ModuleType(name)
+        module.ClientError, module.ClientManager = RuntimeError, None
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_verls_own_mcp_tool_asks_the_servers_of_its_entry(own_mcp_tool, monkeypatch):
+    """Its `ClientManager` would know none of them."""
+    give_mcp_client(monkeypatch)
+    env = build(tools_config_file=own_mcp_tool)()
+    (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
+    good, bad, _ = rollout.turns
+    assert (good.observation, good.results[0].reward) == ("own: echo {'a': 1}", 0.25)
+    assert bad.error == "tool" and bad.observation == "Error: echo {'bad': 1}"  # which its class does not read
+    assert rollout.environment.agent_data.metrics == {"echo": [{"parts": 1}]}
+
+
+def test_what_is_built_in_stands_for_verls_own_mcp_tool_without_its_client(own_mcp_tool, caplog):
+    env = build(tools_config_file=own_mcp_tool)()
+    (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
+    assert rollout.turns[0].observation == "echo {'a': 1}"
+    assert rollout.turns[1].error == "tool" and rollout.turns[1].observation == "Error: echo {'bad': 1}"
+    assert [record.message for record in caplog.records if "stands for it" in record.message] == [
+        f"{own_mcp_tool!r}: verl.tools.mcp_base_tool needs fastmcp, which is not installed: what is built in stands "
+        "for it."
+    ]
+
+
+def test_a_tool_that_lacks_a_package_of_its_own_is_refused(tmp_path):
+    path = counter(tmp_path, NEW)
+    rewrite(tmp_path, "log = []", "import fastmcp_not_there")
+    with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError: No module named 'fastmcp_not_"):
+        build(tools_config_file=path)

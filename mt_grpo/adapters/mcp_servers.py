@@ -123,20 +123,26 @@ class McpServer:
 
     async def own(self, ready: asyncio.Future, closing: asyncio.Event) -> None:
         """Hold the connection open until it is to be closed."""
-        try:
-            async with self.transport() as target, Client(target) as client:
-                if not ready.done():
-                    ready.set_result(client)
-                    await closing.wait()
-        except BaseException as error:
-            causes = leaves(error)
-            if not ready.done():
-                ready.set_exception(causes[0] if isinstance(causes[0], Exception) else RuntimeError(repr(causes[0])))
-            elif not closing.is_set():
-                logger.warning(f"The connection to the MCP server {self.name} ended: {error_text(causes[0])}")
+        failures: list[BaseException] = []
+        for kind in kinds(self.entry):
+            try:
+                async with self.transport(kind) as target, Client(target) as client:
+                    if not ready.done():
+                        ready.set_result(client)
+                        await closing.wait()
+                return
+            except BaseException as error:
+                failures.append(leaves(error)[0])
+                if ready.done() or not isinstance(error, Exception):
+                    break
+        if not ready.done():
+            first = failures[0]
+            ready.set_exception(first if isinstance(first, Exception) else RuntimeError(repr(first)))
+        elif not closing.is_set():
+            logger.warning(f"The connection to the MCP server {self.name} ended: {error_text(failures[-1])}")
 
     @contextlib.asynccontextmanager
-    async def transport(self) -> Any:
+    async def transport(self, kind: str) -> Any:
         """What the SDK's client connects to."""
         entry = self.entry
         if "command" in entry:
@@ -151,8 +157,9 @@ class McpServer:
         headers = filled_in(entry.get("headers"))
         if entry.get("auth_token"):
             headers["Authorization"] = "Bearer " + filled_in({"auth_token": entry["auth_token"]})["auth_token"]
-        if (entry.get("type") or entry.get("transport")) == "sse":
-            yield sse_client(entry["url"], headers=headers)
+        if kind == "sse":
+            # Between two calls it may be silent for as long as a training step takes; the SDK would give it 300 s.
+            yield sse_client(entry["url"], headers=headers, timeout=self.start_timeout, sse_read_timeout=None)
             return
         timeout = httpx2.Timeout(self.start_timeout, read=None)
         async with httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True) as http:
@@ -178,6 +185,16 @@ def filled_in(values: dict[str, Any] | None) -> dict[str, str]:
             if (braced or plain) not in os.environ:
                 raise ValueError(f"{key} has ${braced or plain}, which is no environment variable that is set")
     return {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
+
+
+def kinds(entry: dict[str, Any]) -> list[str]:
+    """The transports to try, one after the other. An address without a type may also be of the older one, as in verl.
+
+    >>> kinds({"command": "x"}), kinds({"url": "http://x"}), kinds({"url": "http://x", "type": "sse"})
+    (['stdio'], ['http', 'sse'], ['sse'])
+    """
+    given = entry.get("type") or entry.get("transport")
+    return [given] if given else ["stdio"] if "command" in entry else ["http", "sse"]
 
 
 def leaves(error: BaseException) -> list[BaseException]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mt_grpo.adapters.verl_mcp import load_mcp_entry
-from mt_grpo.adapters.verl_paths import install, tool_schema_class
+from mt_grpo.adapters.verl_paths import install, tool_schema_class, use_built_in
 from mt_grpo.adapters.verl_tools import FunctionTool, declared, schema_dict
+from mt_grpo.json_types import fits_type
 from mt_grpo.plugins import import_file, load_class
 from mt_grpo.tool_results import error_text
 
+logger = logging.getLogger(__name__)
+MCP_BASE = "verl.tools.mcp_base_tool"
+OF_MCP_TOOLS = ("fastmcp", "verl.tools.utils.mcp_clients")  # what it imports; verl's wheels lack the second
 OF_TOOLS = ("create", "execute", "calc_reward", "release")
 OF_INTERACTIONS = ("start_interaction", "generate_response", "finalize_interaction")
 
@@ -32,6 +38,7 @@ def load_tools_config(path: str) -> dict[str, Any]:
             made = load_mcp_entry(entry, cls, path, key)
         else:
             made = [make_tool(entry, cls, where)]
+            made[0].create_kwargs_from = columns_of(entry, "create_kwargs_from", where)
         for tool in made:
             name = tool.tool_schema.function.name
             if name in tools:
@@ -66,7 +73,16 @@ def load_interactions(path: str) -> dict[str, Any]:
             interactions[name] = cls({**(entry.get("config") or {}), "name": name})
         except Exception as error:
             raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+        interactions[name].interaction_kwargs_from = columns_of(entry, "interaction_kwargs_from", where)
     return interactions
+
+
+def columns_of(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
+    """`{argument: column}` of an entry, which verl's own files do not have. Raises `ValueError`."""
+    found = entry.get(key) or {}
+    if not fits_type(found, dict[str, str]):
+        raise ValueError(f"{where}: {key} is {found!r:.100}, expected names of arguments with names of columns.")
+    return found
 
 
 def default_name(cls: type) -> str:
@@ -154,7 +170,7 @@ def find_class(reference: str, path: str, key: str) -> type:
     if folder not in sys.path:
         sys.path.append(folder)  # last: it hides nothing
     try:
-        found = getattr(importlib.import_module(module), name, None) if module else None
+        found = getattr(import_module(module, path), name, None) if module else None
     except Exception as error:
         raise ValueError(
             f"{key}: class_name {reference!r} of {path!r} cannot be imported: {type(error).__name__}: "
@@ -163,6 +179,21 @@ def find_class(reference: str, path: str, key: str) -> type:
     if not isinstance(found, type):
         raise ValueError(f"{key}: class_name {reference!r} of {path!r} names {found!r}, expected a class.")
     return found
+
+
+def import_module(name: str, path: str) -> types.ModuleType:
+    """A module that a YAML names. What is built in stands for verl's MCP tools where what those import is missing."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(OF_MCP_TOOLS):
+            raise
+        use_built_in(MCP_BASE)
+        module = importlib.import_module(name)
+        logger.warning(
+            f"{path!r}: {MCP_BASE} needs {error.name}, which is not installed: what is built in stands for it."
+        )
+        return module
 
 
 def check_methods(cls: type, names: tuple[str, ...], where: str) -> None:

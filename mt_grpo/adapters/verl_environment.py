@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.adapters.verl_rows import STEPS, AgentData, overridden, row_kwargs, takes, with_given
+from mt_grpo.adapters.verl_rows import STEPS, AgentData, overridden, row_kwargs, takes, with_columns, with_given
 from mt_grpo.adapters.verl_tools import aside, cut_characters, read_result, response_text
 from mt_grpo.environments import METHODS
 from mt_grpo.replies import is_number
@@ -52,7 +52,7 @@ class VerlEnvironment:
     @classmethod
     def check_row(cls, row: dict[str, Any]) -> list[str] | None:
         """The tools that a row names. Raises `ValueError` for one that asks for what is not there."""
-        tools_kwargs, interaction_kwargs, selection = row_kwargs(row)
+        tools_kwargs, _, selection = row_kwargs(row)
         for name, given in tools_kwargs.items():
             if not isinstance(given, dict):
                 raise ValueError(f"tools_kwargs of {name!r} is {type(given).__name__}, expected a dict.")
@@ -60,9 +60,25 @@ class VerlEnvironment:
             if unknown:
                 expected = ", ".join(f"{step}_kwargs" for step in STEPS)
                 raise ValueError(f"tools_kwargs of {name!r} has {sorted(unknown)}, expected some of {expected}.")
+        _, interaction_kwargs, _ = cls.kwargs_of(row)
         if cls.interactions:
             cls.interaction_of(interaction_kwargs)
         return [*(selection or []), *tools_kwargs]
+
+    @classmethod
+    def kwargs_of(cls, row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], list[str] | None]:
+        """`row_kwargs`, with what the YAML takes from the row's columns. Raises `ValueError` for a missing one."""
+        tools_kwargs, interaction_kwargs, selection = row_kwargs(row)
+        for name, tool in cls.verl_tools.items():
+            columns, own = getattr(tool, "create_kwargs_from", None), tools_kwargs.get(name, {})
+            if columns and (selection is None or name in selection):
+                given = with_columns(own.get("create_kwargs", {}), columns, row, f"create_kwargs_from of {name!r}")
+                tools_kwargs[name] = {**own, "create_kwargs": given}
+        only = next(iter(cls.interactions)) if len(cls.interactions) == 1 else None
+        name = interaction_kwargs.get("name", only)
+        if columns := getattr(cls.interactions.get(name), "interaction_kwargs_from", None):
+            interaction_kwargs = with_columns(interaction_kwargs, columns, row, f"interaction_kwargs_from of {name!r}")
+        return tools_kwargs, interaction_kwargs, selection
 
     @classmethod
     def interaction_of(cls, kwargs: dict[str, Any]) -> str | None:
@@ -81,7 +97,7 @@ class VerlEnvironment:
 
         What a `create` says is put behind the prompt.
         """
-        tools_kwargs, interaction_kwargs, self.tool_selection = row_kwargs(row)
+        tools_kwargs, interaction_kwargs, self.tool_selection = self.kwargs_of(row)
         self.agent_data = AgentData(uuid.uuid4().hex, tools_kwargs, interaction_kwargs)
         self.outcome_rewards = {}
         said = await aside(self._begin(interaction_kwargs))
@@ -195,7 +211,7 @@ class AnsweringEnvironment(VerlEnvironment):
         if turn.calls or self._interaction is None:
             return None
         kwargs = self.agent_data.interaction_kwargs
-        respond, messages = self._interaction.generate_response, copy.deepcopy(rollout.history)
+        respond, messages = self._interaction.generate_response, copy.deepcopy(self.agent_data.messages)
         answer = await aside(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
         if not isinstance(answer, tuple) or len(answer) != 4:
             raise TypeError(

@@ -19,12 +19,7 @@ class MCPBaseTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Ask the server. Raises what it says of a call that failed, which the model reads."""
-        from mt_grpo.adapters.mcp_servers import LOOP, McpToolError
-
-        result = await run_aside(self.server.call(self.name, parameters), LOOP)
-        text, metrics = self._parse_tool_result(result.content)
-        if result.is_error:
-            raise McpToolError(text)
+        text, metrics = await ask_server(self, instance_id, parameters)
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list) -> tuple[str, dict[str, Any]]:
@@ -52,6 +47,17 @@ class MCPSearchTool(MCPBaseTool):
         return "".join(texts), metrics
 
 
+async def ask_server(tool: Any, instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(what the model reads, metrics) of a call. It stands for `_call_tool` of verl's own class."""
+    from mt_grpo.adapters.mcp_servers import LOOP, McpToolError
+    from mt_grpo.adapters.mcp_tools import result_text
+
+    result = await run_aside(tool.server.call(tool.name, parameters), LOOP)
+    if result.is_error:
+        raise McpToolError(result_text(result))  # as it is: a class may read nothing but answers
+    return tool._parse_tool_result(result.content)
+
+
 def load_mcp_entry(entry: dict[str, Any], cls: type, path: str, key: str) -> list[BaseTool]:
     """The tools of an entry. Raises `ValueError`.
 
@@ -73,6 +79,9 @@ def load_mcp_entry(entry: dict[str, Any], cls: type, path: str, key: str) -> lis
     if not os.path.exists(servers):
         servers = str(Path(path).parent / servers)
     selection, found = mcp.get("tool_selected_list"), []
+    owner = next((each for each in reversed(cls.__mro__) if "_call_tool" in vars(each)), MCPBaseTool)
+    if not issubclass(owner, MCPBaseTool):  # verl's own class, which would ask its `ClientManager`
+        owner._call_tool = ask_server
     timeout, rate = config.get("timeout", 30), config.get("rate_limit")
     for server, tools in start_servers(servers, key, timeout, 64, rate):
         for tool in tools:

@@ -88,6 +88,12 @@ def install(module: str = "", folder: str = "") -> None:
         finder.beside.pop(module, None)
 
 
+def use_built_in(name: str) -> None:
+    """Have a module of verl be what is built in, whatever else there is."""
+    sys.modules[name] = module = types.ModuleType(name)
+    vars(module).update(MODULES[name])
+
+
 def tool_schema_class() -> type:
     """The class of a tool's schema: an installed verl's own, which its tools may check for."""
     return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema

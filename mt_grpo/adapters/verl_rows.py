@@ -30,7 +30,7 @@ class AgentData:
     @property
     def messages(self) -> list:
         """All messages so far, the turn with the calls included."""
-        return self.rollout.history if self.rollout else []
+        return messages_of(self.rollout) if self.rollout else []
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -68,6 +68,16 @@ class AgentData:
         return sum(bool(turn.messages) for turn in self.rollout.turns) if self.rollout else 0
 
 
+def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
+    """What was said so far, as it is in verl: a tool's result is a message of role `tool` in every format."""
+    pairs = [pair for turn in rollout.turns for pair in zip(turn.messages, turn.results)]
+    results = {id(message): result.text for message, result in pairs if message["role"] == "user"}
+    return [
+        {"role": "tool", "content": results[id(message)]} if id(message) in results else message
+        for message in rollout.history
+    ]
+
+
 def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], list[str] | None]:
     """(tools_kwargs, interaction_kwargs, tool_selection) of a row, as columns or in its column `extra_info`.
 
@@ -89,6 +99,20 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {type(value).__name__}, expected a {kind.__name__}.")
     return without_none(tools or {}), without_none(interaction or {}), selection
+
+
+def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Keyword arguments from a row's columns, as `{argument: column}` says. Those that are given go before.
+
+    Raises `ValueError` for a column that the row lacks.
+
+    >>> with_columns({"level": 2}, {"ground_truth": "answer"}, {"answer": "7"}, "create_kwargs_from of 'check'")
+    {'ground_truth': '7', 'level': 2}
+    """
+    missing = [column for name, column in columns.items() if name not in given and row.get(column) is None]
+    if missing:
+        raise ValueError(f"{where} names the column {missing[0]!r}, which the row lacks. It has {sorted(row)}.")
+    return {**{name: row[column] for name, column in columns.items() if name not in given}, **given}
 
 
 def without_none(value: Any) -> Any:
