@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 import operator
 import re
 import typing
@@ -29,6 +30,8 @@ TYPES_THAT_WORK = (
     "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
 )
 
+OTHERS = "others"  # stands in a signature for parameters whose names Python does not take
+
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
     """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
@@ -49,7 +52,7 @@ def as_tool(tool: Any) -> Callable:
             and `run(**arguments)`, which may be async.
 
     Raises:
-        ValueError: the schema describes no function whose parameters have names.
+        ValueError: the schema describes no function.
     """
     if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
         return tool
@@ -66,11 +69,15 @@ def as_tool(tool: Any) -> Callable:
                 annotation=hint_of(each),
             )
             for name, each in sorted(properties.items(), key=lambda item: item[0] not in required)
+            if is_name(name)
         ]
+        others = {name: name in required for name in properties if not is_name(name)}
+        if others:
+            parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=Any))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
-            f"and parameters whose names Python takes: {error}."
+            f"and parameters: {error}."
         ) from None
 
     def call(**arguments: Any) -> Any:
@@ -87,7 +94,24 @@ def as_tool(tool: Any) -> Callable:
     returned = inspect.signature(tool.run).return_annotation
     made.__signature__ = inspect.Signature(parameters, return_annotation=returned)
     made.json_schema = {**function, "name": tool.name}
+    made.others = others
     return made
+
+
+def is_name(name: str) -> bool:
+    """Whether Python takes it as a parameter's name. Others have, for example, `from` or `user-id`."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS
+
+
+def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    """Raise `TypeError` for arguments that are unknown or missing, where Python takes not all of the names."""
+    if others := getattr(tool, "others", None):
+        unknown = [name for name in arguments if name not in signature.parameters and name not in others]
+        missing = [name for name, required in others.items() if required and name not in arguments]
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        if missing:
+            raise TypeError(f"missing a required argument: {missing[0]!r}")
 
 
 def hint_of(schema: dict[str, Any]) -> Any:
@@ -226,6 +250,7 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
     signature = signature_of(tool)
     try:
         signature.bind(**call.arguments)
+        check_others(tool, signature, call.arguments)
     except TypeError as error:
         return {}, f"{error}. Usage: {call.name}{signature}"
     if getattr(tool, "as_written", False):

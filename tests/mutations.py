@@ -2828,6 +2828,20 @@ GYM = [
         "tests/test_mcp.py::test_a_server_of_the_older_transport",
     ),
     Mutation(
+        "tools: a parameter whose name Python does not take may be missing",
+        "mt_grpo/tools.py",
+        "        if missing:",
+        "        if False:",
+        "tests/test_environments.py::test_a_tool_may_have_parameters_whose_names_python_does_not_take",
+    ),
+    Mutation(
+        "tools: beside names that Python does not take any name goes",
+        "mt_grpo/tools.py",
+        "        if unknown:",
+        "        if False:",
+        "tests/test_environments.py::test_a_tool_may_have_parameters_whose_names_python_does_not_take",
+    ),
+    Mutation(
         "verl: create_kwargs stay away from create",
         "mt_grpo/adapters/verl_environment.py",
         'kwargs = self._kwargs(tool, "create")',

@@ -28,10 +28,13 @@ TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone
 SERVER = '''
 """Sums, sleeps, ends: over stdio, or on a port over streamable HTTP."""
 import asyncio
+import functools
 import os
 import sys
+from typing import Annotated
 
 from mcp.server.mcpserver import Image, MCPServer
+from pydantic import Field
 
 server = MCPServer("sums")
 
@@ -47,6 +50,16 @@ async def wait(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)
     return "waited"
+
+
+def described(start: Annotated[int, Field(alias="from")], to: int = 9) -> str:
+    """A span."""
+
+
+@server.tool(name="span")
+@functools.wraps(described)
+def span(**arguments):
+    return f"{arguments['from']} to {arguments.get('to', 9)}"
 
 
 @server.tool()
@@ -193,14 +206,17 @@ def wait_for(port):
 def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     """The call that notices it reads an error; a failure of the tool's own ends no server."""
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
-    died, again, failed, typed, drawn = talk(
-        tools, call("end"), call("add", a=1), call("fail"), call("add", a="x"), call("draw")
-    )
+    died, again, failed, typed, drawn, span, unnamed = talk(
+        tools, call("end"), call("add", a=1), call("fail"), call("add", a="x"), call("draw"),
+        call("span", **{"from": 3}), call("span", to=3),
+    )  # fmt: skip
     assert died.error == "tool" and "the server sums ended during the call. Try again." in died.observation
     assert (again.observation, again.error) == ("2", None)
     assert failed.error == "tool" and "Error executing tool fail" in failed.observation
     assert typed.error == "tool" and "int" in typed.observation
     assert drawn.observation == "[image: not shown]"
+    assert span.observation == "3 to 9"  # a name that Python does not take as a parameter's
+    assert unnamed.observation.startswith("Error: missing a required argument: 'from'. Usage: span(to: int = 9, **oth")
     assert [record.message for record in caplog.records if "started again" in record.message] == [
         "The MCP server sums had ended, and is started again."
     ]

@@ -270,7 +270,8 @@ def method_of(name: str, schema: dict[str, Any]) -> Callable:
     run.__signature__ = signature.replace(
         parameters=[own, *signature.parameters.values()], return_annotation=ToolResult
     )
-    run.json_schema, run.as_written = as_written.json_schema, True  # a tool of verl reads its arguments itself
+    run.json_schema, run.others = as_written.json_schema, as_written.others
+    run.as_written = True  # a tool of verl reads its arguments itself
     return run
 
 
