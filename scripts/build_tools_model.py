@@ -88,10 +88,10 @@ def town_row(town: dict[str, str]) -> dict[str, str]:
 
 
 def make_sums(rng: random.Random, num_rows: int) -> list[dict[str, str]]:
-    """Word problems with a sum or a difference of two digits."""
+    """Word problems with a sum or a difference of two numbers from 1 to 5: so many that the model knows by heart."""
     rows = []
     for _ in range(num_rows):
-        name, thing, first, second = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9), rng.randint(1, 9)
+        name, thing, first, second = rng.choice(NAMES), rng.choice(THINGS), rng.randint(1, 5), rng.randint(1, 5)
         gets = first <= second or rng.random() < 0.5
         happens = f"gets {second} more" if gets else f"gives away {second}"
         answer = str(first + second if gets else first - second)
@@ -148,7 +148,7 @@ def make_tasks(rng: random.Random) -> list[Task]:
              compute),
         Task("calc_gsm8k_reward", "Check your answer, then give it.", described("gsm8k.yaml"), make_sums(rng, 4000),
              lambda row, rng: {"answer": row["answer"]},
-             lambda row, rng: {"answer": str(rng.randint(1, 18))}, check),
+             lambda row, rng: {"answer": str(rng.randint(1, 10))}, check),
         Task("search", "Search, then answer.", described("search.yaml"), [town_row(town) for town in all_towns[256:]],
              lambda row, rng: {"query_list": [town_name(row)]},
              lambda row, rng: {"query_list": [other_name(town_name(row), rng)]}, search),
@@ -158,7 +158,7 @@ def make_tasks(rng: random.Random) -> list[Task]:
 def call_turn(kind: str, task: Task, row: dict[str, Any], rng: random.Random) -> str:
     """What the assistant says before it has a good result."""
     if kind == "no call":
-        return str(rng.randint(2, 10 ** rng.randint(1, 4)))
+        return str(rng.randint(1, 10 ** rng.randint(1, 4)))
     if kind == "no tag":
         return f"The answer is {rng.randint(2, 9999)}."
     arguments = (task.mistake if kind == "wrong expression" else task.arguments)(row, rng)

@@ -2949,8 +2949,8 @@ GYM = [
     Mutation(
         "verl: arguments are checked as a function's",
         "mt_grpo/adapters/verl_environment.py",
-        "run.json_schema, run.as_written = as_written.json_schema, True",
-        "run.json_schema, run.as_written = as_written.json_schema, False",
+        "run.as_written = True",
+        "run.as_written = False",
         "tests/test_verl.py::test_results_and_failures_of_tools",
     ),
     Mutation(
