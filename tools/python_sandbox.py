@@ -6,51 +6,61 @@ file is loaded:
 | variable | meaning | default |
 |---|---|---|
 | `PYTHON_SANDBOX_SECONDS` | seconds that a program may take | 10 |
-| `PYTHON_SANDBOX_CPU_SECONDS` | of them, seconds that each of its processes may compute | 10 |
+| `PYTHON_SANDBOX_CPU_SECONDS` | seconds of computing of each of its processes | 10 |
 | `PYTHON_SANDBOX_MEMORY_MB` | memory that each of its processes may reserve (its address space) | 1024 |
 | `PYTHON_SANDBOX_OUTPUT` | characters of what it prints that the model reads: the first and the last ones | 4000 |
-| `PYTHON_SANDBOX_PYTHON` | the interpreter | this one, or `/usr/bin/python3` where other users cannot run it |
+| `PYTHON_SANDBOX_PYTHON` | the interpreter | this one; as root, where other users cannot run it, `/usr/bin/python3` |
 | `PYTHON_SANDBOX_REQUIRE` | what must be there, else the run does not start: some of `user,network,processes` | none |
 
-Every call is a new process in a new, empty folder, which is deleted behind it. Nothing is kept from call to call. The
+Every call is a new process in a new folder, which is deleted behind it. No variable is kept from call to call. The
 value of a last line that is an expression is printed, as in a notebook. `max_concurrent_tools` of the recipe says how
 many programs run at the same time (about one per core; a program's wait for its turn is not counted). `tool_timeout`
 should be longer than `PYTHON_SANDBOX_SECONDS`, so that the model reads what was printed until then.
 
 Protects against, always:
 - programs that do not end, compute without end, or print without end (`FILE_BYTES` per file, what they print too)
-- memory that one process reserves, core dumps, setuid programs (no new privileges), and the trainer's environment
-  variables: the program sees none of them
+- address space that one process reserves, open files, core dumps, setuid programs (no new privileges)
+- the trainer's environment variables, which it does not inherit
 
 Protects against, where it can be had. What cannot is said when the run starts:
-- `user`: the trainer runs as root, and each program as a user that no other program is at the same time. It can
-  read and write what all users may, at most `PROCESSES` processes run, and all of them are killed behind it. A program
-  never runs as root, whom the limit of processes (RLIMIT_NPROC) would not bind.
+- `user`: the trainer runs as root, and each program as a user that no other program in this container is at the same
+  time. It can read and write what all users may. At most `PROCESSES` processes run, and all of them are killed behind
+  it. It never runs as root: the limit of processes (RLIMIT_NPROC) does not bind root.
 - `network`: it has no network, not even this machine's own (a network namespace).
-- `processes`: it sees no other processes, and none of its own stays behind (a process namespace with its own /proc).
+- `processes`: it sees no processes of others, and none of its own stays behind, also where the trainer is killed
+  (namespaces of processes, with a /proc of its own). With `user`, too, /tmp, /var/tmp, /dev/shm and /run/lock are its
+  own, `SHARED_MB` each, and empty in every call.
 
 Does not protect against:
-- reading files that all users may read
-- without `user`: reading, writing and deleting your files; without `processes`, too: any number of processes, signals
-  to the trainer, and reading its memory
-- many files, which may fill the disk of the temporary folder or /dev/shm, and memory of several processes together (at
-  most `PROCESSES` times the limit): give the container a limit
-- faults of the Linux kernel: programs that somebody means ill with belong into a virtual machine
+- reading files that all users may read, and devices and Unix sockets that all may use (on GPU machines /dev/nvidia*)
+- without `user`: reading, writing and deleting your files, talking to your Unix sockets; without `processes`, too: any
+  number of processes, signals to the trainer, reading its memory and environment
+- with `user`, without `processes` (Docker's default): programs that outlive a trainer which is killed, until the next
+  program of that user number; what they write to /tmp and /dev/shm for a later program
+- many files in its folder, memory of several processes together (at most `PROCESSES` times the limit) and memory
+  that is no address space (memfd, SysV): give the container a limit. Where memory runs out, the kernel ends programs
+  first.
+- two containers of one kernel whose user numbers are the same: the kernel counts their processes together
+- faults of the Linux kernel: programs that somebody means ill with belong in a virtual machine
 
 Errors: a program that fails raises `ProgramError` with what it printed, which the model reads.
 """
 
 import contextlib
+import errno
+import fcntl
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
-import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,21 +70,36 @@ FILE_BYTES = 2**20  # of each file that a program writes, what it prints too
 PROCESSES = 32  # of a program at the same time, threads too; not without both `user` and `processes`
 FILES = 64  # open at the same time
 FIRST_USER, USERS = 64000, 1000  # user numbers that Debian gives to no one by itself
+SHARED_MB = 64  # of each folder that all users may write to
+ATTEMPTS = 20  # to start a program where the system has no room for a process or a file, half a second apart
 PROBE_SECONDS = 60.0  # for the first program, on a busy machine
+DELETE_SECONDS = 60.0  # for a program's folder; what is left then stays
 END_SECONDS = 5.0  # that what was killed may take to be gone
 
-NAMESPACES = {  # the first that this machine allows
-    ("network", "processes"): ["--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"],
-    ("network",): ["--net", "--ipc"],
+# The first that this machine allows. The program cannot see, stop or trace the first process of the outer namespace.
+OWN_PROCESSES = ["--pid", "--fork", "--kill-child"]
+NAMESPACES = {
+    ("network", "processes"): [["--net", "--ipc", *OWN_PROCESSES], [*OWN_PROCESSES, "--mount-proc"]],
+    ("network",): [["--net", "--ipc"]],
 }
+# In a mount namespace of root's: folders that all users may write to are the program's own.
+OWN_FOLDERS = (
+    f"for d in /tmp /var/tmp /dev/shm /run/lock; do [ ! -d $d ] || mount -t tmpfs -o size={SHARED_MB}m,mode=1777 "
+    'tmpfs $d || exit 1; done; exec "$@"'
+)
 WITHOUT = {
     "user": "programs run as you, and can do to your files what you can",
     "network": "programs reach the network",
     "processes": "programs see which processes run; as you, they may start any number and leave some behind",
 }
-# Run as a file of its own, so that an error's lines are those of the model's program.
+# Makes the program `__main__`, and keeps its own lines out of tracebacks.
 RUNNER = """
-import ast, sys, traceback
+import ast, os, sys, traceback, types
+try:
+    open("/proc/self/oom_score_adj", "w").write("1000")
+except OSError:
+    pass
+sys.stdout.reconfigure(line_buffering=True)  # what was printed is there when the time is over
 source = open("program.py", encoding="utf-8").read()
 try:
     tree = ast.parse(source, "program.py")
@@ -85,9 +110,11 @@ if tree.body and isinstance(tree.body[-1], ast.Expr):
     show = ast.copy_location(ast.Name("__show__", ast.Load()), tree.body[-1])
     tree.body[-1].value = ast.copy_location(ast.Call(show, [tree.body[-1].value], []), tree.body[-1])
 sys.excepthook = lambda kind, error, trace: traceback.print_exception(kind, error, trace and trace.tb_next)
-scope = {"__name__": "__main__", "__builtins__": __builtins__}
-scope["__show__"] = lambda value: None if value is None else print(repr(value))
-exec(compile(ast.fix_missing_locations(tree), "program.py", "exec"), scope)
+runner, main = sys.modules["__main__"], types.ModuleType("__main__")
+sys.modules["__main__"], sys.argv = main, ["program.py"]
+sys.path.insert(0, os.getcwd())
+vars(main).update(__file__="program.py", __show__=lambda value: None if value is None else print(repr(value)))
+exec(compile(ast.fix_missing_locations(tree), "program.py", "exec"), vars(main))
 """
 
 logger = logging.getLogger(__name__)
@@ -112,34 +139,57 @@ def setting(name: str, default: float) -> float:
 class Users:
     """Numbers of users that nobody else has at the same time, also no other process of this machine.
 
-    A number is held by a socket of that name until this process ends: so it is free again after a kill.
+    A number is held by a lock on a file until this process ends: so it is free again after a kill.
     """
 
-    def __init__(self):
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)  # a child has the parent's locks
+
+    def _forget(self) -> None:
         self._free: list[int] = []
-        self._held: list[socket.socket] = []
-        self._next, self._lock = FIRST_USER, threading.Lock()
+        self._held: list[int] = []
+        self._next, self._lock = secrets.randbelow(USERS), threading.Lock()  # another container may begin elsewhere
 
     def take(self) -> int:
         """A number. Raises `RuntimeError` where all are taken."""
         with self._lock:
             if self._free:
                 return self._free.pop()
-            while self._next < FIRST_USER + USERS:
-                number, held = self._next, socket.socket(socket.AF_UNIX)
-                self._next += 1
+            for _ in range(USERS):
+                number, self._next = FIRST_USER + self._next, (self._next + 1) % USERS
+                file = os.open(self._folder / f"{number}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 try:
-                    held.bind(f"\0python-sandbox-{number}")
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
-                    held.close()
+                    os.close(file)
                     continue
-                self._held.append(held)
+                self._held.append(file)
                 return number
         raise RuntimeError(f"all {USERS} users of the Python sandbox are taken on this machine")
 
     def give_back(self, number: int) -> None:
         with self._lock:
             self._free.append(number)
+
+
+def processes_of(user: int) -> list[psutil.Process]:
+    """The processes of a user, zombies too."""
+    return [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == user]
+
+
+def own_folder() -> Path:
+    """Where programs have their folders; no program may write into it. Raises `RuntimeError` if it is another's."""
+    root = os.geteuid() == 0
+    base = "/run" if root and os.access("/run", os.W_OK) else tempfile.gettempdir()
+    folder = Path(base) / f"python-sandbox-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o711)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise RuntimeError(f"the Python sandbox needs {folder} as a folder of its own: delete what is there")
+    return folder
 
 
 class Sandbox:
@@ -149,32 +199,38 @@ class Sandbox:
     """
 
     def __init__(self):
-        self.seconds, self.output = setting("SECONDS", 10), int(setting("OUTPUT", 4000))
+        self.seconds, self.output = setting("SECONDS", 10), max(2, int(setting("OUTPUT", 4000)))
         self.cpu_seconds, self.memory = math.ceil(setting("CPU_SECONDS", 10)), setting("MEMORY_MB", 1024)
-        self.users = Users() if os.geteuid() == 0 else None
-        self.options, self.has, why = [], set(), {}
+        self.folder = own_folder()
+        self.users = Users(self.folder) if os.geteuid() == 0 else None
+        self.namespaces, self.has, why = [], set(), {}
         missing = [name for name in ("setpriv", "prlimit", "unshare") if not shutil.which(name)]
         if missing:
             raise RuntimeError(f"the Python sandbox needs {', '.join(missing)} of util-linux on a Linux machine")
         if problem := self.problem():
-            user = f" as user {FIRST_USER}, and it never does as root" if self.users else ""
+            user = " as another user, and it never does as root" if self.users else ""
             raise RuntimeError(
                 f"the Python sandbox cannot run a program{user}: {problem}. PYTHON_SANDBOX_PYTHON may name an "
                 f"interpreter that all users can run; this was {self.interpreter()}."
             )
         self.has |= {"user"} if self.users else set()
-        for names, options in NAMESPACES.items():
-            self.options = [*([] if os.geteuid() == 0 else ["--user", "--map-current-user"]), *options]
+        for names, layers in NAMESPACES.items():
+            self.namespaces = [[*([] if self.users else ["--user", "--map-current-user"]), *layer] for layer in layers]
             if not (problem := self.problem()):
                 self.has |= set(names)
                 break
             why |= dict.fromkeys(names, problem)
         else:
-            self.options = []
+            self.namespaces = []
         self.tell(why)
 
     def tell(self, why: dict[str, str]) -> None:
         """Say what cannot be had. Raises `RuntimeError` for what is required."""
+        if self.interpreter() != sys.executable and not os.environ.get("PYTHON_SANDBOX_PYTHON"):
+            logger.warning(
+                f"Python sandbox: programs run by {self.interpreter()}, without the packages of {sys.executable}, "
+                "which other users cannot run. PYTHON_SANDBOX_PYTHON may name another one."
+            )
         required = {name.strip() for name in os.environ.get("PYTHON_SANDBOX_REQUIRE", "").split(",")} - {""}
         if unknown := required - set(WITHOUT):
             raise ValueError(f"PYTHON_SANDBOX_REQUIRE has {sorted(unknown)}, expected some of {', '.join(WITHOUT)}.")
@@ -213,38 +269,65 @@ class Sandbox:
         limits = [f"--cpu={self.cpu_seconds}:{self.cpu_seconds + 1}", f"--as={size}", f"--fsize={FILE_BYTES}"]
         limits += [f"--nofile={FILES}", "--core=0"]
         # Counted for a user's processes within a namespace of users, of which you have others outside of it.
-        limits += [f"--nproc={PROCESSES}"] if user or "--user" in self.options else []
+        limits += [f"--nproc={PROCESSES}"] if user or self.namespaces else []
         run = '"$@" >&0 2>&0 </dev/null'
-        run = f"{run}; exit $?" if "--pid" in self.options else f"exec {run}"
+        run = f"{run}; exit $?" if self.has_processes else f"exec {run}"
+        own_folders = ["sh", "-c", OWN_FOLDERS, "sh"] if user and self.has_processes else []
         return [
-            *ends, *(["unshare", *self.options] if self.options else []),
+            *ends, *(word for layer in self.namespaces for word in ("unshare", *layer)), *own_folders,
             *ends, "--no-new-privs", *as_user, "prlimit", *limits,
             "sh", "-c", run, "sh", self.interpreter(), "-I", "-B", "runner.py",
         ]  # fmt: skip
 
+    @property
+    def has_processes(self) -> bool:
+        """Whether programs have a namespace of processes."""
+        return any("--pid" in layer for layer in self.namespaces)
+
     def run(self, code: str, seconds: float) -> tuple[int | None, str]:
         """(exit code, what it printed) of a program. None: it was stopped at its time."""
         user = self.users.take() if self.users else None
-        folder = Path(tempfile.mkdtemp(prefix="python-sandbox-"))
+        try:
+            if user and processes_of(user):  # a trainer that was killed has left them
+                self.kill_user(user)
+            return self.run_as(user, code, seconds)
+        finally:
+            if user and (self.has_processes or not processes_of(user)):  # a zombie counts for the limit of processes
+                self.users.give_back(user)
+
+    def run_as(self, user: int | None, code: str, seconds: float) -> tuple[int | None, str]:
+        """`run`, as a user."""
+        if user:
+            folder = self.folder / str(user)
+            self.delete(folder)  # a trainer that was killed has left it
+            folder.mkdir(mode=0o700)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="program-", dir=self.folder))
         try:
             (folder / "runner.py").write_text(RUNNER, encoding="utf-8")
             (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
-            if user:
-                for path in (folder, *folder.iterdir()):
-                    os.chown(path, user, user)
+            if user:  # the folder last: until then it is closed to the user, who could put a link in a file's place
+                for path in (*folder.iterdir(), folder):
+                    os.chown(path, user, user, follow_symlinks=False)
             # Files, since a pipe would stay open as long as any process of the program.
             with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
                 exit_code = self.wait(folder, user, output, errors, seconds)
                 return exit_code, self.read(output) or (self.read(errors) if exit_code else "")
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if user:
-                self.users.give_back(user)
+            self.delete(folder)
+
+    @staticmethod
+    def delete(folder: Path) -> None:
+        """Delete a program's folder, if it is there. Not by shutil, which recurses and opens a file for each level."""
+        if os.path.lexists(folder):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command = ["rm", "-rf", "--one-file-system", "--", str(folder)]
+                subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS)
 
     def wait(self, folder: Path, user: int | None, output: BinaryIO, errors: BinaryIO, seconds: float) -> int | None:
         """The exit code of the program in a folder. What it started is killed behind it."""
         environment = {"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
-        environment["OMP_NUM_THREADS"] = "1"  # numpy's threads each reserve memory
+        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread's would reserve memory
         files = {"stdin": output, "stdout": errors, "stderr": errors}
         process = subprocess.Popen(
             self.command(user), cwd=folder, env=environment, start_new_session=True, umask=0o077, **files
@@ -254,7 +337,7 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None or "--pid" not in self.options:  # a namespace of processes ends with its first
+            if process.poll() is None or not self.has_processes:  # a namespace of processes ends with its first
                 self.kill(process, user)
 
     def kill(self, process: subprocess.Popen, user: int | None) -> None:
@@ -262,17 +345,35 @@ class Sandbox:
 
         `unshare` is killed last: it reaps the first process of its namespace, which nobody else may do in a container.
         """
-        if user:  # all of its processes at once, also those that left the group
-            as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
-            subprocess.run([*as_user, "kill", "-KILL", "--", "-1"], stderr=subprocess.DEVNULL)
-        elif "--pid" in self.options:
-            for child in psutil.Process(process.pid).children() if process.poll() is None else ():
-                child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS if user or "--pid" in self.options else 0)
+        if self.has_processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children():
+                    child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+        elif user:
+            self.kill_user(user)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    @staticmethod
+    def kill_user(user: int) -> None:
+        """Kill all processes of a user: at once, and then those that have stopped the one that does so."""
+        as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command = [*as_user, "kill", "-KILL", "--", "-1"]
+            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline:
+            left = processes_of(user)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                    process.kill()
+                    if os.getpid() == 1 and process.ppid() == 1:  # in a container nobody else reaps
+                        os.waitpid(process.pid, os.WNOHANG)
+            if not left or all(p.is_running() and p.status() == psutil.STATUS_ZOMBIE for p in left):
+                return
 
     def ending(self, exit_code: int | None) -> str:
         """Why a program ended that failed. A shell gives 128 and the signal's number, Python the negative number."""
@@ -307,7 +408,14 @@ def code_interpreter(code: str) -> str:
     Returns:
         What the program printed.
     """
-    exit_code, printed = SANDBOX.run(code, SANDBOX.seconds)
+    for attempt in range(ATTEMPTS):
+        try:
+            exit_code, printed = SANDBOX.run(code, SANDBOX.seconds)
+            break
+        except OSError as error:  # no fault of the program
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM) or attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(0.5)
     if exit_code == 0:
         return printed.rstrip() or "The program printed nothing."
     raise ProgramError(f"{printed.rstrip()}\n[{SANDBOX.ending(exit_code)}]".lstrip())
