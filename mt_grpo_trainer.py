@@ -59,6 +59,7 @@ from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
+from mt_grpo.first_batch import FirstBatch, preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
@@ -873,7 +874,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         super().__init__(
             model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, *(callbacks or [])],
+            callbacks=[self._weight_counter, FirstBatch(self), *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
@@ -1339,6 +1340,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
     eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
+    preflight: bool = field(default=False, metadata={"help": "Say what the run will do, roll out once, and end"})
 
 
 @dataclass
@@ -1463,34 +1465,32 @@ def build_env(
     conversation, environment = load_conversation(script_args, args, MultiTurnToolEnv)
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
     return conversation(
-        tools,
-        DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
-        args.max_env_steps,
-        tokenizer=tokenizer,
-        max_completion_length=args.max_completion_length,
-        max_turn_tokens=args.max_turn_tokens,
-        max_tool_response_tokens=args.max_tool_response_tokens,
-        tool_timeout=args.tool_timeout,
-        max_concurrent_tools=args.max_concurrent_tools,
-        chat_template_kwargs=args.chat_template_kwargs,
+        tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
+        args.max_env_steps, tokenizer=tokenizer, max_completion_length=args.max_completion_length,
+        max_turn_tokens=args.max_turn_tokens, max_tool_response_tokens=args.max_tool_response_tokens,
+        tool_timeout=args.tool_timeout, max_concurrent_tools=args.max_concurrent_tools,
+        chat_template_kwargs=args.chat_template_kwargs, tool_format=args.tool_format,
         state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        tool_format=args.tool_format,
-        max_parallel_calls=args.max_parallel_calls,
-        environment=environment,
+        max_parallel_calls=args.max_parallel_calls, environment=environment,
         environment_timeout=args.environment_timeout,
-    )
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`."""
+    """Train as the recipe says; write the model, `trainer_state.json` and the rollouts into `output_dir`.
+
+    With `--preflight` nothing is trained or written: the exit code says whether training would be pointless.
+    """
     keep_output_open()
     with ExitStack() as stack:
         try:
             script_args, args, model_args = parse_arguments(argv)
-            stack.enter_context(output_lock(args.output_dir))
+            stack.enter_context(preflight_settings(args) if script_args.preflight else output_lock(args.output_dir))
             trainer = build_trainer(script_args, args, model_args)
         except (ValueError, ServerError) as error:
             sys.exit(f"error: {error}")
+        if script_args.preflight:
+            sys.exit(run_preflight(trainer))
         train_or_save(trainer)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -46,6 +46,9 @@ A module imports only from modules that stand above it in this list.
     resume           stop on a signal or an error, save, continue
     refusals         settings that are refused before a model is loaded
     preflight        checks that need model, data or server
+    readings         what the first rollouts say of a run: the table of troubles
+    run_plan         what a run will do, as text
+    first_batch      the look at the first batch, and --preflight
     recipes          YAML and command line into checked dataclasses
     plugins          files loaded by path
     adapter_keys     recipe keys of the adapters, and the choice of one

@@ -1,0 +1,208 @@
+"""What the first rollouts say about a run: the table of readings that mean trouble, causes before consequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Facts = dict[str, Any]  # metrics by their names, settings by their keys, and what `first_batch` adds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One line of the table. Texts are filled in with the facts.
+
+    Attributes:
+        name: Short.
+        needs: Facts without which it says nothing.
+        when: Whether it means trouble.
+        says: What is.
+        why: Why it matters.
+        change: What to change.
+        ends: Whether training would be pointless.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    when: Callable[[Facts], bool]
+    says: str
+    why: str
+    change: str
+    ends: Callable[[Facts], bool] = lambda facts: False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A reading that means trouble, with its numbers."""
+
+    name: str
+    text: str
+    pointless: bool
+
+
+LR = 0.01  # AdamW moves every weight by about the learning rate in a step; the highest that a recipe here uses is 6e-4
+CUT = 0.5  # a model that must learn to be short is cut off in a third of the rollouts; half of them teach nothing else
+CUT_ALL = 0.95  # what is left gives no group two whole rollouts
+FAILS = 0.8  # of the calls; untrained models write one malformed call in three
+FAILS_ALL = 0.98
+NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
+SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
+UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained away from the one that is sampled
+ENV_ERRORS = 0.2  # rollouts that are not trained on
+AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
+GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
+
+READINGS = (
+    Reading(
+        "system prompt", ("prompt/lacks_system",), lambda f: f["prompt/lacks_system"],
+        "The model does not read the system prompt: the chat template leaves it out.",
+        "It says what tools there are and how to answer.",
+        "Use a chat template with a system role, or put the text into the prompts and set system_prompt: ''.",
+        lambda f: f["has_tools"],
+    ),
+    Reading(
+        "tools", ("prompt/lacks_tools",), lambda f: bool(f["prompt/lacks_tools"]),
+        "The prompt does not mention the tool {prompt/lacks_tools}.",
+        "A model calls no tool that it was not told of.",
+        "Write {{tool_descriptions}} into system_prompt, or set tool_format to hermes or native, which show the tools "
+        "by the chat template.",
+        lambda f: f["prompt/lacks_all_tools"],
+    ),
+    Reading(
+        "learning rate", ("learning_rate",), lambda f: f["learning_rate"] >= LR,
+        "learning_rate is {learning_rate:g}.",
+        "Adam moves every weight by about so much in one step: the model is gone after the first one.",
+        "Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).",
+        lambda f: True,
+    ),
+    Reading(
+        "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
+        "In {stop/environment_error:.0%} of the rollouts the environment failed: {first/environment_error}",
+        "These rollouts are not trained on.",
+        "Mend the environment, or raise environment_timeout.",
+        lambda f: f["stop/environment_error"] >= CUT_ALL,
+    ),
+    Reading(
+        "identical rollouts", ("groups/identical",),
+        lambda f: f["groups/identical"] >= SAME and f["temperature"] < UNSURE,
+        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}.",
+        "A group learns from the difference between its rollouts.",
+        "Set temperature: 1.0.",
+        lambda f: f["groups/identical"] >= CUT_ALL,
+    ),
+    Reading(
+        "identical rollouts", ("groups/identical",),
+        lambda f: f["groups/identical"] >= SAME and f["temperature"] >= UNSURE,
+        "In {groups/identical:.0%} of the groups all rollouts are the same.",
+        "A group learns from the difference between its rollouts.",
+        "Raise temperature where the model is sure of this task already; look whether top_k, top_p or min_p leave one "
+        "choice.",
+        lambda f: f["groups/identical"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,
+        "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}.",
+        "What is cut off is neither a whole call nor an answer, so it gets no reward.",
+        "Raise max_turn_tokens, or ask for shorter turns in system_prompt.",
+        lambda f: f["cut/by_turn"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] >= 0.5,
+        "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}. "
+        "{tokens/read:.0%} of their tokens are what the model reads.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Lower max_tool_response_tokens ({max_tool_response_tokens} now), or raise max_completion_length.",
+        lambda f: f["cut/by_completion"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] < 0.5,
+        "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Raise max_completion_length, or set max_turn_tokens and ask for shorter turns.",
+        lambda f: f["cut/by_completion"] >= CUT_ALL,
+    ),
+    Reading(
+        "context", ("stop/context_length",), lambda f: f["stop/context_length"] >= CUT,
+        "{stop/context_length:.0%} of the rollouts fill the model's context.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Lower max_completion_length or shorten the prompts; on a server raise --max-model-len.",
+        lambda f: f["stop/context_length"] >= CUT_ALL,
+    ),
+    Reading(
+        "failing tools", ("tools/failure_frequency",), lambda f: f["tools/broken"] >= FAILS,
+        "{tools/broken:.0%} of the calls that reach a tool fail: {first/tool_error}",
+        "The model learns not to call it.",
+        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
+        lambda f: f["tools/broken"] >= FAILS_ALL,
+    ),
+    Reading(
+        "malformed calls", ("tools/malformed_frequency",), lambda f: f["tools/malformed_frequency"] >= FAILS,
+        "{tools/malformed_frequency:.0%} of the calls cannot be run: {first/call_error}",
+        "The model does not know this way of writing calls.",
+        "Set the tool_format that the model was trained on (native, hermes), or show a whole call in system_prompt.",
+    ),
+    Reading(
+        "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
+        "{rollouts/called:.0%} of the rollouts call a tool.",
+        "What is never tried is never rewarded.",
+        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
+    ),
+    Reading(
+        "no answers", ("rollouts/ended",), lambda f: f["rollouts/ended"] <= NEVER,
+        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer.",
+        "A reward for the answer is then 0 for all.",
+        "Say in system_prompt how to answer, with an example; raise max_env_steps, max_completion_length.",
+    ),
+    Reading(
+        "turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
+        "{stop/max_turns:.0%} of the rollouts still call tools in the last turn that max_env_steps={max_env_steps} "
+        "allows.",
+        "They have no answer.",
+        "Raise max_env_steps, or tell the model how many calls it has.",
+    ),
+    Reading(
+        "constant rewards", ("rewards/constant",), lambda f: bool(f["rewards/constant"]) and not f["rewards/varied"],
+        "The rewards are the same for all rollouts: {rewards/constant}.",
+        "Advantages are differences within a group: all of them are 0.",
+        "Look at the reward functions, and whether an easier task, a part of the reward for a part of the way, or "
+        "another model gives some rollouts more than others.",
+        lambda f: True,
+    ),
+    Reading(
+        "no signal", ("credit/frac_groups_without_signal",),
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied"]),
+        "No group of {num_rollouts} rollouts has rewards that differ, though groups differ from each other.",
+        "Advantages are differences within a group: all of them are 0.",
+        "Raise num_generations or the temperature, or take prompts that are neither always nor never solved.",
+        lambda f: True,
+    ),
+    Reading(
+        "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
+        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above says where.",
+        "Training on other tokens than those of inference is the silent error of this field.",
+        "See docs/tokenization.md.",
+    ),
+    Reading(
+        "logprobs", ("sampling/sampling_logp_difference/mean",),
+        lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} in the mean.",
+        "The server samples from another distribution than the one that is trained.",
+        "Compare dtype, chat template and the model of the two; see docs/faults.md.",
+    ),
+)  # fmt: skip
+
+
+def troubles(facts: Facts) -> list[Trouble]:
+    """The readings that mean trouble, causes first.
+
+    >>> facts = {"learning_rate": 1.0}
+    >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
+    [('learning rate', True)]
+    """
+    found = []
+    for reading in READINGS:
+        if all(facts.get(name) is not None for name in reading.needs) and reading.when(facts):
+            text = f"{reading.says} {reading.why} {reading.change}".format_map(facts)
+            found.append(Trouble(reading.name, text, reading.ends(facts)))
+    return found

@@ -1,0 +1,180 @@
+"""--preflight on recipes that are broken on purpose, and the look at the first batch of every run."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import yaml
+from test_recipes import change_model
+
+import mt_grpo_trainer as mt
+from mt_grpo import first_batch
+from mt_grpo.first_batch import FirstBatch
+from mt_grpo.readings import (
+    AT_LIMIT,
+    CUT,
+    CUT_ALL,
+    ENV_ERRORS,
+    FAILS,
+    FAILS_ALL,
+    GAP,
+    LR,
+    NEVER,
+    READINGS,
+    SAME,
+)  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[1]
+CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
+CONSTANT = (
+    "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\nOUTCOME_REWARD_FUNCS = [constant]"
+)
+FAILING = '''
+def calculator(expression: str) -> str:
+    """Compute the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers combined with + - * / and parentheses.
+    """
+    raise ConnectionError("no server at 127.0.0.1:9")
+
+
+TOOL_FUNCTIONS = [calculator]
+'''
+# Leaves system messages out.
+NO_SYSTEM = (
+    "{% for message in messages if message['role'] != 'system' %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def project_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def recipe_file(folder, source=CALCULATOR, **changes):
+    """A recipe of 16 rollouts, with some keys changed."""
+    recipe = yaml.safe_load(source.read_text()) | {
+        "per_device_train_batch_size": 16,
+        "output_dir": str(folder / "out"),
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (recipe | changes).items() if value is not None}))
+    return str(path)
+
+
+def preflight(path, capsys):
+    """(exit code, what is printed, names of the troubles)."""
+    with pytest.raises(SystemExit) as ended:
+        mt.main(["--config", path, "--preflight"])
+    text = capsys.readouterr().out
+    return ended.value.code, text, re.findall(r"^  \d+\. (.*?):", text, re.M)
+
+
+def test_a_recipe_that_is_well(tmp_path, capsys):
+    """It says what will happen, and writes nothing."""
+    code, text, found = preflight(recipe_file(tmp_path), capsys)
+    assert (code, found) == (0, [])
+    assert "a batch  2 prompts x 8 rollouts = 16 = 16 per device x 1 rank x 1; 1 optimizer step from each" in text
+    assert "an epoch  1024 batches = 16384 rollouts = 1024 optimizer steps; the run: 75 optimizer steps" in text
+    assert "904,576 parameters, 904,576 of them trained, kept as float32, computed in float32" in text
+    assert "tokens of 1024; a turn has at most 64, a result 48, a conversation 2 observations" in text
+    assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
+    assert re.search(r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal$", text, re.M)
+    assert re.search(
+        r"^seconds: rollouts \d+\.\d \(tools .*, training \d+\.\d per optimizer step; \d+ tok", text, re.M
+    )
+    assert "the run: about 0." in text and text.endswith("Nothing here means trouble.\n")
+    assert not (tmp_path / "out").exists()
+
+
+def random_state():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_it_changes_neither_the_weights_nor_the_random_state(tmp_path):
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", recipe_file(tmp_path, save_strategy="no")]))
+    before, weights = random_state(), [p.detach().clone() for p in trainer.model.parameters()]
+    assert first_batch.run_preflight(trainer) == 0
+    assert random_state() == before and trainer.state.global_step == 0
+    assert all(torch.equal(old, new) for old, new in zip(weights, trainer.model.parameters()))
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog, monkeypatch):
+    """Once, of the rollouts that it trains on; it draws no random number, and says what means trouble."""
+    path, looked = recipe_file(tmp_path, max_steps=2, learning_rate=0.02), []
+    look = FirstBatch.on_pre_optimizer_step
+
+    def watched(self, *given, **more):
+        before = random_state()
+        look(self, *given, **more)
+        looked.append(random_state() == before)
+
+    monkeypatch.setattr(FirstBatch, "on_pre_optimizer_step", watched)
+    mt.main(["--config", path])
+    assert looked == [True, True]
+    (line,) = re.findall(r"^first batch: (16 rollouts, .*)$", capsys.readouterr().out, re.M)
+    (warning,) = [record.getMessage() for record in caplog.records if "learning_rate is 0.02" in record.getMessage()]
+    assert warning.startswith("learning rate: ")
+    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    assert f"reward {history[0]['reward']:.2f} (" in line and f"{history[0]['turns/mean']:.1f} turns" in line
+
+
+def test_the_page_has_the_table_of_readings():
+    """Each name once, in the order of the code, with its thresholds."""
+    page = (ROOT / "docs/preflight.md").read_text().partition("## Readings")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    assert [row[0] for row in rows[1:]] == list(dict.fromkeys(reading.name for reading in READINGS))
+    values = {
+        "learning rate": [LR], "environment errors": [ENV_ERRORS, CUT_ALL], "identical rollouts": [SAME, CUT_ALL],
+        "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
+        "failing tools": [FAILS, FAILS_ALL], "malformed calls": [FAILS], "no calls": [NEVER], "no answers": [NEVER],
+        "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
+    }  # fmt: skip
+    for name, *cells in rows[1:]:
+        numbers = re.findall(r"([\d.]+)(%?)", " ".join(cells).replace("tokenization.md", ""))
+        assert [float(number) / (100 if percent else 1) for number, percent in numbers] == values.get(name, []), name
+
+
+def broken(name, folder):
+    """(changes of the recipe, the trouble that is named first, what its text says, exit code)."""
+    if name == "no system role":
+        model = change_model(folder, str(ROOT / "hf_recipes/tiny/calculator-model"), "chat_template.jinja", NO_SYSTEM)
+        return {"model_name_or_path": model}, "system prompt", "chat template with a system role", 1
+    (folder / "constant.py").write_text(CONSTANT)
+    (folder / "failing.py").write_text(FAILING)
+    return {
+        "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
+                      "of the rollouts are cut off at max_completion_length=3. .*Raise max_completion_length", 1),
+        "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
+                            "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
+        "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
+                                  "Write {tool_descriptions} into system_prompt", 1),
+        "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
+                              "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
+        "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
+                           "100% of the calls that reach a tool fail: Error: no server at 127.0.0.1:9 .*Mend the", 1),
+        "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
+        "no temperature": ({"temperature": 0.01}, "identical rollouts",
+                           "at temperature=0.01. .*Set temperature: 1.0", 1),
+        "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
+    }[name]  # fmt: skip
+
+
+NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "a constant reward",
+         "a failing tool", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_broken_recipe_names_its_cause_first(name, tmp_path, capsys):
+    changes, first, says, expected = broken(name, tmp_path)
+    code, text, found = preflight(recipe_file(tmp_path, **changes), capsys)
+    assert found[:1] == [first], text
+    assert re.search(rf"^  1\. {first}: .*{says}", text, re.M), text
+    assert code == expected and ("Training would be pointless." in text) == bool(expected)
