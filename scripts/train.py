@@ -106,8 +106,9 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
         if server and not server.is_alive():
             server.show_log()
             print("train: error: the vLLM server ended during training; see above.", file=sys.stderr, flush=True)
-        say(f"the trainer failed with exit code {status}")
-    else:
+        what = "preflight" if "--preflight" in arguments else "trainer"
+        say(f"the {what} failed with exit code {status}")
+    elif "--preflight" not in arguments:
         say(f"done; the model and trainer_state.json are in {plan['output_dir']}")
     return status
 

@@ -1,5 +1,6 @@
 """tools/python_sandbox.py: what programs can do, and what they cannot, on a machine that allows more or less."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import ends
+from processes import alive, ends
 from test_conversation import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 
@@ -180,15 +181,20 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
 
 
 @as_root
-def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox):
-    module = sandbox(allowed=False)
+def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox, monkeypatch):
+    """Before its program begins, whose processes are counted with what is left."""
+    module, found = sandbox(allowed=False), []
+    run_as = module.SANDBOX.run_as
+    monkeypatch.setattr(module.SANDBOX, "run_as", lambda user, *given: found.append(
+        [process.pid for process in module.processes_of(user) if alive(process.pid)]) or run_as(user, *given)
+    )  # fmt: skip
     user = module.SANDBOX.users.take()
     module.SANDBOX.users.give_back(user)
     (module.SANDBOX.folder / str(user)).mkdir()
     left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
     while not module.processes_of(user):
         time.sleep(0.05)
-    assert said(module, "1 + 1") == "2"
+    assert said(module, "1 + 1") == "2" and found == [[]]
     assert left.wait(10) == -signal.SIGKILL
 
 
@@ -206,9 +212,10 @@ def test_its_folder_is_nobody_elses(sandbox, monkeypatch, tmp_path):
 @pytest.mark.parametrize("allowed", [True, False], ids=["namespaces", "no namespaces"])
 def test_nothing_stays_behind(sandbox, allowed):
     module = sandbox(allowed, SECONDS=1)
+    before = {process.pid for process in left_over(module)}
     assert said(module, LEAVES.format(seconds=0)) == "begun"
     assert said(module, LEAVES.format(seconds=600)) == "begun\n[stopped after 1 seconds]"
-    assert all(ends(process.pid, 5) for process in left_over(module))
+    assert all(ends(process.pid, 5) for process in left_over(module) if process.pid not in before)
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["namespaces", "no namespaces"])
@@ -254,9 +261,13 @@ def test_a_program_is_a_user_without_rights(loaded):
         pytest.skip("this machine allows no namespaces")
     user = int(said(loaded, "import os\nos.getuid()"))
     assert first <= user < first + loaded.USERS
-    assert said(loaded, "import os\nos.getresuid(), os.getresgid(), os.getgroups()") == str(
-        ((user,) * 3, (user,) * 3, [])
-    )
+    groups = os.getgroups()
+    os.setgroups([0, 4])
+    try:
+        ids = said(loaded, "import os\nos.getresuid(), os.getresgid(), os.getgroups()")
+    finally:
+        os.setgroups(groups)
+    assert ids == str(((user,) * 3, (user,) * 3, []))
     assert "Permission denied: '/etc/shadow'" in said(loaded, "open('/etc/shadow')")
     assert "Operation not permitted" in said(loaded, "import os\nos.setuid(0)")
     assert said(loaded, "import os\nlen([p for p in os.listdir('/proc') if p.isdigit()])") == "2"  # a shell and itself
@@ -274,6 +285,35 @@ def test_programs_at_the_same_time_are_different_users(loaded):
          "print(p.code_interpreter('import os\\nos.getuid()'))"], capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert other.stdout.strip() not in users  # another trainer on this machine
+
+
+@as_root
+def test_two_trainers_share_no_user(loaded):
+    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
+    one._next = two._next = 900
+    numbers = [one.take(), two.take(), one.take()]
+    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
+    two._next = loaded.USERS - 1
+    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again
+
+
+@as_root
+def test_the_first_process_of_its_namespace_is_out_of_its_reach(loaded):
+    """One that it may trace could be made to outlive the trainer. There is another namespace around that one."""
+    if "processes" not in loaded.SANDBOX.has:
+        pytest.skip("this machine allows no namespaces")
+    before = {process.pid for process in left_over(loaded)}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(said, loaded, "import time\ntime.sleep(2)")
+        numbers = []
+        while not numbers and not running.done():
+            for process in [p for p in left_over(loaded) if p.pid not in before]:
+                with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    numbers += re.findall(r"^NSpid:(.*)$", status, re.M)
+        running.result()
+    own = re.search(r"^NSpid:(.*)$", Path("/proc/self/status").read_text(), re.M)[1]
+    assert len(numbers[0].split()) == len(own.split()) + 2
 
 
 @as_root
