@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -340,6 +341,24 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     ranks = [read_jsonl(tmp_path / f"rollouts.rank{rank}.jsonl", None) for rank in range(2)]
     assert [r[0]["index"] for r in ranks] == [0, 8]
+
+
+def test_a_preflight_with_a_server(port, client, served_model, tmp_path, monkeypatch, capsys):
+    """It samples from the server; one that serves another model, or is not there, is named before weights load."""
+    monkeypatch.chdir(ROOT)
+    flags = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--preflight", "--output_dir", str(tmp_path / "out"),
+             "--per_device_train_batch_size", "16", "--vllm_server_port"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, str(port), "--model_name_or_path", str(served_model)])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.endswith("Nothing here means trouble.\n"), text
+    assert f"  backend  vLLM server at http://127.0.0.1:{port}, weights by auto; training on cpu" in text
+    assert re.search(r"sync \d+\.[1-9]|sync [1-9]", text)
+    with pytest.raises(SystemExit, match=r"error: The vLLM server at .* serves .* with \w+=\d+, but the model"):
+        main([*flags, str(port), "--model_name_or_path", "hf_recipes/tiny/chain-model"])
+    with pytest.raises(SystemExit, match=r"No vLLM server answers at .* Start one with `bash scripts/train.sh"):
+        main([*flags, "1", "--model_name_or_path", str(served_model), "--vllm_server_timeout", "1"])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
