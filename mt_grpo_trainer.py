@@ -74,6 +74,7 @@ from mt_grpo.preflight import (
     rows_of_environment,
     warn_without_state_keys,
 )
+from mt_grpo.progress import ProgressLine
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
@@ -874,7 +875,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         super().__init__(
             model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, FirstBatch(self), *(callbacks or [])],
+            callbacks=[self._weight_counter, FirstBatch(self), ProgressLine(self), *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
@@ -1411,9 +1412,8 @@ class MTGRPOConfig(GRPOConfig):
         default="strict", metadata={"help": "How records are checked: strict, ignore_strippable or off"}
     )
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
-    log_rollouts: int = field(
-        default=16, metadata={"help": "Rollouts per rank and batch that go to output_dir/rollouts.*.jsonl; 0: none"}
-    )
+    print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
+    log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
 
     def __post_init__(self):
         check_ranges(self)

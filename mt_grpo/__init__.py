@@ -33,6 +33,7 @@ A module imports only from modules that stand above it in this list.
     weights          iteration over the policy's parameters
     weight_sync      push, check, push again after a restart
     prefetch         running conversations; the next batch, started early
+    progress         one line per log, and what the run is doing
     scoring          running reward functions, and checking what they return
     records          rollouts as rows of the loss, in passes
     text_check       a record's text against the chat template's

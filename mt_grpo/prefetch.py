@@ -39,6 +39,11 @@ class RolloutBatch:
             self._future = start_in_background(gather_all(conversations))
         self._future.add_done_callback(self._note_end)
 
+    @property
+    def over(self) -> bool:
+        """Whether the last conversation has ended."""
+        return self._ended.is_set()
+
     def _note_end(self, _: concurrent.futures.Future) -> None:
         self.seconds = time.perf_counter() - self._began
         self._ended.set()

@@ -22,6 +22,7 @@ CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "vllm_mode": ("server", "colocate"),
     "tool_format": ("xml", "hermes", "native"),
+    "print_metrics": ("line", "all"),
     "tokenization_sanity_check_mode": ("strict", "ignore_strippable", "off", "disable"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.data import with_prompts
 from mt_grpo.prefetch import LookAhead, RolloutBatch
+from mt_grpo.progress import ProgressLine
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.saving import SaveError, SavingTrainer
 from mt_grpo.server_errors import ServerError
@@ -131,6 +132,9 @@ class ResumableTrainer(SavingTrainer):
                 batch.cancel()
             self._batch = self._prefetched = None
             self.env.close()
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ProgressLine):
+                    callback.stop()
         if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "

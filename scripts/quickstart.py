@@ -15,7 +15,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.first_batch import FirstBatch
 from mt_grpo.output import keep_output_open
+from mt_grpo.progress import ProgressLine
 from mt_grpo.server_errors import ServerError
 
 RECIPE = "hf_recipes/tiny/calculator.yaml"
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
     print(f"2/3 training for {recipe[1].max_steps} steps: {recipe[1].credit_assignment}", flush=True)
-    for callback in (PrinterCallback, ProgressCallback):
+    for callback in (PrinterCallback, ProgressCallback, ProgressLine, FirstBatch):
         trainer.remove_callback(callback)
     trainer.add_callback(ReadableProgress())
     trainer.train()

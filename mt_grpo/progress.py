@@ -1,0 +1,158 @@
+"""One readable line per log in place of a dictionary of sixty numbers, and what the run is doing meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+CLEAR = "\r\x1b[K"  # of a terminal: back to the beginning of the line, and nothing in it
+
+
+class ProgressLine(TrainerCallback):
+    """Prints on rank 0, where `print_metrics` is `line`. With `all` transformers prints the whole dictionary.
+
+    A terminal shows what the run is doing in one line that is written again every second. Elsewhere it is said once in
+    `QUIET_SECONDS` in which nothing else was printed, so that a log is not flooded and a long step is no silence.
+    """
+
+    QUIET_SECONDS = 60.0
+    TERMINAL_SECONDS = 1.0
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.step_began, self.printed = trainer, 0.0, 0.0
+        self.steps: list[float] = []  # seconds of those since the last line
+        self._over, self._lock = threading.Event(), threading.Lock()
+
+    def on_init_end(self, args, state, control, **kwargs):
+        if args.print_metrics == "line":
+            self.trainer.remove_callback(PrinterCallback)
+            self.trainer.remove_callback(ProgressCallback)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.steps, self.printed = [], time.monotonic()
+        if args.print_metrics == "line" and state.is_world_process_zero:
+            self._over = threading.Event()
+            threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True).start()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.step_began = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(time.monotonic() - self.step_began)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and args.print_metrics == "line" and state.is_world_process_zero:
+            seconds = sum(self.steps) / len(self.steps) if self.steps else None
+            self.say(log_line(logs, state.global_step, state.max_steps, self.outcome(), seconds))
+            self.steps = self.steps if any(key.startswith("eval_") for key in logs) else []
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.stop()
+
+    def outcome(self) -> str | None:
+        """The outcome reward that counts most."""
+        first = self.trainer.num_turn_funcs
+        names, weights = self.trainer.reward_func_names[first:], self.trainer.reward_weights[first:].tolist()
+        return max(zip(weights, names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print in place of what a terminal shows at the moment."""
+        with self._lock:
+            self.printed = time.monotonic()
+            print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", end=end, flush=True)
+
+    def stop(self) -> None:
+        """Say no more what the run is doing."""
+        if not self._over.is_set():
+            self._over.set()
+            if sys.stdout.isatty():
+                self.say("", end="")
+
+    def _watch(self, over: threading.Event) -> None:
+        terminal = sys.stdout.isatty()
+        began, before = time.monotonic(), ""
+        while not over.wait(self.TERMINAL_SECONDS if terminal else self.QUIET_SECONDS / 10):
+            doing = what_it_does(self.trainer)
+            if doing.partition(" ")[0] != before:
+                began, before = time.monotonic(), doing.partition(" ")[0]
+            text = f"step {self.trainer.state.global_step + 1}: {doing}, for {time.monotonic() - began:.0f} s"
+            if over.is_set():
+                return
+            if terminal:
+                self.say(text, end="")
+            elif time.monotonic() - self.printed >= self.QUIET_SECONDS:
+                self.say(text)
+
+
+def what_it_does(trainer: Any) -> str:
+    """What the run is doing, as far as rank 0 can tell."""
+    if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
+        return "sync of the weights"
+    batch = trainer._batch
+    if batch is not None and not batch.over:
+        going = [rollout for rollout in batch.rollouts if rollout.stop_reason is None]
+        calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)
+        tools = f", {calling} in tools" if calling else ""
+        return f"rolling out {len(batch.rollouts) - len(going)}/{len(batch.rollouts)}{tools}"
+    return "training"
+
+
+def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, seconds: float | None) -> str:
+    """A line about the metrics of some steps, of an evaluation, or of the end of a run.
+
+    Args:
+        logs: Metrics by their names.
+        step: The optimizer step.
+        steps: Of the whole run.
+        outcome: The name of the outcome reward to show.
+        seconds: Of a step; None where there was none.
+
+    >>> logs = {"reward": 0.86, "rewards/exact_match_reward_func/mean": 0.39, "turns/mean": 1.94, "grad_norm": 0.5,
+    ...         "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25, "rollout/wait_seconds": 0.91}
+    >>> log_line(logs, 12, 75, "exact_match_reward_func", 2.1)
+    'step 12/75 | reward 0.86 | exact_match 0.39 | turns 1.9 | calls that work 75% | 2.1 s (rollouts 0.9) | 2 min left'
+    >>> log_line({"eval_reward": 0.5, "eval_runtime": 3.0}, 12, 75, None, 2.1)
+    'evaluation at step 12 | reward 0.50 | 3.0 s'
+    >>> log_line({"train_runtime": 140.2, "train_loss": 0.1}, 75, 75, None, None)
+    'trained 75 steps in 140 s'
+    """
+    if "train_runtime" in logs:
+        return f"trained {step} steps in {logs['train_runtime']:.0f} s"
+    evaluation = any(name.startswith("eval_") for name in logs)
+    values = {name.removeprefix("eval_"): value for name, value in logs.items()}
+    parts = [f"evaluation at step {step}" if evaluation else f"step {step}/{steps}"]
+    shown = [("reward", "reward", 2), (f"rewards/{outcome}/mean", (outcome or "").removesuffix("_reward_func"), 2)]
+    for name, label, digits in (*shown, ("turns/mean", "turns", 1)):
+        if is_shown(values.get(name)):
+            parts.append(f"{label} {values[name]:.{digits}f}")
+    if values.get("tools/call_frequency"):
+        parts.append(f"calls that work {1 - values['tools/failure_frequency']:.0%}")
+    took = values.get("runtime") if evaluation else seconds
+    if took is not None:
+        phases = [f"{label} {values[name]:.1f}" for name, label in (
+            ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "sync")
+        ) if is_shown(values.get(name)) and not evaluation]  # fmt: skip
+        parts.append(f"{took:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
+    if not evaluation and seconds is not None and step < steps:
+        parts.append(f"{duration(seconds * (steps - step))} left")
+    return " | ".join(parts)
+
+
+def is_shown(value: Any) -> bool:
+    """Whether it is a number; NaN is none."""
+    return isinstance(value, (int, float)) and value == value
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(50), duration(130), duration(9000)
+    ('50 s', '2 min', '2.5 h')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
