@@ -94,7 +94,8 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run_log import conversation_metrics, credit_metrics, log_rollouts, mean_per_rollout
+from mt_grpo.rollout_log import log_rollouts
+from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
@@ -1406,14 +1407,13 @@ class MTGRPOConfig(GRPOConfig):
         default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
     )
     overlap_rollouts: bool = field(
-        default=False, metadata={"help": "Roll out the next batch while this one is optimised: one step off-policy"}
+        default=False, metadata={"help": "Roll out the next batch early: one step off-policy"}
     )
-    tokenization_sanity_check_mode: str = field(
-        default="strict", metadata={"help": "How records are checked: strict, ignore_strippable or off"}
-    )
+    tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
     print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
     log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
+    log_rollout_tokens: bool = field(default=False, metadata={"help": "Their token ids and logprobs, too"})
 
     def __post_init__(self):
         check_ranges(self)

@@ -38,7 +38,8 @@ A module imports only from modules that stand above it in this list.
     records          rollouts as rows of the loss, in passes
     text_check       a record's text against the chat template's
     token_checks     whether training reads the tokens of inference
-    run_log          metrics of rollouts and credit; the rollout log
+    run_log          metrics of rollouts and credit
+    rollout_log      rows of whole conversations, in segments
     checkpoints      whether a folder is a whole checkpoint
     run_record       what determines the results of a run
     snapshots        the state at the end of a step, for a resumed run

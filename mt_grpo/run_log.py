@@ -1,13 +1,9 @@
-"""Metrics of conversations and of credit, and the log of rollouts."""
+"""Metrics of conversations and of credit."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,95 +108,3 @@ def mean_per_rollout(output: dict[str, Any], owners: list[int], count: int) -> t
     sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
     sums = sums.new_zeros(2, count).index_add(1, torch.tensor(owners, device=sums.device), sums)
     return sums[0] / sums[1].clamp(min=1)
-
-
-def without_nan(values: list[float]) -> list[float | None]:
-    """The values with None for NaN, which JSON does not have."""
-    return [None if value != value else value for value in values]
-
-
-def rollout_rows(
-    rollouts: list[Rollout],
-    inputs: list[dict[str, Any]],
-    names: list[str],
-    rewards: torch.Tensor,
-    turn_rewards: torch.Tensor,
-    advantages: torch.Tensor,
-) -> list[dict[str, Any]]:
-    """Whole conversations as rows of the rollout log.
-
-    Args:
-        rollouts: The n rollouts to log.
-        inputs: Their dataset rows.
-        names: The names of the F reward functions.
-        rewards: (n, F), one number per rollout.
-        turn_rewards: (n, K), the weighted rewards of functions that give one per turn.
-        advantages: (n, K), one number per turn.
-    """
-    lists = rewards.tolist(), turn_rewards.tolist(), advantages.tolist()
-    return [
-        {
-            "index": rollout.index, "messages": rollout.prompt_messages + rollout.messages,
-            "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
-            "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
-            "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
-            **({"error": str(rollout.error)} if rollout.error is not None else {}),
-            **({"info": [turn.info for turn in rollout.turns]} if any(turn.info for turn in rollout.turns) else {}),
-        }
-        for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
-    ]  # fmt: skip
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
-    """Append the rows to a file as lines of JSON; `fresh` empties the file first.
-
-    Raises `OSError` if the file cannot be written. It then holds no incomplete line.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    size = path.stat().st_size if path.is_file() and not fresh else 0
-    try:
-        with open(path, "w" if fresh else "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(path, size)
-        raise
-
-
-def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
-    """`write_rows` that warns where the file cannot be written: a full disk must not end the run."""
-    try:
-        write_rows(path, rows, fresh)
-    except OSError as error:
-        logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
-
-
-def log_rollouts(
-    args: Any,
-    rank: int,
-    rollouts: list[Rollout],
-    inputs: list[dict[str, Any]],
-    names: list[str],
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    about: dict[str, Any],
-    fresh: bool,
-) -> bool:
-    """Add whole conversations to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
-
-    Args:
-        args: The trainer's, with `log_rollouts` and `output_dir`.
-        rank: Of this process.
-        rollouts: Its B rollouts.
-        inputs: Their dataset rows.
-        names: Of the F reward functions.
-        tables: Of all N rollouts: rewards (N, F), turn rewards (N, K) and advantages (N, K).
-        about: Further entries of each row.
-        fresh: Begin the file anew.
-    """
-    count = min(args.log_rollouts, len(rollouts))
-    mine = slice(rank * len(rollouts), rank * len(rollouts) + count)
-    rows = rollout_rows(rollouts[:count], inputs, names, *(table[mine] for table in tables))
-    if rows:
-        path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
-        write_rollouts(path, [{**about, **row} for row in rows], fresh)
-    return bool(rows)

@@ -285,14 +285,14 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "the log has the first rank's rewards",
-        "mt_grpo/run_log.py",
+        "mt_grpo/rollout_log.py",
         "mine = slice(rank * len(rollouts), rank * len(rollouts) + count)",
         "mine = slice(0, count)",
         RANKS,
     ),
     Mutation(
         "the log has the answer of another row",
-        "mt_grpo/run_log.py",
+        "mt_grpo/rollout_log.py",
         '"answer": row.get("answer")',
         '"answer": inputs[0].get("answer")',
         f"{BATCH}[mt_grpo]",
@@ -2100,7 +2100,7 @@ STOPPING_AND_RESUMING: list[Mutation] = [
     ),
     Mutation(
         "half of a line of rollouts stays",
-        "mt_grpo/run_log.py",
+        "mt_grpo/rollout_log.py",
         "            os.truncate(path, size)\n",
         "            pass\n",
         "tests/test_checkpoints.py::test_half_of_a_line_does_not_stay",

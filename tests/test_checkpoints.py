@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from mt_grpo.checkpoints import checkpoint_damage, checkpoint_to_resume
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
-from mt_grpo.run_log import write_rows
+from mt_grpo.rollout_log import write_rows
 from mt_grpo.run_record import changed_settings
 from mt_grpo.saving import SaveError
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main

@@ -161,11 +161,22 @@ def test_every_python_block_is_run_here():
         "import function_tool",
         "sys.stdin.read()",
         "import ProgramError",
+        "import load_dataset",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
         for body in blocks(text, "python"):
             assert any(word in body for word in known), f"{page}: no test runs\n{body}"
+
+
+def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
+    """In a folder with a log of that name."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs/calculator").mkdir(parents=True)
+    rows = [{"step": step, "rewards": {"exact_match_reward_func": float(step)}} for step in (1, 0)]
+    Path("runs/calculator/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    space = run(block(PAGES["docs/rollouts.md"], "python", "import load_dataset"))
+    assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
 
 
 def test_the_example_of_programs_runs(capsys):

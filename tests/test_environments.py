@@ -31,7 +31,7 @@ from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
-from mt_grpo.run_log import rollout_rows
+from mt_grpo.rollout_log import rollout_rows
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv

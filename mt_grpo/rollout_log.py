@@ -1,0 +1,196 @@
+"""The log of rollouts: a row of JSON per rollout, in segments of which all but the open one are compressed.
+
+`rollouts.rank0.jsonl` is the open segment, to which rows are added; `rollouts.rank0.00001.jsonl.gz` is the first one
+that was closed. A compressed file that is cut off cannot be read, and a plain one can, but for its last line.
+docs/rollouts.md has the schema.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_grpo.rollout import Rollout, Turn
+
+logger = logging.getLogger(__name__)
+SCHEMA = 1  # raised where a column changes its meaning
+SEGMENT_BYTES = 64 * 2**20  # after which a segment is closed
+MOST_BYTES = 4 * 2**30  # of a rank's segments; the oldest go first
+
+
+def without_nan(values: list[float]) -> list[float | None]:
+    """The values with None for NaN, which JSON does not have."""
+    return [None if value != value else value for value in values]
+
+
+def rollout_rows(
+    rollouts: list[Rollout],
+    inputs: list[dict[str, Any]],
+    names: list[str],
+    rewards: torch.Tensor,
+    turn_rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    tokens: bool = False,
+) -> list[dict[str, Any]]:
+    """Whole conversations as rows of the rollout log.
+
+    Args:
+        rollouts: The n rollouts to log.
+        inputs: Their dataset rows.
+        names: The names of the F reward functions.
+        rewards: (n, F), one number per rollout.
+        turn_rewards: (n, K), the weighted rewards of functions that give one per turn.
+        advantages: (n, K), one number per turn.
+        tokens: Whether turns have their ids and logprobs.
+    """
+    lists = rewards.tolist(), turn_rewards.tolist(), advantages.tolist()
+    return [
+        {
+            "index": rollout.index, "messages": rollout.prompt_messages + rollout.messages,
+            "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
+            "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
+            "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
+            "turns": [turn_row(turn, tokens) for turn in rollout.turns], "num_prompt_tokens": len(rollout.prompt_ids),
+            "num_tokens": rollout.new_tokens, "records": len(rollout.records),
+            "policy_version": rollout.policy_version,
+            **({"error": str(rollout.error)} if rollout.error is not None else {}),
+            **({"info": [turn.info for turn in rollout.turns]} if any(turn.info for turn in rollout.turns) else {}),
+        }
+        for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
+    ]  # fmt: skip
+
+
+def turn_row(turn: Turn, tokens: bool = False) -> dict[str, Any]:
+    """A turn of a row. Arguments of calls are JSON as text, since each tool has others."""
+    logprobs = turn.logprobs or []
+    return {
+        "text": turn.text, "answer": turn.answer, "finish_reason": turn.finish_reason, "seconds": turn.seconds,
+        "calls": [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str),
+                   "error": call.error} for call in turn.calls],
+        "results": [{"text": result.text, "error": result.error, "seconds": result.seconds, "reward": result.reward}
+                    for result in turn.results],
+        "num_tokens": len(turn.token_ids), "num_read": len(turn.observation_ids), "reward": turn.reward,
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "min_logprob": min(logprobs, default=None),
+        **({"token_ids": turn.token_ids, "logprobs": turn.logprobs} if tokens else {}),
+    }  # fmt: skip
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
+    """Append the rows to a file as lines of JSON; `fresh` empties the file first.
+
+    Raises `OSError` if the file cannot be written. It then holds no incomplete line.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.is_file() and not fresh else 0
+    try:
+        with open(path, "w" if fresh else "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
+    """Add rows to the open segment, and close it where it is full. `fresh` deletes what an earlier run has written.
+
+    Warns where that fails: a full disk must not end the run.
+    """
+    try:
+        for old in segments(path) if fresh else ():
+            old.unlink()
+        write_rows(path, rows, fresh)
+        if path.stat().st_size >= SEGMENT_BYTES:
+            close_segment(path)
+    except OSError as error:
+        logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
+
+
+def log_rollouts(
+    args: Any,
+    rank: int,
+    rollouts: list[Rollout],
+    inputs: list[dict[str, Any]],
+    names: list[str],
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    about: dict[str, Any],
+    fresh: bool,
+) -> bool:
+    """Add whole conversations to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
+
+    Args:
+        args: The trainer's, with `log_rollouts` and `output_dir`.
+        rank: Of this process.
+        rollouts: Its B rollouts.
+        inputs: Their dataset rows.
+        names: Of the F reward functions.
+        tables: Of all N rollouts: rewards (N, F), turn rewards (N, K) and advantages (N, K).
+        about: Further entries of each row.
+        fresh: Begin the file anew.
+    """
+    count = min(args.log_rollouts, len(rollouts))
+    mine = slice(rank * len(rollouts), rank * len(rollouts) + count)
+    rows = rollout_rows(rollouts[:count], inputs, names, *(table[mine] for table in tables), args.log_rollout_tokens)
+    if rows:
+        path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
+        write_rollouts(path, [{"schema": SCHEMA, "rank": rank, **about, **row} for row in rows], fresh)
+    return bool(rows)
+
+
+def segments(path: Path) -> list[Path]:
+    """The closed segments of an open one, oldest first: compressed, or plain where a run was killed in between."""
+    pattern = re.compile(re.escape(path.stem) + r"\.(\d{5})\.jsonl(\.gz)?")
+    return sorted(found for found in path.parent.glob(f"{path.stem}.*") if pattern.fullmatch(found.name))
+
+
+def close_segment(path: Path) -> None:
+    """Compress the open segment, and delete the oldest ones where all of them together are too large.
+
+    INVARIANT: every row is in one whole file at any time. A kill leaves a plain segment, compressed with the next one.
+    """
+    closed = segments(path)
+    number = int(closed[-1].name.removeprefix(f"{path.stem}.")[:5]) + 1 if closed else 1
+    path.rename(path.with_name(f"{path.stem}.{number:05d}.jsonl"))
+    for plain in segments(path):
+        if plain.suffix == ".jsonl":
+            part = plain.with_name(plain.name + ".part")
+            with open(plain, "rb") as source, gzip.open(part, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target)
+            part.rename(plain.with_name(plain.name + ".gz"))
+            plain.unlink()
+    closed = segments(path)
+    sizes = [segment.stat().st_size for segment in closed]
+    while len(closed) > 1 and sum(sizes) > MOST_BYTES:
+        logger.warning(f"{closed[0]} is deleted: the log of rollouts has {sum(sizes)} bytes, of {MOST_BYTES}.")
+        closed.pop(0).unlink()
+        sizes.pop(0)
+
+
+def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are no JSON."""
+    lost, pattern = 0, re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
+    ranks = {int(found[1]) for path in Path(folder).glob("rollouts.rank*") if (found := pattern.fullmatch(path.name))}
+    for rank in sorted(ranks):
+        path = Path(folder) / f"rollouts.rank{rank}.jsonl"
+        for segment in [*segments(path), *([path] if path.exists() else [])]:
+            with (gzip.open if segment.suffix == ".gz" else open)(segment, "rt", encoding="utf-8") as file:
+                for line in file:
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError:
+                        lost += 1
+    if lost:
+        logger.warning(
+            f"{folder}: {lost} lines are no JSON, and left out. A run that was killed may have left half of one."
+        )

@@ -1,0 +1,111 @@
+"""The log of rollouts: its columns, its segments, and what reads it."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+from datasets import load_dataset
+from test_first_batch import recipe_file
+
+import mt_grpo_trainer as mt
+from mt_grpo import rollout_log
+from mt_grpo.rollout_log import read_rollouts, segments, write_rollouts
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs/rollouts.md").read_text()
+TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "num_tokens", "num_read", "reward",
+        "mean_logprob", "min_logprob"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def project_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def train(folder, **keys):
+    mt.main(["--config", recipe_file(folder, max_steps=3, save_strategy="no", **keys)])
+    return list(read_rollouts(folder / "out"))
+
+
+def test_the_columns_are_those_of_the_page(tmp_path):
+    rows = train(tmp_path, log_rollout_tokens=True)
+    named = [
+        name for line in PAGE.splitlines() if line[:3] == "| `" for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert len(rows) == 48 and all(set(named) - set(row) == {"error", "info"} for row in rows)
+    assert all(set(row) <= set(named) for row in rows)
+    assert [(row["schema"], row["rank"], row["step"], row["index"]) for row in rows[::16]] == [
+        (1, 0, s, 0) for s in range(3)
+    ]
+    turns = [turn for row in rows for turn in row["turns"]]
+    assert all(set(turn) == TURN | {"token_ids", "logprobs"} for turn in turns)
+    assert all(name in PAGE for turn in turns for name in turn)
+    for row in rows:
+        assert len(row["turns"]) == len(row["turn_rewards"]) == len(row["turn_advantages"])
+        assert row["num_tokens"] == sum(turn["num_tokens"] + turn["num_read"] for turn in row["turns"])
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert said == [turn["text"] for turn in row["turns"]]
+        assert row["policy_version"] - rows[0]["policy_version"] == row["step"]
+    assert all(len(turn["token_ids"]) == turn["num_tokens"] for turn in turns)
+    called = next(turn for turn in turns if turn["results"] and not turn["results"][0]["error"])
+    assert called["calls"][0]["name"] == "calculator" and called["calls"][0]["error"] is None
+    assert set(json.loads(called["calls"][0]["arguments"])) == {"expression"}
+    assert set(called["results"][0]) == {"text", "error", "seconds", "reward"}
+
+
+def test_segments_load_together(tmp_path, monkeypatch):
+    """By datasets and pandas, the compressed and the open ones: every row once."""
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 20_000)
+    rows, out = train(tmp_path), tmp_path / "out"
+    closed = segments(out / "rollouts.rank0.jsonl")
+    assert [path.name for path in closed] == [f"rollouts.rank0.0000{n}.jsonl.gz" for n in range(1, len(closed) + 1)]
+    assert len(closed) >= 2 and [(row["step"], row["index"]) for row in rows] == [
+        (s, i) for s in range(3) for i in range(16)
+    ]
+    table = load_dataset("json", data_files=str(out / "rollouts.rank*.jsonl*"), split="train",
+                         cache_dir=str(tmp_path / "cache"))  # fmt: skip
+    assert sorted(zip(table["step"], table["index"])) == [(row["step"], row["index"]) for row in rows]
+    assert set(rows[0]["turns"][0]) == TURN
+    frame = pandas.concat([pandas.read_json(path, lines=True) for path in closed])
+    assert list(frame["index"][:16]) == list(range(16))
+
+
+def fill(path, numbers):
+    for number in numbers:
+        write_rollouts(path, [{"step": number, "text": "x" * 100}], fresh=False)
+
+
+def test_a_kill_between_two_segments_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(3))
+    path.rename(tmp_path / "rollouts.rank0.00001.jsonl")  # killed before it was compressed
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz.part").write_bytes(b"half")
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
+    fill(path, range(3, 12))
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
+    assert [p.name for p in segments(path)][:2] == ["rollouts.rank0.00001.jsonl.gz", "rollouts.rank0.00002.jsonl.gz"]
+    assert gzip.open(tmp_path / "rollouts.rank0.00001.jsonl.gz").read().count(b"\n") == 3
+
+
+def test_it_is_bounded(tmp_path, monkeypatch, caplog):
+    """The oldest segment goes, with a warning; the newest stays however large it is."""
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    monkeypatch.setattr(rollout_log, "MOST_BYTES", 1)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(12))
+    assert [p.name for p in segments(path)] == ["rollouts.rank0.00002.jsonl.gz"]
+    assert "rollouts.rank0.00001.jsonl.gz is deleted: the log of rollouts has" in caplog.text
+    write_rollouts(path, [{"step": 0}], fresh=True)  # another run
+    assert segments(path) == [] and [row["step"] for row in read_rollouts(tmp_path)] == [0]
+
+
+def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
+    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 0}\n{"ste')
+    (tmp_path / "rollouts.rank10.jsonl").write_text('{"step": 10}\n')
+    (tmp_path / "rollouts.rank2.jsonl").write_text('{"step": 2}\n')
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 10]
+    assert f"{tmp_path}: 1 lines are no JSON, and left out" in caplog.text
