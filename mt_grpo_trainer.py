@@ -59,7 +59,7 @@ from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.first_batch import FirstBatch, preflight_settings, run_preflight
+from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.output import keep_output_open, output_lock
@@ -74,7 +74,6 @@ from mt_grpo.preflight import (
     rows_of_environment,
     warn_without_state_keys,
 )
-from mt_grpo.progress import ProgressLine
 from mt_grpo.protocols import ToolFormat
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
@@ -106,6 +105,7 @@ from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.vllm_server import ServerConnection
+from mt_grpo.watch import run_reports
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo.weight_transfer import WeightTransfer
 from mt_grpo.weights import PolicyWeights, WeightCounter
@@ -876,7 +876,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         super().__init__(
             model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, FirstBatch(self), ProgressLine(self), *(callbacks or [])],
+            callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)

@@ -51,6 +51,7 @@ A module imports only from modules that stand above it in this list.
     readings         what the first rollouts say of a run: the table of troubles
     run_plan         what a run will do, as text
     first_batch      the look at the first batch, and --preflight
+    watch            warnings of a run in trouble
     recipes          YAML and command line into checked dataclasses
     plugins          files loaded by path
     adapter_keys     recipe keys of the adapters, and the choice of one

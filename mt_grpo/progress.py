@@ -47,17 +47,11 @@ class ProgressLine(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and args.print_metrics == "line" and state.is_world_process_zero:
             seconds = sum(self.steps) / len(self.steps) if self.steps else None
-            self.say(log_line(logs, state.global_step, state.max_steps, self.outcome(), seconds))
+            self.say(log_line(logs, state.global_step, state.max_steps, main_outcome(self.trainer), seconds))
             self.steps = self.steps if any(key.startswith("eval_") for key in logs) else []
 
     def on_train_end(self, args, state, control, **kwargs):
         self.stop()
-
-    def outcome(self) -> str | None:
-        """The outcome reward that counts most."""
-        first = self.trainer.num_turn_funcs
-        names, weights = self.trainer.reward_func_names[first:], self.trainer.reward_weights[first:].tolist()
-        return max(zip(weights, names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print in place of what a terminal shows at the moment."""
@@ -86,6 +80,13 @@ class ProgressLine(TrainerCallback):
                 self.say(text, end="")
             elif time.monotonic() - self.printed >= self.QUIET_SECONDS:
                 self.say(text)
+
+
+def main_outcome(trainer: Any) -> str | None:
+    """The outcome reward that counts most."""
+    first = trainer.num_turn_funcs
+    names, weights = trainer.reward_func_names[first:], trainer.reward_weights[first:].tolist()
+    return max(zip(weights, names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
 
 def what_it_does(trainer: Any) -> str:
