@@ -135,12 +135,13 @@ def summary(facts: Facts) -> str:
     """A line about a batch of rollouts."""
     cut = facts["completions/clipped_ratio"]
     functions = ", ".join(
-        f"{name.split('/')[1]} {value:.2f}" for name, value in facts.items()
-        if name.startswith("rewards/") and name.endswith("/mean") and value == value
+        f"{name.split('/')[1]} {value:.2f} ± {facts[name.removesuffix('mean') + 'std']:.2f}"
+        for name, value in facts.items() if name.startswith("rewards/") and name.endswith("/mean") and value == value
     )  # fmt: skip
     return (
         f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
-        f"tool, {facts['tools/failure_frequency']:.0%} of the calls fail, {facts['rollouts/ended']:.0%} come to an "
+        f"tool, {facts['tools/failure_frequency']:.0%} of the calls fail ({facts['tools/malformed_frequency']:.0%} "
+        f"cannot be run), {facts['rollouts/ended']:.0%} come to an "
         f"end, {cut:.0%} are cut off; reward {facts['reward']:.2f} ({functions}); "
         f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
     )

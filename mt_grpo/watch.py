@@ -63,7 +63,8 @@ ALARMS = (
     Alarm(
         "credit/frac_groups_without_signal", lambda history, now, before: now >= NO_SIGNAL,
         "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
-        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the temperature.",
+        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
+        "temperature.",
     ),
     Alarm(
         "reward", hacked,
