@@ -45,14 +45,22 @@ class FirstBatch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.seen:
             return
-        self.seen, trainer = True, self.trainer
-        self.facts = {**facts_of_settings(trainer), **facts_of_batch(trainer)}
+        self.seen = True
         if self.preflight:
+            self.look()
             raise PreflightOver
-        if trainer.accelerator.is_main_process:
-            print(f"first batch: {summary(self.facts)}", flush=True)
-            for trouble in troubles(self.facts):
-                logger.warning(f"{trouble.name}: {trouble.text}")
+        try:
+            self.look()
+            if self.trainer.accelerator.is_main_process:
+                print(f"first batch: {summary(self.facts)}", flush=True)
+                for trouble in troubles(self.facts):
+                    logger.warning(f"{trouble.name}: {trouble.text}")
+        except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
+            logger.warning(f"The first batch cannot be reported on: {type(error).__name__}: {error}")
+
+    def look(self) -> None:
+        """Gather the facts. It calls no collective."""
+        self.facts = {**facts_of_settings(self.trainer), **facts_of_batch(self.trainer)}
 
 
 def facts_of_settings(trainer: Any) -> Facts:

@@ -2753,8 +2753,8 @@ GYM = [
     Mutation(
         "preflight: an optimizer step is taken",
         "mt_grpo/first_batch.py",
-        "        if self.preflight:\n            raise PreflightOver",
-        "        if state.global_step:\n            raise PreflightOver",
+        "            self.look()\n            raise PreflightOver",
+        "            self.look()",
         "tests/test_first_batch.py::test_it_changes_neither_the_weights_nor_the_random_state",
     ),
     Mutation(
@@ -2802,8 +2802,8 @@ GYM = [
     Mutation(
         "preflight: it looks at every batch",
         "mt_grpo/first_batch.py",
-        "        self.seen, trainer = True, self.trainer",
-        "        trainer = self.trainer",
+        "        self.seen = True\n",
+        "",
         "tests/test_first_batch.py::test_every_run_opens_with_a_look_at_its_first_batch",
     ),
     Mutation(

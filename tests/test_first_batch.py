@@ -126,6 +126,13 @@ def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog
     assert f"reward {history[0]['reward']:.2f} (" in line and f"{history[0]['turns/mean']:.1f} turns" in line
 
 
+def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(first_batch, "facts_of_batch", lambda trainer: 1 / 0)
+    mt.main(["--config", recipe_file(tmp_path, max_steps=1)])
+    assert "The first batch cannot be reported on: ZeroDivisionError: division by zero" in caplog.text
+    assert (tmp_path / "out/trainer_state.json").exists()
+
+
 def test_the_page_has_the_table_of_readings():
     """Each name once, in the order of the code, with its thresholds."""
     page = (ROOT / "docs/preflight.md").read_text().partition("## Readings")[2]

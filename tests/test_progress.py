@@ -33,10 +33,11 @@ TOOL_FUNCTIONS = [calculator]
 '''
 
 
-def test_a_run_prints_lines(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
     """One per step and evaluation, in the words of what they measure; no dictionary, no thread is left."""
     path = recipe_file(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset_size=2,
-                       per_device_eval_batch_size=16, save_strategy="no")  # fmt: skip
+                       per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
     mt.main(["--config", path])
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
     number = r"-?\d+\.\d\d"

@@ -132,9 +132,13 @@ def test_a_call_keeps_nothing_and_leaves_nothing(loaded, tmp_path):
     assert not (loaded.SANDBOX.folder / str(user)).exists()
 
 
-def left_over(module):
-    """Processes of the users that programs run as."""
-    users = range(module.FIRST_USER, module.FIRST_USER + module.USERS)
+def own_users(module):
+    """The numbers that the module holds. Others on this machine run programs too."""
+    return set(module.SANDBOX.users._held)
+
+
+def left_over(users):
+    """The processes of some users."""
     return [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real in users]
 
 
@@ -181,6 +185,21 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
 
 
 @as_root
+def test_a_user_of_whom_a_zombie_is_left_is_not_given_out(loaded):
+    """It counts for the limit of processes of the next program, until it is waited for."""
+    users = loaded.Users(loaded.SANDBOX.folder)
+    user = users.take()
+    left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
+    while not loaded.processes_of(user):
+        time.sleep(0.05)
+    left.kill()
+    users.give_back(user)
+    assert users.take() != user
+    left.wait()
+    assert users.take() == user
+
+
+@as_root
 def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox, monkeypatch):
     """Before its program begins, whose processes are counted with what is left."""
     module, found = sandbox(allowed=False), []
@@ -212,10 +231,9 @@ def test_its_folder_is_nobody_elses(sandbox, monkeypatch, tmp_path):
 @pytest.mark.parametrize("allowed", [True, False], ids=["namespaces", "no namespaces"])
 def test_nothing_stays_behind(sandbox, allowed):
     module = sandbox(allowed, SECONDS=1)
-    before = {process.pid for process in left_over(module)}
     assert said(module, LEAVES.format(seconds=0)) == "begun"
     assert said(module, LEAVES.format(seconds=600)) == "begun\n[stopped after 1 seconds]"
-    assert all(ends(process.pid, 5) for process in left_over(module) if process.pid not in before)
+    assert all(ends(process.pid, 5) for process in left_over(own_users(module)))
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["namespaces", "no namespaces"])
@@ -302,12 +320,11 @@ def test_the_first_process_of_its_namespace_is_out_of_its_reach(loaded):
     """One that it may trace could be made to outlive the trainer. There is another namespace around that one."""
     if "processes" not in loaded.SANDBOX.has:
         pytest.skip("this machine allows no namespaces")
-    before = {process.pid for process in left_over(loaded)}
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(said, loaded, "import time\ntime.sleep(2)")
         numbers = []
         while not numbers and not running.done():
-            for process in [p for p in left_over(loaded) if p.pid not in before]:
+            for process in left_over(own_users(loaded)):
                 with contextlib.suppress(psutil.NoSuchProcess, OSError):
                     status = Path(f"/proc/{process.pid}/status").read_text()
                     numbers += re.findall(r"^NSpid:(.*)$", status, re.M)
@@ -403,26 +420,23 @@ TRAINER = """
 import sys
 sys.path.insert(0, {folder!r})
 import python_sandbox
-python_sandbox.code_interpreter("import ctypes, time\\nctypes.CDLL(None).prctl(1, 0)\\ntime.sleep(600)")
+code = "import ctypes, time\\nctypes.CDLL(None).prctl(1, 0)\\nopen({name!r}, 'w').close()\\ntime.sleep(600)"
+python_sandbox.code_interpreter(code)
 """
 
 
 @as_root
 def test_a_program_ends_with_a_trainer_that_is_killed(sandbox):
     module = sandbox()
-    before = {process.pid for process in left_over(module)}
+    name = f"begun-{os.getpid()}-{time.monotonic_ns()}"
     environment = {**os.environ, "PYTHON_SANDBOX_SECONDS": "600"}
-    code = TRAINER.format(folder=str(FILE.parent))
+    code = TRAINER.format(folder=str(FILE.parent), name=name)
     trainer = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            sleeping = [p for p in left_over(module) if p.pid not in before and "-I" in p.cmdline()]
-            if len(sleeping) > 1 and any("sleep" in p.status() for p in sleeping):  # the probes are over
-                break
+        while not (begun := list(module.SANDBOX.folder.glob(f"*/{name}"))) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(1)
-        found = [p.pid for p in left_over(module) if p.pid not in before]
+        found = [process.pid for process in left_over({int(begun[0].parent.name)})]
         assert found
     finally:
         trainer.send_signal(signal.SIGKILL)

@@ -149,7 +149,8 @@ class Users:
 
     def _forget(self) -> None:
         self._free: list[int] = []
-        self._held: list[int] = []
+        self._left: list[int] = []  # those of which a zombie is there, which counts for the limit of processes
+        self._held: dict[int, int] = {}  # the file of each
         self._next, self._lock = secrets.randbelow(USERS), threading.Lock()  # another container may begin elsewhere
 
     def take(self) -> int:
@@ -157,6 +158,10 @@ class Users:
         with self._lock:
             if self._free:
                 return self._free.pop()
+            for number in self._left:
+                if not processes_of(number):
+                    self._left.remove(number)
+                    return number
             for _ in range(USERS):
                 number, self._next = FIRST_USER + self._next, (self._next + 1) % USERS
                 file = os.open(self._folder / f"{number}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -165,18 +170,26 @@ class Users:
                 except OSError:
                     os.close(file)
                     continue
-                self._held.append(file)
+                self._held[number] = file
                 return number
         raise RuntimeError(f"all {USERS} users of the Python sandbox are taken on this machine")
 
     def give_back(self, number: int) -> None:
         with self._lock:
-            self._free.append(number)
+            (self._left if processes_of(number) else self._free).append(number)
 
 
 def processes_of(user: int) -> list[psutil.Process]:
     """The processes of a user, zombies too."""
     return [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == user]
+
+
+def is_over(process: psutil.Process) -> bool:
+    """Whether a process is gone, or a zombie, which its parent has not waited for."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def own_folder() -> Path:
@@ -292,7 +305,7 @@ class Sandbox:
                 self.kill_user(user)
             return self.run_as(user, code, seconds)
         finally:
-            if user and (self.has_processes or not processes_of(user)):  # a zombie counts for the limit of processes
+            if user:
                 self.users.give_back(user)
 
     def run_as(self, user: int | None, code: str, seconds: float) -> tuple[int | None, str]:
@@ -372,7 +385,7 @@ class Sandbox:
                     process.kill()
                     if os.getpid() == 1 and process.ppid() == 1:  # in a container nobody else reaps
                         os.waitpid(process.pid, os.WNOHANG)
-            if not left or all(p.is_running() and p.status() == psutil.STATUS_ZOMBIE for p in left):
+            if all(is_over(process) for process in left):
                 return
 
     def ending(self, exit_code: int | None) -> str:
