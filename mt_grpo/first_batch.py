@@ -164,6 +164,7 @@ def preflight_settings(args: Any) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
+        args.overlap_rollouts = False  # nothing is rolled out that is not looked at
         args.vllm_server_timeout = min(args.vllm_server_timeout, 20.0)
         yield
 
@@ -176,7 +177,7 @@ def run_preflight(trainer: Any) -> int:
     look = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
     rng, look.preflight, seconds = get_rng_state(), True, dict.fromkeys(PHASES.values(), 0.0)
     say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
-    found: list[Trouble] = [t for t in troubles(facts_of_settings(trainer))]
+    found = troubles(facts_of_settings(trainer))
     try:
         with timed(trainer, seconds):
             trainer.train()

@@ -1,0 +1,112 @@
+"""Draw the curves of a run, or of several: rewards, how conversations end, tools, lengths, signal, seconds.
+
+    python scripts/plot_run.py runs/calculator                      # writes runs/calculator/curves.png
+    python scripts/plot_run.py runs/a runs/b --output compared.png  # the second one dashed
+
+The metrics are those of `trainer_state.json` in the folder, or, while a run is not over, of its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_common import pyplot
+
+STYLES = ("-", "--", ":", "-.")  # of the runs
+SMALLEST = 0.01  # a share that never exceeds it is not drawn
+# Panels: title, then metrics with labels. Names with * stand for all that match, but for those already drawn.
+PANELS = (
+    ("Rewards", (("reward", "reward, weighted"), ("rewards/*/mean", "{}"))),
+    ("How conversations end", (("stop/*", "{}"),)),
+    ("Tools", (("tools/failure_frequency", "calls that fail"), ("tools/malformed_frequency", "that cannot be run"),
+               ("tools/timeout_frequency", "that run out of time"), ("tools/call_frequency", "calls per rollout"))),
+    ("Tokens per rollout", (("completions/mean_length", "sampled"),
+                            ("completions/mean_total_length", "with results"))),
+    ("Signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
+                ("completions/clipped_ratio", "cut off"))),
+    ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "sync"))),
+)  # fmt: skip
+
+
+def read_run(folder: Path) -> list[dict[str, Any]]:
+    """The logs of training steps. Raises `ValueError` where there are none."""
+    checkpoints = sorted(
+        folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: int(p.parent.name.split("-")[1])
+    )
+    found = [path for path in (folder / "trainer_state.json", *checkpoints[::-1]) if path.is_file()]
+    if not found:
+        raise ValueError(f"{folder} has no trainer_state.json, and no checkpoint with one. Expected an output_dir.")
+    logs = [row for row in json.loads(found[0].read_text())["log_history"] if "reward" in row]
+    if not logs:
+        raise ValueError(f"{found[0]} has no training steps with a reward.")
+    return logs
+
+
+def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, tuple[list, list]]:
+    """Label -> (steps, values) of a panel, without what never has a value, or is a share that stays near 0.
+
+    >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
+    >>> lines_of(logs, (("stop/*", "{}"),))
+    {'answered': ([1, 2], [0.5, 0.9])}
+    """
+    lines: dict[str, tuple[list, list]] = {}
+    for name, label in metrics:
+        pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
+        for key in dict.fromkeys(key for row in logs for key in row):
+            found = pattern.fullmatch(key)
+            if not found:
+                continue
+            points = [(row["step"], row[key]) for row in logs if isinstance(row.get(key), (int, float))]
+            points = [(step, value) for step, value in points if value == value]
+            if points and (name == "reward" or max(abs(value) for _, value in points) > SMALLEST):
+                text = label.format(*found.groups()).removesuffix("_reward_func")
+                lines[text] = ([step for step, _ in points], [value for _, value in points])
+    return lines
+
+
+def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """One picture with six panels. A label has one colour in all runs, and a run one style of line."""
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    for axis, (title, metrics) in zip(axes.flat, PANELS, strict=True):
+        colours: dict[str, str] = {}
+        for logs, style in zip(runs.values(), STYLES):
+            for label, (steps, values) in lines_of(logs, metrics).items():
+                shown = None if label in colours else label
+                colour = colours.setdefault(label, f"C{len(colours) % 10}")
+                width = 2.2 if label.startswith("reward,") else 1.3
+                axis.plot(steps, values, style, color=colour, label=shown, linewidth=width)
+        axis.set_title(title)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+        if colours:
+            axis.legend(fontsize=8)
+    drawn = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "dash-dotted"}
+    names = [f"{name} ({drawn[style]})" if len(runs) > 1 else name for name, style in zip(runs, STYLES)]
+    figure.suptitle("   ".join(names))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+", help=f"output directories, at most {len(STYLES)}")
+    parser.add_argument("--output", type=Path, help="the picture; by default curves.png in the first run's folder")
+    args = parser.parse_args(argv)
+    if len(args.runs) > len(STYLES):
+        sys.exit(f"error: got {len(args.runs)} runs, expected at most {len(STYLES)}, one style of line for each.")
+    output = args.output or args.runs[0] / "curves.png"
+    try:
+        draw_runs({str(run): read_run(run) for run in args.runs}, output)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(output)
+
+
+if __name__ == "__main__":
+    main()
