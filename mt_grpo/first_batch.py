@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from mt_grpo.preflight import prompt_ids_of
+from mt_grpo.progress import ProgressLine, duration
 from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.readings import Facts, Trouble, troubles
 from mt_grpo.rollout import Rollout, StopReason
@@ -52,7 +54,8 @@ class FirstBatch(TrainerCallback):
         try:
             self.look()
             if self.trainer.accelerator.is_main_process:
-                print(f"first batch: {summary(self.facts)}", flush=True)
+                progress = next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
+                progress.say(f"first batch: {summary(self.facts)}")
                 for trouble in troubles(self.facts):
                     logger.warning(f"{trouble.name}: {trouble.text}")
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
@@ -75,7 +78,8 @@ def facts_of_settings(trainer: Any) -> Facts:
     names = ("learning_rate", "max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "max_env_steps",
              "num_generations")  # fmt: skip
     return {
-        **{name: getattr(args, name) for name in names}, "temperature": trainer._sampling_params["temperature"],
+        **{name: getattr(args, name) for name in names}, "optim": str(getattr(args.optim, "value", args.optim)),
+        "temperature": trainer._sampling_params["temperature"],
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
         "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
     }  # fmt: skip
@@ -89,9 +93,10 @@ def facts_of_batch(trainer: Any) -> Facts:
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
     results = [result for r in rollouts for turn in r.turns for result in turn.results]
     reached = [result for result in results if result.error != "call"]
+    uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     broken = [result for result in reached if result.error is not None]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [rollouts[i : i + args.num_generations] for i in range(0, len(rollouts), args.num_generations)]
+    groups = whole_groups(rollouts, args.num_generations)
     weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist()))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
@@ -100,7 +105,10 @@ def facts_of_batch(trainer: Any) -> Facts:
         **facts, "num_rollouts": int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
         "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
-        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups),
+        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
+        if groups else None,
+        "calls/malformed": share(result.error == "call" for result in uncut),
+        "credit_assignment": args.credit_assignment,
         "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
         "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
         "tools/broken": len(broken) / len(reached) if reached else 0.0,
@@ -116,6 +124,14 @@ def cut_by_turn(rollout: Rollout, max_turn_tokens: int | None, max_completion_le
     """Whether a turn was cut off, in its call or before it, where the completion had room left."""
     cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= (max_turn_tokens or 0) > 0]
     return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < max_completion_length)
+
+
+def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
+    """The groups that are on this rank as a whole: a rank's rollouts may begin or end within one."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.index // size, []).append(rollout)
+    return [group for group in groups.values() if len(group) == size]
 
 
 def sampled_ids(rollout: Rollout) -> list[int]:
@@ -160,11 +176,16 @@ def summary(facts: Facts) -> str:
 
 @contextmanager
 def preflight_settings(args: Any) -> Iterator[None]:
-    """A run that writes nothing, tracks nothing and does not wait for long for a server."""
+    """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
+    if args.resume_from_checkpoint:
+        raise ValueError(
+            "--preflight looks at the model of model_name_or_path, and not at a checkpoint. Remove "
+            f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
+        )
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
-        args.overlap_rollouts = False  # nothing is rolled out that is not looked at
+        args.overlap_rollouts = args.eval_on_start = False  # nothing is rolled out that is not looked at
         args.vllm_server_timeout = min(args.vllm_server_timeout, 20.0)
         yield
 
@@ -175,7 +196,7 @@ def run_preflight(trainer: Any) -> int:
     The random state is restored, and no optimizer step is taken. 1: training would be pointless, or it failed.
     """
     look = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
-    rng, look.preflight, seconds = get_rng_state(), True, dict.fromkeys(PHASES.values(), 0.0)
+    rng, look.preflight, seconds = get_rng_state(), True, dict.fromkeys([*PHASES.values(), "batches"], 0.0)
     say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
     found = troubles(facts_of_settings(trainer))
     try:
@@ -184,11 +205,12 @@ def run_preflight(trainer: Any) -> int:
     except PreflightOver:
         pass
     except (RunError, ServerError) as error:
-        say(trainer, *verdict(found))
+        say(trainer, *(verdict(found) if found else []))
         sys.exit(f"error: {error}")
     finally:
         set_rng_state(rng)
-    batch_seconds, step_seconds = dict(seconds), seconds["training"] - seconds["batch"]
+    step_seconds = seconds["training"] - seconds["batch"]  # where two batches are rolled out before the first step
+    batch_seconds = {phase: value / max(seconds["batches"], 1) for phase, value in seconds.items()}
     facts = look.facts | facts_of_more_batches(trainer, look.facts)
     trainer.optimizer.zero_grad()
     set_rng_state(rng)
@@ -216,6 +238,7 @@ def timed(trainer: Any, seconds: dict[str, float]) -> Iterator[None]:
                 return method(*args, **kwargs)
             finally:
                 seconds[phase] += time.perf_counter() - began
+                seconds["batches"] += phase == "batch"
 
         return run
 
@@ -230,8 +253,8 @@ def timed(trainer: Any, seconds: dict[str, float]) -> Iterator[None]:
 
 def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
-    batches = iter(trainer.get_train_dataloader())
-    next(batches, None)
+    repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
+    batches = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
     for number in range(2, MOST_BATCHES + 1):
         if facts["credit/frac_groups_without_signal"] < 1.0:
             return facts if number > 2 else {}
@@ -246,7 +269,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
 
 def phases(trainer: Any, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
     """Lines about the time of a batch and of the run."""
-    hours = seconds_of_run(trainer, seconds["batch"], step_seconds) / 3600
+    whole = duration(seconds_of_run(trainer, seconds["batch"], step_seconds))
     num_calls = facts["tools/call_frequency"] * trainer.args.generation_batch_size
     tools = facts["tools/mean_seconds"] * num_calls
     memory = peak_memory()
@@ -255,7 +278,7 @@ def phases(trainer: Any, facts: Facts, seconds: dict[str, float], step_seconds: 
         f"sync {seconds['sync']:.1f}, rewards {seconds['rewards']:.1f}, training {step_seconds:.1f} per optimizer "
         f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout"
         + (f"; {memory} of GPU memory at most" if memory else ""),
-        f"the run: about {hours:.1f} hours, where every batch takes as long as this first one",
+        f"the run: about {whole}, where every batch takes as long as this first one",
     ]
 
 

@@ -26,6 +26,7 @@ class ProgressLine(TrainerCallback):
         self.trainer, self.step_began, self.printed = trainer, 0.0, 0.0
         self.steps: list[float] = []  # seconds of those since the last line
         self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def on_init_end(self, args, state, control, **kwargs):
         if args.print_metrics == "line":
@@ -36,7 +37,8 @@ class ProgressLine(TrainerCallback):
         self.steps, self.printed = [], time.monotonic()
         if args.print_metrics == "line" and state.is_world_process_zero:
             self._over = threading.Event()
-            threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True)
+            self._thread.start()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.step_began = time.monotonic()
@@ -63,6 +65,8 @@ class ProgressLine(TrainerCallback):
         """Say no more what the run is doing."""
         if not self._over.is_set():
             self._over.set()
+            if self._thread is not None:
+                self._thread.join(timeout=5.0)
             if sys.stdout.isatty():
                 self.say("", end="")
 
@@ -73,7 +77,9 @@ class ProgressLine(TrainerCallback):
             doing = what_it_does(self.trainer)
             if doing.partition(" ")[0] != before:
                 began, before = time.monotonic(), doing.partition(" ")[0]
-            text = f"step {self.trainer.state.global_step + 1}: {doing}, for {time.monotonic() - began:.0f} s"
+            step = self.trainer.state.global_step
+            where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
+            text = f"{where}: {doing}, for {time.monotonic() - began:.0f} s"
             if over.is_set():
                 return
             if terminal:

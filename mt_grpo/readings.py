@@ -67,10 +67,11 @@ READINGS = (
         "A model calls no tool that it was not told of.",
         "Write {{tool_descriptions}} into system_prompt, or set tool_format to hermes or native, which show the tools "
         "by the chat template.",
-        lambda f: f["prompt/lacks_all_tools"],
+        lambda f: f["prompt/lacks_all_tools"] and f.get("rollouts/called", 0.0) <= NEVER,
     ),
     Reading(
-        "learning rate", ("learning_rate",), lambda f: f["learning_rate"] >= LR,
+        "learning rate", ("learning_rate", "optim"),
+        lambda f: f["learning_rate"] >= LR and f["optim"].startswith("adam"),
         "learning_rate is {learning_rate:g}.",
         "Adam moves every weight by about so much in one step: the model is gone after the first one.",
         "Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).",
@@ -89,7 +90,7 @@ READINGS = (
         "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}.",
         "A group learns from the difference between its rollouts.",
         "Set temperature: 1.0.",
-        lambda f: f["groups/identical"] >= CUT_ALL,
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
     ),
     Reading(
         "identical rollouts", ("groups/identical",),
@@ -98,7 +99,14 @@ READINGS = (
         "A group learns from the difference between its rollouts.",
         "Raise temperature where the model is sure of this task already; look whether top_k, top_p or min_p leave one "
         "choice.",
-        lambda f: f["groups/identical"] >= CUT_ALL,
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
+    ),
+    Reading(
+        "failing tools", ("tools/failure_frequency",), lambda f: f["tools/broken"] >= FAILS,
+        "{tools/broken:.0%} of the calls that reach a tool fail: {first/tool_error}",
+        "The model learns not to call it.",
+        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
+        lambda f: f["tools/broken"] >= FAILS_ALL,
     ),
     Reading(
         "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,
@@ -130,17 +138,11 @@ READINGS = (
         lambda f: f["stop/context_length"] >= CUT_ALL,
     ),
     Reading(
-        "failing tools", ("tools/failure_frequency",), lambda f: f["tools/broken"] >= FAILS,
-        "{tools/broken:.0%} of the calls that reach a tool fail: {first/tool_error}",
-        "The model learns not to call it.",
-        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
-        lambda f: f["tools/broken"] >= FAILS_ALL,
-    ),
-    Reading(
-        "malformed calls", ("tools/malformed_frequency",), lambda f: f["tools/malformed_frequency"] >= FAILS,
-        "{tools/malformed_frequency:.0%} of the calls cannot be run: {first/call_error}",
-        "The model does not know this way of writing calls.",
-        "Set the tool_format that the model was trained on (native, hermes), or show a whole call in system_prompt.",
+        "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
+        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {first/call_error}",
+        "The model does not know this way of writing calls, or these tools.",
+        "Set the tool_format that the model was trained on (native, hermes), show a whole call in system_prompt, or "
+        "lower the temperature ({temperature:g} now) where it is above 1.",
     ),
     Reading(
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
@@ -162,7 +164,8 @@ READINGS = (
         "Raise max_env_steps, or tell the model how many calls it has.",
     ),
     Reading(
-        "constant rewards", ("rewards/constant",), lambda f: bool(f["rewards/constant"]) and not f["rewards/varied"],
+        "constant rewards", ("rewards/constant", "credit/frac_groups_without_signal"),
+        lambda f: not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0,
         "The rewards are the same for all rollouts: {rewards/constant}.",
         "Advantages are differences within a group: all of them are 0.",
         "Look at the reward functions, and whether an easier task, a part of the reward for a part of the way, or "
@@ -172,7 +175,8 @@ READINGS = (
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied"]),
-        "No group of {num_rollouts} rollouts has rewards that differ, though groups differ from each other.",
+        "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
+        "counts them.",
         "Advantages are differences within a group: all of them are 0.",
         "Raise num_generations or the temperature, or take prompts that are neither always nor never solved.",
         lambda f: True,
@@ -196,7 +200,7 @@ READINGS = (
 def troubles(facts: Facts) -> list[Trouble]:
     """The readings that mean trouble, causes first.
 
-    >>> facts = {"learning_rate": 1.0}
+    >>> facts = {"learning_rate": 1.0, "optim": "adamw_torch"}
     >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
     [('learning rate', True)]
     """

@@ -25,6 +25,7 @@ from mt_grpo.rollout import Rollout, Turn
 logger = logging.getLogger(__name__)
 SCHEMA = 1  # raised where a column changes its meaning
 SEGMENT_BYTES = 64 * 2**20  # after which a segment is closed
+LOG_FILES = re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
 MOST_BYTES = 4 * 2**30  # of a rank's segments; the oldest go first
 
 
@@ -63,8 +64,8 @@ def rollout_rows(
             "turns": [turn_row(turn, tokens) for turn in rollout.turns], "num_prompt_tokens": len(rollout.prompt_ids),
             "num_tokens": rollout.new_tokens, "records": len(rollout.records),
             "policy_version": rollout.policy_version,
-            **({"error": str(rollout.error)} if rollout.error is not None else {}),
-            **({"info": [turn.info for turn in rollout.turns]} if any(turn.info for turn in rollout.turns) else {}),
+            "error": None if rollout.error is None else str(rollout.error),
+            "info": [json.dumps(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }
         for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
     ]  # fmt: skip
@@ -91,29 +92,43 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> N
 
     Raises `OSError` if the file cannot be written. It then holds no incomplete line.
     """
+    # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
+    lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = path.stat().st_size if path.is_file() and not fresh else 0
+    size = whole_lines(path) if path.is_file() and not fresh else 0
     try:
-        with open(path, "w" if fresh else "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        with open(path, "wb" if fresh else "ab") as file:
+            file.writelines(line + b"\n" for line in lines)
     except OSError:
         with suppress(OSError):
             os.truncate(path, size)
         raise
 
 
+def whole_lines(path: Path) -> int:
+    """The size of a file, without half of a line that a kill has left, which is cut off."""
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                size = path.read_bytes().rfind(b"\n") + 1
+                file.truncate(size)
+        return size
+
+
 def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
     """Add rows to the open segment, and close it where it is full. `fresh` deletes what an earlier run has written.
 
-    Warns where that fails: a full disk must not end the run.
+    Warns where that fails: neither a full disk nor what an environment says may end the run.
     """
     try:
-        for old in segments(path) if fresh else ():
+        for old in [*segments(path), *path.parent.glob(f".{path.stem}.*.part")] if fresh else ():
             old.unlink()
         write_rows(path, rows, fresh)
         if path.stat().st_size >= SEGMENT_BYTES:
             close_segment(path)
-    except OSError as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
 
 
@@ -144,29 +159,45 @@ def log_rollouts(
     rows = rollout_rows(rollouts[:count], inputs, names, *(table[mine] for table in tables), args.log_rollout_tokens)
     if rows:
         path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
+        if fresh and rank == 0:
+            delete_other_ranks(path.parent, args.world_size)
         write_rollouts(path, [{"schema": SCHEMA, "rank": rank, **about, **row} for row in rows], fresh)
     return bool(rows)
+
+
+def delete_other_ranks(folder: Path, world_size: int) -> None:
+    """Delete what ranks have written that the run does not have, of an earlier one."""
+    for path in folder.glob("rollouts.rank*"):
+        if (found := LOG_FILES.fullmatch(path.name)) and int(found[1]) >= world_size:
+            path.unlink()
 
 
 def segments(path: Path) -> list[Path]:
     """The closed segments of an open one, oldest first: compressed, or plain where a run was killed in between."""
     pattern = re.compile(re.escape(path.stem) + r"\.(\d{5})\.jsonl(\.gz)?")
-    return sorted(found for found in path.parent.glob(f"{path.stem}.*") if pattern.fullmatch(found.name))
+    found = sorted(each for each in path.parent.glob(f"{path.stem}.*") if pattern.fullmatch(each.name))
+    return [each for each in found if each.suffix == ".gz" or each.with_name(each.name + ".gz") not in found]
 
 
 def close_segment(path: Path) -> None:
     """Compress the open segment, and delete the oldest ones where all of them together are too large.
 
-    INVARIANT: every row is in one whole file at any time. A kill leaves a plain segment, compressed with the next one.
+    A kill leaves a plain segment, which is compressed with the next one; where both are there, the plain one is over.
     """
+    for each in segments(path):
+        if each.suffix == ".gz":
+            each.with_suffix("").unlink(missing_ok=True)
     closed = segments(path)
     number = int(closed[-1].name.removeprefix(f"{path.stem}.")[:5]) + 1 if closed else 1
     path.rename(path.with_name(f"{path.stem}.{number:05d}.jsonl"))
     for plain in segments(path):
         if plain.suffix == ".jsonl":
-            part = plain.with_name(plain.name + ".part")
-            with open(plain, "rb") as source, gzip.open(part, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
+            part = plain.with_name(f".{plain.name}.part")  # no reader takes it for a segment
+            with open(plain, "rb") as source, open(part, "wb") as target:
+                with gzip.GzipFile("", "wb", compresslevel=6, fileobj=target) as compressed:
+                    shutil.copyfileobj(source, compressed)
+                target.flush()
+                os.fsync(target.fileno())
             part.rename(plain.with_name(plain.name + ".gz"))
             plain.unlink()
     closed = segments(path)
@@ -179,17 +210,22 @@ def close_segment(path: Path) -> None:
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are no JSON."""
-    lost, pattern = 0, re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
-    ranks = {int(found[1]) for path in Path(folder).glob("rollouts.rank*") if (found := pattern.fullmatch(path.name))}
+    lost = 0
+    ranks = {
+        int(found[1]) for path in Path(folder).glob("rollouts.rank*") if (found := LOG_FILES.fullmatch(path.name))
+    }
     for rank in sorted(ranks):
         path = Path(folder) / f"rollouts.rank{rank}.jsonl"
         for segment in [*segments(path), *([path] if path.exists() else [])]:
-            with (gzip.open if segment.suffix == ".gz" else open)(segment, "rt", encoding="utf-8") as file:
-                for line in file:
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError:
-                        lost += 1
+            try:
+                with (gzip.open if segment.suffix == ".gz" else open)(segment, "rt", encoding="utf-8") as file:
+                    for line in file:
+                        try:
+                            yield json.loads(line)
+                        except json.JSONDecodeError:
+                            lost += 1
+            except (EOFError, gzip.BadGzipFile) as error:
+                logger.warning(f"{segment} is cut off, and what is behind is left out: {error}")
     if lost:
         logger.warning(
             f"{folder}: {lost} lines are no JSON, and left out. A run that was killed may have left half of one."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,10 @@ def epoch_line(num_rows: int, args: Any) -> str:
     """
     batches = num_rows // (args.generation_batch_size // args.num_generations)
     steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
-    whole = args.max_steps if args.max_steps > 0 else int(steps * args.num_train_epochs)
+    whole = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
     rollouts = batches * args.generation_batch_size
-    return f"{batches} batches = {rollouts} rollouts = {steps} optimizer steps; the run: {whole} optimizer steps"
+    counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
+    return f"{counts}; the run: {whole} optimizer steps"
 
 
 def context_line(trainer: Any) -> str:

@@ -15,8 +15,8 @@ from mt_grpo.progress import ProgressLine, main_outcome
 
 logger = logging.getLogger(__name__)
 WINDOW = 20  # logs: a batch of a hundred rollouts is too few to judge by
-NO_SIGNAL, CLIPPED, CLIPPED_UP, AT_TURN_LIMIT, ENTROPY, UNSOLVED = 1.0, 0.3, 0.1, 0.8, 0.01, 0.9
-UP, DOWN = 0.05, 0.1  # of its value: what the reward gains while the outcome loses
+NO_SIGNAL, CLIPPED, CLIPPED_UP, AT_TURN_LIMIT, ENTROPY, UNSOLVED, STUCK = 1.0, 0.3, 0.1, 0.8, 0.01, 0.9, 0.5
+UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
 
 
 class History:
@@ -56,7 +56,8 @@ def hacked(history: History, now: float, before: float | None) -> bool:
     outcome = history.now(history.outcome), history.before(history.outcome)
     if before is None or None in outcome:
         return False
-    return now > before + UP * abs(before) and outcome[0] < outcome[1] - DOWN * abs(outcome[1])
+    up, down = max(UP * abs(before), FLOOR), max(DOWN * abs(outcome[1]), FLOOR)
+    return now > before + up and outcome[0] < outcome[1] - down
 
 
 ALARMS = (
@@ -84,7 +85,8 @@ ALARMS = (
     ),
     Alarm(
         "entropy",
-        lambda history, now, before: now < ENTROPY and (history.now(history.outcome) or 0.0) < UNSOLVED,
+        lambda history, now, before: now < ENTROPY and (history.now(history.outcome) or 0.0) < UNSOLVED
+        and (history.now("credit/frac_groups_without_signal") or 0.0) >= STUCK,
         "The entropy is gone ({now:.2g}) though the task is not solved: all rollouts of a group are the same. Go back "
         "to an earlier checkpoint, with a lower learning_rate, a beta above 0, or a higher temperature.",
     ),

@@ -35,13 +35,11 @@ PANELS = (
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
     """The logs of training steps. Raises `ValueError` where there are none."""
-    checkpoints = sorted(
-        folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: int(p.parent.name.split("-")[1])
-    )
-    found = [path for path in (folder / "trainer_state.json", *checkpoints[::-1]) if path.is_file()]
+    found = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)  # another run may go on in the folder
     if not found:
         raise ValueError(f"{folder} has no trainer_state.json, and no checkpoint with one. Expected an output_dir.")
-    logs = [row for row in json.loads(found[0].read_text())["log_history"] if "reward" in row]
+    logs = [row for row in json.loads(found[0].read_text()).get("log_history", []) if "reward" in row]
     if not logs:
         raise ValueError(f"{found[0]} has no training steps with a reward.")
     return logs
@@ -80,7 +78,8 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 shown = None if label in colours else label
                 colour = colours.setdefault(label, f"C{len(colours) % 10}")
                 width = 2.2 if label.startswith("reward,") else 1.3
-                axis.plot(steps, values, style, color=colour, label=shown, linewidth=width)
+                marker = "." if len(steps) < 10 else None
+                axis.plot(steps, values, style, color=colour, label=shown, linewidth=width, marker=marker)
         axis.set_title(title)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)

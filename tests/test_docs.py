@@ -161,7 +161,7 @@ def test_every_python_block_is_run_here():
         "import function_tool",
         "sys.stdin.read()",
         "import ProgramError",
-        "import load_dataset",
+        "import read_rollouts",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
@@ -175,7 +175,7 @@ def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
     Path("runs/calculator").mkdir(parents=True)
     rows = [{"step": step, "rewards": {"exact_match_reward_func": float(step)}} for step in (1, 0)]
     Path("runs/calculator/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    space = run(block(PAGES["docs/rollouts.md"], "python", "import load_dataset"))
+    space = run(block(PAGES["docs/rollouts.md"], "python", "import read_rollouts"))
     assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
 
 

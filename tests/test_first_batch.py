@@ -4,6 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,7 +14,7 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo import first_batch
-from mt_grpo.first_batch import FirstBatch
+from mt_grpo.first_batch import FirstBatch, whole_groups
 from mt_grpo.readings import (
     AT_LIMIT,
     CUT,
@@ -89,7 +90,9 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert re.search(
         r"^seconds: rollouts \d+\.\d \(tools .*, training \d+\.\d per optimizer step; \d+ tok", text, re.M
     )
-    assert "the run: about 0." in text and text.endswith("Nothing here means trouble.\n")
+    assert re.search(r"^the run: about \d+ (s|min), where", text, re.M) and text.endswith(
+        "Nothing here means trouble.\n"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -126,6 +129,36 @@ def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog
     assert f"reward {history[0]['reward']:.2f} (" in line and f"{history[0]['turns/mean']:.1f} turns" in line
 
 
+def test_a_group_counts_where_it_is_whole():
+    """The rollouts of a rank may begin and end within one."""
+    rollouts = [SimpleNamespace(index=index) for index in range(3, 9)]
+    assert [[r.index for r in group] for group in whole_groups(rollouts, 4)] == [[4, 5, 6, 7]]
+    assert whole_groups(rollouts[:1], 2) == []
+
+
+def test_a_preflight_of_a_checkpoint_is_refused(tmp_path):
+    flags = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)]
+    mt.main(flags)
+    with pytest.raises(SystemExit, match="error: --preflight looks at the model of model_name_or_path, and not"):
+        mt.main([*flags, "--preflight", "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-1")])
+
+
+def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
+    """TRL gives each batch as often as it is used."""
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    seen, score = [], mt.MTGRPOEnvTrainer._generate_and_score_completions
+
+    def watched(self, inputs):
+        seen.append(tuple(row["question"] for row in inputs))
+        return score(self, inputs)
+
+    monkeypatch.setattr(mt.MTGRPOEnvTrainer, "_generate_and_score_completions", watched)
+    keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    code, text, found = preflight(recipe_file(tmp_path, reward_fn=str(tmp_path / "constant.py"), **keys), capsys)
+    assert (code, found) == (1, ["constant rewards"]) and len(seen) == len(set(seen)) == 4
+    assert [f"Rolling out batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
+
+
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(first_batch, "facts_of_batch", lambda trainer: 1 / 0)
     mt.main(["--config", recipe_file(tmp_path, max_steps=1)])
@@ -139,7 +172,7 @@ def test_the_page_has_the_table_of_readings():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(reading.name for reading in READINGS))
     values = {
-        "learning rate": [LR], "environment errors": [ENV_ERRORS, CUT_ALL], "identical rollouts": [SAME, CUT_ALL],
+        "learning rate": [LR], "environment errors": [ENV_ERRORS, CUT_ALL], "identical rollouts": [SAME],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
         "failing tools": [FAILS, FAILS_ALL], "malformed calls": [FAILS], "no calls": [NEVER], "no answers": [NEVER],
         "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
@@ -162,7 +195,7 @@ def broken(name, folder):
         "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
                             "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
         "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
-                                  "Write {tool_descriptions} into system_prompt", 1),
+                                  "Write {tool_descriptions} into system_prompt", 0),
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
                               "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",

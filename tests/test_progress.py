@@ -74,7 +74,8 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     """And gives way to a line that stays."""
     going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[])])
     batch = SimpleNamespace(over=False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
-    trainer = SimpleNamespace(weight_sync=None, _batch=batch, state=SimpleNamespace(global_step=4))
+    trainer = SimpleNamespace(weight_sync=None, _batch=batch, state=SimpleNamespace(global_step=4),
+                              model=SimpleNamespace(training=True))  # fmt: skip
     assert what_it_does(trainer) == "rolling out 1/2, 1 in tools"
     trainer.weight_sync = SimpleNamespace(pushed=None)
     assert what_it_does(trainer) == "sync of the weights"
@@ -85,7 +86,8 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     progress = ProgressLine(trainer)
     watching = threading.Thread(target=progress._watch, args=(progress._over,))
     watching.start()
-    while "training" not in sys.stdout.getvalue():
+    deadline = time.monotonic() + 20
+    while "training" not in sys.stdout.getvalue() and time.monotonic() < deadline:
         time.sleep(0.01)
     progress.say("step 4/9")
     progress.stop()

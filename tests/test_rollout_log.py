@@ -35,8 +35,7 @@ def test_the_columns_are_those_of_the_page(tmp_path):
     named = [
         name for line in PAGE.splitlines() if line[:3] == "| `" for name in re.findall(r"`(\w+)`", line.split("|")[1])
     ]
-    assert len(rows) == 48 and all(set(named) - set(row) == {"error", "info"} for row in rows)
-    assert all(set(row) <= set(named) for row in rows)
+    assert len(rows) == 48 and all(set(row) == set(named) for row in rows)
     assert [(row["schema"], row["rank"], row["step"], row["index"]) for row in rows[::16]] == [
         (1, 0, s, 0) for s in range(3)
     ]
@@ -109,3 +108,49 @@ def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
     (tmp_path / "rollouts.rank2.jsonl").write_text('{"step": 2}\n')
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 10]
     assert f"{tmp_path}: 1 lines are no JSON, and left out" in caplog.text
+
+
+def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
+    """Half of a character in a call's JSON, and what an environment's info may hold."""
+    path = tmp_path / "rollouts.rank0.jsonl"
+    write_rollouts(path, [{"step": 0, "text": "\ud83d"}], fresh=False)
+    write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}], fresh=False)
+    assert "Step 1: rollouts are not in" in caplog.text and "Training goes on." in caplog.text
+    write_rollouts(path, [{"step": 2}], fresh=False)
+    assert list(read_rollouts(tmp_path)) == [{"step": 0, "text": "\ud83d"}, {"step": 2}]
+
+
+def test_half_of_a_line_that_a_kill_has_left_takes_no_other_with_it(tmp_path):
+    path = tmp_path / "rollouts.rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "te')
+    write_rollouts(path, [{"step": 2}], fresh=False)
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+
+
+def test_a_kill_behind_the_compression_gives_no_row_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(5))
+    plain = tmp_path / "rollouts.rank0.00001.jsonl"
+    plain.write_bytes(gzip.open(f"{plain}.gz").read())  # it was not deleted yet
+    (tmp_path / ".rollouts.rank0.00002.jsonl.part").write_bytes(b"half")
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(5))
+    fill(path, range(5, 10))
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(10)) and not plain.exists()
+    write_rollouts(path, [{"step": 0}], fresh=True)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_segment_that_is_cut_off_is_told(tmp_path, caplog):
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(b'{"step": 0}\n' * 1000)[:-20])
+    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 1}\n')
+    assert list(read_rollouts(tmp_path))[-1] == {"step": 1}
+    assert "rollouts.rank0.00001.jsonl.gz is cut off, and what is behind is left out" in caplog.text
+
+
+def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("rollouts.rank0.jsonl", "rollouts.rank1.jsonl", "rollouts.rank1.00001.jsonl.gz", "notes.jsonl"):
+        (tmp_path / "out" / name).write_text('{"step": 7}\n')
+    assert {row["step"] for row in train(tmp_path)} == {0, 1, 2}
+    assert (tmp_path / "out/notes.jsonl").exists()

@@ -33,14 +33,17 @@ TROUBLES = {
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
     "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "stop/max_turns"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "completions/clipped_ratio"),
-    "no entropy": (run_of(entropy=(0.2, 0.001)), "entropy"),
+    "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
 }
 NO_TROUBLES = {
     "well": run_of(),
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
     "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
     "always cut off a little": run_of(completions__clipped_ratio=(0.35, 0.4)),
-    "solved": run_of(entropy=(0.2, 0.001), rewards__match__mean=(0.9, 0.99)),
+    "solved": run_of(
+        entropy=(0.2, 0.001), rewards__match__mean=(0.9, 0.99), credit__frac_groups_without_signal=(0.4, 0.6)
+    ),
+    "rewards near 0": run_of(reward=(0.0, 1e-6), rewards__match__mean=(0.0, -1e-6)),
     "one group has signal": run_of(credit__frac_groups_without_signal=(1.0, 1.0))[:WINDOW - 1] + run_of(),
     "a metric that is not there": run_of(entropy=(None, None), stop__max_turns=(float("nan"), float("nan"))),
 }  # fmt: skip
