@@ -2796,7 +2796,7 @@ GYM = [
         "preflight: a run says nothing of its first batch",
         "mt_grpo/first_batch.py",
         '                progress.say(f"first batch: {summary(self.facts)}")',
-        "            pass",
+        "                pass",
         "tests/test_first_batch.py::test_every_run_opens_with_a_look_at_its_first_batch",
     ),
     Mutation(

@@ -100,10 +100,13 @@ def random_state():
     return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
-def test_it_changes_neither_the_weights_nor_the_random_state(tmp_path):
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", recipe_file(tmp_path, save_strategy="no")]))
+@pytest.mark.parametrize("changes, code", [({}, 0), ({"reward_fn": "constant.py"}, 1)])  # the second one goes on
+def test_it_changes_neither_the_weights_nor_the_random_state(changes, code, tmp_path):
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    changes = {key: str(tmp_path / value) for key, value in changes.items()}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", recipe_file(tmp_path, save_strategy="no", **changes)]))
     before, weights = random_state(), [p.detach().clone() for p in trainer.model.parameters()]
-    assert first_batch.run_preflight(trainer) == 0
+    assert first_batch.run_preflight(trainer) == code
     assert random_state() == before and trainer.state.global_step == 0
     assert all(torch.equal(old, new) for old, new in zip(weights, trainer.model.parameters()))
     assert all(p.grad is None for p in trainer.model.parameters())
