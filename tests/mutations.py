@@ -2711,8 +2711,8 @@ GYM = [
     Mutation(
         "sandbox: what a killed trainer has left stays",
         "tools/python_sandbox.py",
-        "            if user and processes_of(user):  # a trainer that was killed has left them",
-        "            if False:",
+        "                if processes_of(number):  # a trainer that was killed has left them",
+        "                if False:",
         "tests/test_python_sandbox.py::test_what_a_killed_trainer_has_left_is_killed_by_the_next",
     ),
     Mutation(

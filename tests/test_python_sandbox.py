@@ -207,9 +207,9 @@ def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox, monkeypat
     monkeypatch.setattr(module.SANDBOX, "run_as", lambda user, *given: found.append(
         [process.pid for process in module.processes_of(user) if alive(process.pid)]) or run_as(user, *given)
     )  # fmt: skip
-    user = module.SANDBOX.users.take()
-    module.SANDBOX.users.give_back(user)
-    (module.SANDBOX.folder / str(user)).mkdir()
+    user = module.FIRST_USER + module.SANDBOX.users._next  # the next that it has not held yet
+    module.SANDBOX.users._free.clear()
+    (module.SANDBOX.folder / str(user)).mkdir(exist_ok=True)
     left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
     while not module.processes_of(user):
         time.sleep(0.05)

@@ -154,7 +154,7 @@ class Users:
         self._next, self._lock = secrets.randbelow(USERS), threading.Lock()  # another container may begin elsewhere
 
     def take(self) -> int:
-        """A number. Raises `RuntimeError` where all are taken."""
+        """A number, of which no process runs. Raises `RuntimeError` where all are taken."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -171,12 +171,15 @@ class Users:
                     os.close(file)
                     continue
                 self._held[number] = file
+                if processes_of(number):  # a trainer that was killed has left them
+                    Sandbox.kill_user(number)
                 return number
         raise RuntimeError(f"all {USERS} users of the Python sandbox are taken on this machine")
 
-    def give_back(self, number: int) -> None:
+    def give_back(self, number: int, ended: bool = False) -> None:
+        """`ended`: it is known that nothing runs any more, and the machine's processes need not be looked through."""
         with self._lock:
-            (self._left if processes_of(number) else self._free).append(number)
+            (self._left if not ended and processes_of(number) else self._free).append(number)
 
 
 def processes_of(user: int) -> list[psutil.Process]:
@@ -301,12 +304,10 @@ class Sandbox:
         """(exit code, what it printed) of a program. None: it was stopped at its time."""
         user = self.users.take() if self.users else None
         try:
-            if user and processes_of(user):  # a trainer that was killed has left them
-                self.kill_user(user)
             return self.run_as(user, code, seconds)
         finally:
             if user:
-                self.users.give_back(user)
+                self.users.give_back(user, ended=self.has_processes)
 
     def run_as(self, user: int | None, code: str, seconds: float) -> tuple[int | None, str]:
         """`run`, as a user."""
