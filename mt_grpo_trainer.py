@@ -1171,13 +1171,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
         self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
-        about = {"step": self.state.global_step, "mode": self._mode}
-        fresh = not self._wrote_rollouts and self.state.global_step == 0  # not a resumed run, whose log goes on
-        tables = self._logged_rewards, self._reward_table.turn, advantages
-        self._wrote_rollouts |= log_rollouts(
-            self.args, self.accelerator.process_index, self._rollouts, inputs, self.reward_func_names, tables, about,
-            fresh,
-        )  # fmt: skip
+        self._wrote_rollouts |= log_rollouts(self, inputs, output, advantages, group_size)
         mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):

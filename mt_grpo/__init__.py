@@ -39,7 +39,9 @@ A module imports only from modules that stand above it in this list.
     text_check       a record's text against the chat template's
     token_checks     whether training reads the tokens of inference
     run_log          metrics of rollouts and credit
+    log_rows         rollouts as rows of their log
     rollout_log      rows of whole conversations, in segments
+    metrics_log      a row per log
     checkpoints      whether a folder is a whole checkpoint
     run_record       what determines the results of a run
     snapshots        the state at the end of a step, for a resumed run

@@ -20,71 +20,13 @@ from typing import Any
 
 import torch
 
-from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.log_rows import Scored, rollout_rows, turn_columns
 
 logger = logging.getLogger(__name__)
 SCHEMA = 1  # raised where a column changes its meaning
 SEGMENT_BYTES = 64 * 2**20  # after which a segment is closed
 LOG_FILES = re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
 MOST_BYTES = 4 * 2**30  # of a rank's segments; the oldest go first
-
-
-def without_nan(values: list[float]) -> list[float | None]:
-    """The values with None for NaN, which JSON does not have."""
-    return [None if value != value else value for value in values]
-
-
-def rollout_rows(
-    rollouts: list[Rollout],
-    inputs: list[dict[str, Any]],
-    names: list[str],
-    rewards: torch.Tensor,
-    turn_rewards: torch.Tensor,
-    advantages: torch.Tensor,
-    tokens: bool = False,
-) -> list[dict[str, Any]]:
-    """Whole conversations as rows of the rollout log.
-
-    Args:
-        rollouts: The n rollouts to log.
-        inputs: Their dataset rows.
-        names: The names of the F reward functions.
-        rewards: (n, F), one number per rollout.
-        turn_rewards: (n, K), the weighted rewards of functions that give one per turn.
-        advantages: (n, K), one number per turn.
-        tokens: Whether turns have their ids and logprobs.
-    """
-    lists = rewards.tolist(), turn_rewards.tolist(), advantages.tolist()
-    return [
-        {
-            "index": rollout.index, "messages": rollout.prompt_messages + rollout.messages,
-            "stop_reason": rollout.stop_reason, "rewards": dict(zip(names, without_nan(per_function), strict=True)),
-            "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
-            "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
-            "turns": [turn_row(turn, tokens) for turn in rollout.turns], "num_prompt_tokens": len(rollout.prompt_ids),
-            "num_tokens": rollout.new_tokens, "records": len(rollout.records),
-            "policy_version": rollout.policy_version,
-            "error": None if rollout.error is None else str(rollout.error),
-            "info": [json.dumps(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
-        }
-        for rollout, row, per_function, per_turn, advantage in zip(rollouts, inputs, *lists)
-    ]  # fmt: skip
-
-
-def turn_row(turn: Turn, tokens: bool = False) -> dict[str, Any]:
-    """A turn of a row. Arguments of calls are JSON as text, since each tool has others."""
-    logprobs = turn.logprobs or []
-    return {
-        "text": turn.text, "answer": turn.answer, "finish_reason": turn.finish_reason, "seconds": turn.seconds,
-        "calls": [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str),
-                   "error": call.error} for call in turn.calls],
-        "results": [{"text": result.text, "error": result.error, "seconds": result.seconds, "reward": result.reward}
-                    for result in turn.results],
-        "num_tokens": len(turn.token_ids), "num_read": len(turn.observation_ids), "reward": turn.reward,
-        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-        "min_logprob": min(logprobs, default=None),
-        **({"token_ids": turn.token_ids, "logprobs": turn.logprobs} if tokens else {}),
-    }  # fmt: skip
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
@@ -133,43 +75,43 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
 
 
 def log_rollouts(
-    args: Any,
-    rank: int,
-    rollouts: list[Rollout],
-    inputs: list[dict[str, Any]],
-    names: list[str],
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    about: dict[str, Any],
-    fresh: bool,
+    trainer: Any, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
 ) -> bool:
-    """Add whole conversations to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
+    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
 
     Args:
-        args: The trainer's, with `log_rollouts` and `output_dir`.
-        rank: Of this process.
-        rollouts: Its B rollouts.
-        inputs: Their dataset rows.
-        names: Of the F reward functions.
-        tables: Of all N rollouts: rewards (N, F), turn rewards (N, K) and advantages (N, K).
-        about: Further entries of each row.
-        fresh: Begin the file anew.
+        trainer: It has the batch's rollouts, records and rewards.
+        inputs: The B dataset rows.
+        output: TRL's batch for the loss.
+        advantages: Of all N rollouts, (N, K).
+        group_size: G.
     """
+    args, rank, rollouts = trainer.args, trainer.accelerator.process_index, trainer._rollouts
     count = min(args.log_rollouts, len(rollouts))
-    mine = slice(rank * len(rollouts), rank * len(rollouts) + count)
-    rows = rollout_rows(rollouts[:count], inputs, names, *(table[mine] for table in tables), args.log_rollout_tokens)
-    if rows:
-        path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
-        if fresh and rank == 0:
-            delete_other_ranks(path.parent, args.world_size)
-        write_rollouts(path, [{"schema": SCHEMA, "rank": rank, **about, **row} for row in rows], fresh)
-    return bool(rows)
+    if not count:
+        return False
+    fresh = not trainer._wrote_rollouts and trainer.state.global_step == 0  # not a resumed run, whose log goes on
+    tables = trainer._logged_rewards, trainer._reward_table.turn, advantages
+    scored = Scored(trainer.reward_func_names, trainer.reward_weights, *tables, group_size)
+    columns = turn_columns(output, trainer._records, trainer._owners, rollouts[:count])
+    tokenizer = trainer.processing_class if args.log_rollout_tokens else None
+    rows = rollout_rows(rollouts[:count], inputs, scored.rows(rank * len(rollouts), count), columns, tokenizer)
+    about = {"schema": SCHEMA, "rank": rank, "step": trainer.state.global_step, "mode": trainer._mode}
+    path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
+    if fresh and rank == 0:
+        delete_other_ranks(path.parent, args.world_size)
+    write_rollouts(path, [{**about, **row} for row in rows], fresh)
+    return True
 
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:
     """Delete what ranks have written that the run does not have, of an earlier one."""
     for path in folder.glob("rollouts.rank*"):
         if (found := LOG_FILES.fullmatch(path.name)) and int(found[1]) >= world_size:
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                logger.warning(f"{path} is of an earlier run and cannot be deleted: {error}. Delete it by hand.")
 
 
 def segments(path: Path) -> list[Path]:

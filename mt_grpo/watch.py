@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from mt_grpo.first_batch import FirstBatch
+from mt_grpo.metrics_log import MetricsLog
 from mt_grpo.progress import ProgressLine, main_outcome
 
 logger = logging.getLogger(__name__)
@@ -113,5 +114,5 @@ class Watch(TrainerCallback):
 
 
 def run_reports(trainer: Any) -> list[TrainerCallback]:
-    """What tells people about a run: its first batch, a line per log, alarms."""
-    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer)]
+    """What tells people about a run: its first batch, a line per log, alarms, the file of metrics."""
+    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer), MetricsLog()]

@@ -3,19 +3,20 @@
     python scripts/plot_run.py runs/calculator                      # writes runs/calculator/curves.png
     python scripts/plot_run.py runs/a runs/b --output compared.png  # the second one dashed
 
-The metrics are those of `trainer_state.json` in the folder, or, while a run is not over, of its newest checkpoint.
+The metrics are those of `metrics.jsonl`, which a run writes while it goes on, or else of `trainer_state.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench_common import pyplot
+
+from mt_grpo.metrics_log import METRICS_FILE, read_metrics
 
 STYLES = ("-", "--", ":", "-.")  # of the runs
 SMALLEST = 0.01  # a share that never exceeds it is not drawn
@@ -35,13 +36,11 @@ PANELS = (
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
     """The logs of training steps. Raises `ValueError` where there are none."""
-    found = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
-    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)  # another run may go on in the folder
-    if not found:
-        raise ValueError(f"{folder} has no trainer_state.json, and no checkpoint with one. Expected an output_dir.")
-    logs = [row for row in json.loads(found[0].read_text()).get("log_history", []) if "reward" in row]
+    logs = [row for row in read_metrics(folder) if "reward" in row]
     if not logs:
-        raise ValueError(f"{found[0]} has no training steps with a reward.")
+        raise ValueError(
+            f"{folder} has no {METRICS_FILE} with a step that has a reward. Expected the output_dir of a run."
+        )
     return logs
 
 

@@ -28,10 +28,10 @@ from tokenizers import pre_tokenizers
 from mt_grpo.data import load_rows
 from mt_grpo.environments import Environments, check_environment
 from mt_grpo.hermes import tool_schema
+from mt_grpo.log_rows import Scored, rollout_rows
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
-from mt_grpo.rollout_log import rollout_rows
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -182,8 +182,10 @@ def test_messages_go_behind_an_answer_and_behind_results():
 def test_what_a_reply_says_stands_in_the_log():
     table = torch.zeros(1, 2)
     _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
-    (row,) = rollout_rows(rollouts, [{}], ["x", "y"], table, table, table)
-    assert row["info"] == ['{"a": 1}', "{}"]
+    scored = Scored(["x", "y"], torch.ones(2), table, table, table, 1)
+    columns = [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
+    (row,) = rollout_rows(rollouts, [{}], scored, columns)
+    assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
 
 
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):

@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pandas
 import pytest
+import torch
 from datasets import load_dataset
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo import rollout_log
+from mt_grpo.log_rows import turn_columns
+from mt_grpo.rollout import Context, Record, Rollout, Turn
 from mt_grpo.rollout_log import read_rollouts, segments, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
-TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "num_tokens", "num_read", "reward",
-        "mean_logprob", "min_logprob"}  # fmt: skip
+TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "observation", "num_tokens", "num_read",
+        "num_trained", "reward", "mean_logprob", "min_logprob"}  # fmt: skip
+TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
+          "read_texts"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +45,7 @@ def test_the_columns_are_those_of_the_page(tmp_path):
         (1, 0, s, 0) for s in range(3)
     ]
     turns = [turn for row in rows for turn in row["turns"]]
-    assert all(set(turn) == TURN | {"token_ids", "logprobs"} for turn in turns)
+    assert all(set(turn) == TURN | TOKENS for turn in turns)
     assert all(name in PAGE for turn in turns for name in turn)
     for row in rows:
         assert len(row["turns"]) == len(row["turn_rewards"]) == len(row["turn_advantages"])
@@ -48,11 +53,42 @@ def test_the_columns_are_those_of_the_page(tmp_path):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert said == [turn["text"] for turn in row["turns"]]
         assert row["policy_version"] - rows[0]["policy_version"] == row["step"]
-    assert all(len(turn["token_ids"]) == turn["num_tokens"] for turn in turns)
+    assert all(len(turn[name]) == turn["num_tokens"] == turn["num_trained"] for turn in turns
+               for name in ("token_ids", "token_texts", "loss_mask", "advantages"))  # fmt: skip
+    assert all(len(turn["read_ids"]) == len(turn["read_texts"]) == turn["num_read"] for turn in turns)
+    assert all("".join(turn["token_texts"]).removesuffix("<|im_end|>") == turn["text"] for turn in turns)
+    assert [row["group"] for row in rows[:16]] == [i // 8 for i in range(16)]
+    weighted = [sum(value for value in row["rewards"].values() if value is not None) for row in rows]
+    assert [row["reward"] for row in rows] == pytest.approx(weighted)
     called = next(turn for turn in turns if turn["results"] and not turn["results"][0]["error"])
     assert called["calls"][0]["name"] == "calculator" and called["calls"][0]["error"] is None
     assert set(json.loads(called["calls"][0]["arguments"])) == {"expression"}
     assert set(called["results"][0]) == {"text", "error", "seconds", "reward"}
+
+
+def test_tokens_have_what_the_loss_reads_of_them():
+    """Two rollouts of a batch of three; the history of the first was edited before its last turn.
+
+    Row 0: prompt 1, turn 0 = 10 11, read 20, turn 1 = 30. Row 1: the second rollout failed. Row 2 is not logged.
+    Row 3: prompt 7, turn 2 of the first rollout = 40, of which nothing is trained.
+    """
+    turns = [Turn([10, 11], None, "", "stop", observation_ids=[20]), Turn([30], None, "", "stop"),
+             Turn([40], None, "", "stop", context=Context([], [7]))]  # fmt: skip
+    edited, failed = Rollout([], [1], turns=turns), Rollout([], [1], turns=[Turn([50, 51], None, "", "stop")])
+    records = [edited.records[0], Record([], []), Record([1], [Turn([60], None, "", "stop")]), edited.records[1]]
+    output = {
+        "tool_mask": torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "advantages": torch.tensor([[2.0, 2.0, 0.0, 3.0], [0.0] * 4, [9.0] * 4, [4.0, 0.0, 0.0, 0.0]]),
+        "old_per_token_logps": torch.tensor([[-1.0, -2.0, 0.0, -3.0], [0.0] * 4, [-9.0] * 4, [-4.0, 0.0, 0.0, 0.0]]),
+    }
+    assert turn_columns(output, records, [0, 1, 2, 0], [edited, failed]) == [
+        [
+            {"loss_mask": [1, 0], "advantages": [2.0, 2.0], "trainer_logprobs": [-1.0, -2.0]},
+            {"loss_mask": [1], "advantages": [3.0], "trainer_logprobs": [-3.0]},
+            {"loss_mask": [0], "advantages": [4.0], "trainer_logprobs": [-4.0]},
+        ],
+        [{"loss_mask": [0, 0], "advantages": [0.0, 0.0], "trainer_logprobs": None}],
+    ]
 
 
 def test_segments_load_together(tmp_path, monkeypatch):

@@ -26,7 +26,6 @@ LOGGING = {
     "log_rollouts",
     "mean_per_rollout",
     "num_errors",
-    "rollout_rows",
     "_mode",
     "_note_end",
 }
