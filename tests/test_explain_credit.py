@@ -2,70 +2,53 @@
 
 import contextlib
 import dataclasses
-import doctest
 import io
+import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import explain_credit as ex
 import pytest
-import torch
-from explain_credit import GroupCredit, RolloutCredit, Token, TurnCredit
+from browser import browser, open_page  # noqa: F401  fixtures
+from explain_credit import GroupCredit, RolloutCredit, TurnCredit
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.data import make_arithmetic
-from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.log_rows import token_texts
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 EVIL = '</span><script>alert(1)</script><img src=x onerror="alert(2)">\'" &lt;b&gt; --> \x1b[31m\x00\u202e\ud800'
 
 
-class Page(HTMLParser):
-    """What a browser would find: the tags, their attributes, and the token spans of each card."""
-
-    VOID = {"meta", "br", "img", "link"}
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.attributes, self.texts, self.cards, self.open, self.span = set(), set(), [], [], [], None
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.tags.add(tag)
-        self.attributes |= attrs.keys()
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "article":
-            self.cards.append([])
-        if tag == "span" and "t" in attrs.get("class", "").split():
-            colour = re.fullmatch(r"background: (#[0-9a-f]{6})", attrs["style"])[1] if "style" in attrs else None
-            self.span = SimpleNamespace(
-                text="", title=attrs["title"], classes=attrs["class"].split(), colour=colour, depth=len(self.open)
-            )
-            self.cards[-1].append(self.span)
-
-    def handle_endtag(self, tag):
-        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
-        if self.span and self.span.depth == len(self.open):
-            self.span = None
-        self.open.pop()
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.texts.append(data)
-        if self.span:
-            self.span.text += data
+def data_of(page):
+    """What a page shows."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
 
 
-def token(text="x", turn=0, advantage=0.0, trained=True, **more):
-    return Token(7, text, turn, advantage, trained, **more)
+def tokens_of(row):
+    """(id, in the loss, advantage) of every token of a row, in order; what was read has no advantage."""
+    return [
+        token
+        for turn in row["turns"]
+        for token in (*zip(turn["token_ids"], turn["loss_mask"], turn["advantages"], strict=True),
+                      *((read, 0, None) for read in turn["read_ids"]))
+    ]  # fmt: skip
+
+
+def logged(text, tokens=(), advantage=0.0, read=(), trained=True):
+    """A row of the log of one turn."""
+    turn = {"text": text, "num_tokens": len(tokens), "num_trained": len(tokens) * trained, "calls": [], "results": [],
+            "seconds": 0.0, "token_ids": list(range(len(tokens))), "token_texts": list(tokens), "logprobs": None,
+            "loss_mask": [int(trained)] * len(tokens), "advantages": [advantage] * len(tokens),
+            "trainer_logprobs": None, "read_ids": list(range(len(read))), "read_texts": list(read)}  # fmt: skip
+    return {"schema": 1, "messages": [{"role": "user", "content": "What is 2 + 2?"},
+                                      {"role": "assistant", "content": text}],
+            "turns": [turn], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
+            "turn_advantages": [advantage], "num_tokens": len(tokens), "policy_version": 0}  # fmt: skip
 
 
 def group(**changes):
@@ -80,17 +63,16 @@ def group(**changes):
             TurnCredit("<tool>{}\nthen</tool>", 3, 0.5, 2.0, "Error: no\nsuch tool", "call"),
             TurnCredit("<answer>4</answer>", 2, None, -0.5),
         ],
-        tokens=[
-            token("<tool>", advantage=2.0, logprob=-0.25), token("\n", advantage=2.0), token("</tool>", advantage=2.0),
-            token("<|im_end|>", -1, 0.0, False, special=True), token("no", -1, 0.0, False),
-            token("  ", 1, -0.5), token("\ufffd", 1, -0.5),
-        ],
-    )  # fmt: skip
-    silent = RolloutCredit(
-        "no_tool_call", 0.0, None, [("exact_match", 0.0)], [], [TurnCredit("4", 1, None, 0.0)], [token("4")]
     )
+    silent = RolloutCredit("no_tool_call", 0.0, None, [("exact_match", 0.0)], [], [TurnCredit("4", 1, None, 0.0)])
     whole = GroupCredit(
-        "What is 2 + 2?", "4", {"credit_assignment": "mt_grpo"}, {"training row": "0"}, [called, silent], []
+        "What is 2 + 2?",
+        "4",
+        {"credit_assignment": "mt_grpo"},
+        {"training row": "0"},
+        [called, silent],
+        [],
+        [logged("<tool>", ["<tool>", "\n"], 2.0, ["<|im_end|>"]), logged("4", ["4"], -0.5)],
     )
     return dataclasses.replace(whole, **changes)
 
@@ -121,7 +103,8 @@ def run(tmp_path_factory):
         patch.setattr(mt, "build_trainer", spy)
         patch.setenv("COLUMNS", "110")
         ex.main(["--config", RECIPE, "--output", str(path), "--row", "0"])
-    seen.printed, seen.page = printed.getvalue(), Page(path.read_text(encoding="utf-8"))
+    seen.printed, seen.data = printed.getvalue(), data_of(path.read_text(encoding="utf-8"))
+    seen.rows = [item["row"] for item in seen.data["rollouts"]]
     return seen
 
 
@@ -137,25 +120,17 @@ def test_every_token_of_the_page_is_the_trainers(run):
     rollouts, advantages = run.trainer._rollouts, run.output["advantages"]
     assert any(-1 in rollout.turn_ids for rollout in rollouts)  # else nothing below is about the environment
     assert (advantages > 0).any() and (advantages < 0).any()
-    assert [len(card) for card in run.page.cards] == [len(rollout.completion_ids) for rollout in rollouts]
-    for i, (rollout, card) in enumerate(zip(rollouts, run.page.cards, strict=True)):
-        assert [int(re.match(r"token (\d+), ", span.title)[1]) for span in card] == rollout.completion_ids
-        assert [k for k, span in enumerate(card) if "out" in span.classes] == [
-            k for k, turn in enumerate(rollout.turn_ids) if turn == -1
+    assert len(run.rows) == len(rollouts) == 8
+    for i, (rollout, row) in enumerate(zip(rollouts, run.rows, strict=True)):
+        expected = [
+            (token, int(turn >= 0), advantages[i, k].item() if turn >= 0 else None)
+            for k, (token, turn) in enumerate(zip(rollout.completion_ids, rollout.turn_ids, strict=True))
         ]
-        for k, (turn, span) in enumerate(zip(rollout.turn_ids, card, strict=True)):
-            if turn == -1:
-                assert span.title.endswith(", environment, out of the loss") and span.colour is None
-            else:
-                shown = re.search(rf", turn {turn}, advantage ([+-]?\d+\.\d{{4}})$", span.title)
-                assert float(shown[1]) == pytest.approx(advantages[i, k].item(), abs=6e-5)
-        strongest = advantages[i].abs().argmax()
-        if advantages[i, strongest].abs() == advantages.abs().max():
-            assert card[strongest].colour == ("#4596d1" if advantages[i, strongest] > 0 else "#e8743b")
-    colours = [span.colour for card in run.page.cards for span in card]
-    marks = {span.text: "special" in span.classes for card in run.page.cards for span in card}
-    assert marks["<|im_start|>"] and marks["<|im_end|>"] and not marks["<"]
-    assert {"#4596d1", "#e8743b"} & set(colours)  # the scale ends at the group's largest advantage
+        assert tokens_of(row) == expected
+        assert row["turn_advantages"] == [
+            advantages[i, rollout.turn_ids.index(k)].item() for k in range(len(rollout.turns))
+        ]
+    assert (run.data["start"], run.data["colour"], run.data["served"]) == ("group/0/0", "advantage", False)
 
 
 def test_the_text_has_every_turn_with_its_advantage(run):
@@ -218,8 +193,8 @@ def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
     assert {rollout.stop_reason for rollout in shown.rollouts} == {"max_tokens"}
-    spans = [span for card in Page(ex.render_html(shown)).cards for span in card]
-    assert len(spans) == 3 * 8 and all("out" in span.classes and span.colour is None for span in spans)
+    tokens = [token for row in shown.rows for token in tokens_of(row)]
+    assert len(tokens) == 3 * 8 and not any(trained for _, trained, _ in tokens)
     assert [turn.advantage for rollout in shown.rollouts for turn in rollout.turns] == [None] * 8
     assert [note for note in shown.notes if "mask_truncated_completions" in note] and len(shown.notes) == 1
 
@@ -252,7 +227,8 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     script_args, args, _ = ex.group_recipe(str(tmp_path / "recipe.yaml"), [], str(tmp_path / "elsewhere"))
     assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (8, 1, 8)
     assert (args.eval_strategy, args.save_strategy, script_args.eval_dataset_size) == ("no", "no", None)
-    assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions or args.log_rollouts)
+    assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions)
+    assert (args.log_rollouts, args.log_rollout_tokens) == (8, True)  # into a folder that is deleted
     assert args.output_dir == str(tmp_path / "elsewhere")
 
 
@@ -288,27 +264,12 @@ def test_help_shows_a_command(capsys):
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_the_rows_of_the_trainers_tensors(random_model):
+def test_a_part_of_a_character_is_shown_as_such(random_model):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     ids = tokenizer("é", add_special_tokens=False)["input_ids"]
     assert len(ids) == 2  # bytes, neither of which is a character
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    turns = [Turn(ids, [-0.5, None], "é", "stop", observation_ids=[end, *newline]),
-             Turn([5], [float("nan")], "&", "stop")]  # fmt: skip
-    output = {
-        "completion_ids": torch.tensor([[0] * 6, [*ids, end, *newline, 5, 99]]),
-        "completion_mask": torch.tensor([[1] * 6, [1, 1, 1, 1, 1, 0]]),
-        "tool_mask": torch.tensor([[1] * 6, [1, 1, 0, 0, 1, 1]]),
-        "advantages": torch.tensor([[9.0] * 6, [1.5, 1.5, 0.0, 0.0, -2.0, 0.0]]),
-    }
-    assert ex.collect_tokens(Rollout([], [], turns=turns), output, 1, tokenizer) == [
-        Token(ids[0], "\ufffd", 0, 1.5, True, -0.5, False),
-        Token(ids[1], "\ufffd", 0, 1.5, True, None, False),
-        Token(end, "<|im_end|>", -1, 0.0, False, None, True),
-        Token(newline[0], "\n", -1, 0.0, False, None, False),
-        Token(5, tokenizer.decode([5]), 1, -2.0, True, None, False),
-    ]
+    assert token_texts(tokenizer, [*ids, end]) == ["\ufffd", "\ufffd", "<|im_end|>"]
 
 
 def test_a_space_that_decoding_drops_comes_back():
@@ -316,7 +277,7 @@ def test_a_space_that_decoding_drops_comes_back():
     tokenizer = SimpleNamespace(
         decode=lambda ids, **_: {1: "the", 2: "the", 3: "?"}[ids[0]], convert_ids_to_tokens=pieces.get
     )
-    assert [ex.token_text(tokenizer, i) for i in (1, 2, 3)] == [" the", "the", "?"]
+    assert token_texts(tokenizer, [1, 2, 3]) == [" the", "the", "?"]
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -368,101 +329,32 @@ def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_tokens_of_a_page():
-    first, second = Page(ex.render_html(group())).cards
-    assert [(span.text, span.colour, span.classes) for span in first] == [
-        ("<tool>", "#4596d1", ["t"]), ("↵\n", "#4596d1", ["t"]), ("</tool>", "#4596d1", ["t"]),
-        ("<|im_end|>", None, ["t", "out", "special"]), ("no", None, ["t", "out"]),
-        # A quarter of the way from white to vermilion: 255 - 23/4, 255 - 139/4, 255 - 196/4.
-        ("··", "#f9dcce", ["t"]), ("\ufffd", "#f9dcce", ["t"]),
-    ]  # fmt: skip
-    assert [span.title for span in first][:4] == [
-        "token 7, turn 0, advantage +2.0000, logprob -0.2500", "token 7, turn 0, advantage +2.0000",
-        "token 7, turn 0, advantage +2.0000", "token 7, environment, out of the loss",
-    ]  # fmt: skip
-    assert [(span.text, span.colour) for span in second] == [("4", "#ffffff")]
-
-
-def test_the_page_says_what_the_rollouts_got():
-    text = " ".join(Page(ex.render_html(group(notes=["Mind this."]))).texts)
-    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "Mind this.", "1.10 = exact_match 1.00, style -",
-                 "no_tool_call", "0.20 to the rollout, 0.50 to its turns", "-2.00 0.00 +2.00"):  # fmt: skip
+def test_the_page_is_the_view_of_a_group(open_page, tmp_path):  # noqa: F811
+    (tmp_path / "page.html").write_text(ex.render_html(group(notes=["Mind this."])), encoding="utf-8")
+    page = open_page((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(".t")
+    text = page.inner_text("body")
+    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "training row", "Mind this.", "Struck out",
+                 "what every token of 2 rollouts would be trained with", "-2.00", "+2.00"):  # fmt: skip
         assert part in text
-    cells = re.findall(r"<td>(?:<span[^>]*>)?([^<]*)", ex.render_html(group()))
-    assert cells == ["0", "3", "0.50", "+2.00", "call", "1", "2", "-", "-0.50", "", "0", "1", "-", "0.00", ""]
+    spans = page.evaluate(
+        "[...document.querySelectorAll('.t')].map(t => [t.textContent, t.className, t.style.background])"
+    )
+    # A quarter of the way to the other colour.
+    assert spans == [["<tool>", "t", "rgba(0, 110, 230, 0.65)"], ["↵\n", "t", "rgba(0, 110, 230, 0.65)"],
+                     ["<|im_end|>", "t out", ""], ["4", "t", "rgba(235, 125, 0, 0.165)"]]  # fmt: skip
+    assert page.locator("nav").count() == 0 and page.locator("a").count() == 0
 
 
-def test_model_text_stays_text():
-    evil = RolloutCredit(
-        EVIL, 1.0, None, [(EVIL, 1.0)], [(EVIL, None)], [TurnCredit(EVIL, 1, None, 1.0, EVIL, EVIL)],
-        [token(EVIL, advantage=1.0), token(EVIL, -1, 0.0, False, special=True), token("<script>", advantage=1.0)],
-    )  # fmt: skip
-    page = ex.render_html(GroupCredit(EVIL, EVIL, {EVIL: EVIL}, {"model": EVIL}, [evil], [EVIL]))
-    found = Page(page)
-    assert found.open == []
-    assert found.tags == {"html", "head", "meta", "title", "style", "body", "header", "main", "p", "h1", "h2", "dl",
-                          "dt", "dd", "div", "i", "b", "br", "article", "span", "small", "table", "tr", "th",
-                          "td"}  # fmt: skip
-    assert found.attributes == {"lang", "charset", "http-equiv", "content", "name", "class", "style", "title"}
-    shown = EVIL.replace("\x1b", "␛").replace("\x00", "␀").replace("\u202e", "⟨U+202E⟩").replace("\ud800", "⟨U+D800⟩")
-    assert [span.text for span in found.cards[0]] == [shown, shown, "<script>"]
-    # Question, answer, setting (twice), model, note, stop reason, two functions, error, two tokens.
-    assert sum(text.count(shown) for text in found.texts) == 12
-    assert "<script" not in page and "&lt;script&gt;alert(1)" in page
-    page.encode("utf-8")
-
-
-def test_the_page_loads_and_runs_nothing():
-    page = ex.render_html(group())
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    assert page.index("Content-Security-Policy") < page.index("<style>")
-    assert not re.search(r"https?:|url\(|@import|<script|<link|\bsrc=|\bhref=", page)
-
-
-def luminance(colour):
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("advantage, scale, colour", [
-    (3.0, 3.0, "#4596d1"), (-3.0, 3.0, "#e8743b"), (0.0, 3.0, "#ffffff"), (-0.0, 3.0, "#ffffff"),
-    (1.5, 3.0, "#a2cae8"), (0.0, 0.0, "#ffffff"), (3.1, 3.0, "#4596d1"),
-])  # fmt: skip
-def test_colours(advantage, scale, colour):
-    assert ex.colour_of(advantage, scale) == colour
-
-
-def test_text_can_be_read_on_every_colour():
-    """WCAG AA asks for 4.5 to 1; the ink of tokens is #111, that of the environment #696969 on #f1f1f1."""
-    for step in range(-100, 101):
-        assert (luminance(ex.colour_of(step, 100)) + 0.05) / (luminance("#111111") + 0.05) > 5.5
-    assert ".t { " in ex.STYLE and "color: #111; }" in ex.STYLE
-    assert ".out { background: #f1f1f1; color: #696969; text-decoration: line-through" in ex.STYLE
-    assert (luminance("#f1f1f1") + 0.05) / (luminance("#696969") + 0.05) > 4.5
-
-
-def test_the_scale_is_that_of_trained_tokens():
-    first, second = group().rollouts
-    assert group().scale == 2.0
-    masked = dataclasses.replace(first, tokens=[token(advantage=-9.0, trained=False), token(advantage=-0.5)])
-    assert group(rollouts=[masked, second]).scale == 0.5
-    assert group(rollouts=[]).scale == 0.0
-
-
-@pytest.mark.parametrize("tokens, scale_rewards, words", [
-    ([token(advantage=1.0), token("r", -1, 0.0, False)], "group", []),
-    ([token(advantage=0.0)], "group", ["Every advantage is 0"]),
-    ([token(advantage=1.0)], "batch", ["scale_rewards batch"]),
-    ([token(advantage=1.0, trained=False)], "none", ["Truncated rollouts"]),
-])  # fmt: skip
-def test_notes(tokens, scale_rewards, words):
-    rollout = dataclasses.replace(group().rollouts[0], tokens=tokens)
-    found = ex.notes([rollout], {"scale_rewards": scale_rewards})
-    assert len(found) == len(words) and all(note.startswith(word) for note, word in zip(found, words))
-
-
-def test_the_examples_of_the_docstrings():
-    failed, tried = doctest.testmod(ex)
-    assert failed == 0 and tried > 5
+def test_model_text_stays_text(open_page, tmp_path):  # noqa: F811
+    shown = group(question=EVIL, answer=EVIL, credit={EVIL: EVIL}, notes=[EVIL],
+                  rows=[logged(EVIL, [EVIL, "<script>"], 1.0, [EVIL])])  # fmt: skip
+    text = ex.render_html(shown)
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
+    page = open_page((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(".t")
+    said = EVIL.replace("\x1b", "␛").replace("\x00", "␀").replace("\u202e", "⟨U+202E⟩").replace("\ud800", "⟨U+D800⟩")
+    assert page.inner_text("h1") == said and page.inner_text(".note") == said
+    assert page.locator(".t").all_inner_texts() == [said, "<script>", said]
+    assert page.locator("main img, main script").count() == 0

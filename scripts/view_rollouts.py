@@ -1,0 +1,280 @@
+"""Look into the rollouts of a run, or of two: curves, a table with filters, conversations token by token.
+
+    python scripts/view_rollouts.py runs/calculator               # serves it on http://127.0.0.1:8020
+    python scripts/view_rollouts.py runs/a runs/b                 # the curves of the second one are dashed
+    python scripts/view_rollouts.py runs/calculator --html page.html
+
+It follows a running job. The rollouts are those of the log (docs/rollouts.md): `log_rollouts` says how many of a batch
+are in it, and `log_rollout_tokens: true` gives each token its own colour. `--html` writes one file of at most 2,000
+rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown as text: the page has
+a policy by which a browser runs no script but its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import html
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from aiohttp import web
+from plot_run import PANELS, lines_of
+from rollout_index import Query, RolloutIndex
+
+from mt_grpo.metrics_log import METRICS_FILE, read_metrics
+
+PARTS = Path(__file__).resolve().parent / "viewer"
+MOST_ROLLOUTS = 2000  # of a page in one file
+MOST_POINTS = 400  # of a curve
+REFRESH_SECONDS = 2.0
+TURNS = ("Turns", (("turns/mean", "mean"), ("turns/max", "most")))
+WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
+           "logprob difference")))  # fmt: skip
+
+
+# -- the page --
+
+
+def page(data: dict[str, Any], title: str) -> str:
+    """One page of HTML with its style, its script and `data`.
+
+    INVARIANT: a browser runs the script whose hash stands in the page's policy, and nothing that `data` says.
+    """
+    style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
+    policy = {
+        "default-src": "'none'", "script-src": digest(script), "style-src": digest(style), "img-src": "data:",
+        "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
+    }  # fmt: skip
+    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
+        policy="; ".join(f"{name} {value}" for name, value in policy.items()),
+        title=html.escape(title),
+        style=style,
+        script=script,
+        data=as_data(data),
+    )
+
+
+def digest(text: str) -> str:
+    """How a policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def as_data(value: Any) -> str:
+    """JSON that cannot end the element that it stands in.
+
+    >>> as_data("</script>")
+    '"\\\\u003c/script>"'
+    """
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# -- curves --
+
+
+def panels_of(logs: list[list[dict[str, Any]]], note: str | None) -> dict[str, Any]:
+    """The panels of curves of several runs, of their logged training steps."""
+    panels = []
+    for title, metrics in (*PANELS, TURNS, WEIGHTS):
+        lines = [
+            {"label": label, "run": run, "points": thinned(list(zip(*points)))}
+            for run, rows in enumerate(logs)
+            for label, points in lines_of(rows, metrics).items()
+        ]
+        if lines:
+            panels.append({"title": title, "lines": lines})
+    return {"panels": panels, "note": note}
+
+
+def thinned(points: list[tuple[float, float]], most: int = MOST_POINTS) -> list[list[float]]:
+    """At most so many points: the means of neighbours, each at the last of its steps.
+
+    >>> thinned([(1, 0.0), (2, 1.0), (3, 4.0)], 2)
+    [[2, 0.5], [3, 4.0]]
+    """
+    width = -(-len(points) // most)
+    parts = [points[at : at + width] for at in range(0, len(points), width or 1)]
+    return [[part[-1][0], round(sum(value for _, value in part) / len(part), 6)] for part in parts]
+
+
+class Run:
+    """One output directory: its index, and its metrics. Raises `ValueError` where nothing of a run is in it."""
+
+    def __init__(self, folder: Path, told: Any = None):
+        self.folder = folder
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder. Expected the output_dir of a run.")
+        if not any(folder.glob("rollouts.rank*")) and not read_metrics(folder):
+            raise ValueError(
+                f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. Expected the output_dir of a run with "
+                "log_rollouts above 0."
+            )
+        self.index = RolloutIndex(folder)
+        self.reading = False
+
+    def logs(self) -> tuple[list[dict[str, Any]], bool]:
+        """(rows of training steps, whether they are of the log of rollouts, since there are no metrics)."""
+        rows = [row for row in read_metrics(self.folder) if "reward" in row]
+        return (rows, False) if rows else (self.index.by_step(), True)
+
+    def info(self) -> dict[str, Any]:
+        path = self.folder / METRICS_FILE
+        metrics = path.stat().st_size if path.is_file() else 0
+        return {"name": self.folder.name or str(self.folder), "folder": str(self.folder), "reading": self.reading,
+                "metrics": metrics, **self.index.info()}  # fmt: skip
+
+
+def curves(runs: list[Run]) -> dict[str, Any]:
+    """The panels of these runs."""
+    logs = [run.logs() for run in runs]
+    from_log = [run.folder.name for run, (_, found) in zip(runs, logs) if found]
+    note = f"{', '.join(from_log)}: no metrics were found, so curves are means over the logged rollouts."
+    return panels_of([rows for rows, _ in logs], note if from_log else None)
+
+
+# -- one file --
+
+
+def write_page(folders: list[Path], path: Path) -> str:
+    """Write the page in one file; returns words that say what is in it."""
+    runs = [Run(folder) for folder in folders]
+    data: dict[str, Any] = {"served": False, "runs": [], "rollouts": []}
+    for number, run in enumerate(runs):
+        run.index.refresh()
+        chosen, which = run.index.sample(MOST_ROLLOUTS // len(runs))
+        data["runs"].append({**run.info(), "which": f"{run.folder.name}: {which}", "folder": run.folder.name})
+        data["rollouts"] += [{**run.index.rollout(each), "run": number} for each in chosen]
+    data["panels"] = curves(runs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(data, " and ".join(run.folder.name for run in runs)), encoding="utf-8")
+    return "; ".join(run["which"] for run in data["runs"])
+
+
+# -- a server --
+
+
+class Viewer:
+    """Answers the page's questions. One thread reads the logs, another one the indices.
+
+    Args:
+        folders: Output directories, at most two.
+    """
+
+    def __init__(self, folders: list[Path]):
+        self.runs = [Run(folder) for folder in folders]
+        self.ask = ThreadPoolExecutor(1, thread_name_prefix="ask")
+        self.over = threading.Event()
+        self.title = " and ".join(run.folder.name for run in self.runs)
+        self.reader = threading.Thread(target=self._follow, name="read", daemon=True)
+
+    def app(self) -> web.Application:
+        """The application."""
+        app = web.Application(middlewares=[self.guard])
+        app.router.add_get("/", self.page)
+        app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
+        app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
+        app.router.add_get(r"/api/rollouts/{run:\d+}", self.answer(self.table))
+        for kind in ("rollout", "group"):
+            route = rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}"
+            app.router.add_get(route, self.answer(lambda request, kind=kind: self.conversations(kind, request)))
+        app.on_startup.append(self._start)
+        app.on_cleanup.append(self._stop)
+        return app
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Answer only to the addresses of this machine: another page may have its own name resolve to it."""
+        name = request.host.rpartition(":")[0] or request.host
+        if name not in ("127.0.0.1", "localhost", "[::1]"):
+            return web.json_response({"error": f"The host is {name}, expected 127.0.0.1 or localhost."}, status=403)
+        response = await handler(request)
+        response.headers.update({"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"})
+        return response
+
+    async def page(self, request: web.Request) -> web.Response:
+        """The page."""
+        return web.Response(text=page({"served": True}, self.title), content_type="text/html")
+
+    def answer(self, function: Any) -> Any:
+        """A handler that runs in the asking thread. Bad questions get status 400 with what was expected."""
+
+        async def handler(request: web.Request) -> web.Response:
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self.ask, function, request)
+            except (ValueError, KeyError, IndexError) as error:
+                return web.json_response({"error": f"{error}".strip("'\"")}, status=400)
+            return web.json_response(found)
+
+        return handler
+
+    def table(self, request: web.Request) -> dict[str, Any]:
+        """A page of the table."""
+        return self.runs[int(request.match_info["run"])].index.table(Query.read(dict(request.query)))
+
+    def conversations(self, kind: str, request: web.Request) -> Any:
+        """One rollout, or those of its group."""
+        return getattr(self.runs[int(request.match_info["run"])].index, kind)(int(request.match_info["id"]))
+
+    async def _start(self, app: web.Application) -> None:
+        self.reader.start()
+
+    async def _stop(self, app: web.Application) -> None:
+        self.over.set()
+        await asyncio.get_running_loop().run_in_executor(None, self.reader.join, 10.0)
+        self.ask.shutdown()
+
+    def _follow(self) -> None:
+        """Read what the runs add, until the viewer ends. INVARIANT: this thread has connections of its own."""
+        indices = [RolloutIndex(run.folder, run.index.path) for run in self.runs]
+        began, first = time.perf_counter(), True
+        while not self.over.is_set():
+            for run, index in zip(self.runs, indices):
+                run.reading = first
+                try:
+                    added = index.refresh(self.over.is_set)
+                except Exception as error:  # told, and tried again: a disk may be full for a while
+                    print(f"{run.folder}: {type(error).__name__}: {error}. Trying again.", file=sys.stderr, flush=True)
+                    self.over.wait(5 * REFRESH_SECONDS)
+                    continue
+                if first and added:
+                    print(f"{run.folder}: {added:,} rollouts in {time.perf_counter() - began:.1f} s", flush=True)
+                run.reading = False
+            first = False
+            self.over.wait(REFRESH_SECONDS)
+        for index in indices:
+            index.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="output directories, one or two")
+    parser.add_argument("--html", type=Path, help="write one page to this file, and end")
+    parser.add_argument("--port", type=int, default=8020)
+    args = parser.parse_args(argv)
+    if len(args.runs) > 2:
+        sys.exit(f"error: got {len(args.runs)} runs, expected one, or two to compare.")
+    try:
+        if args.html:
+            which = write_page(args.runs, args.html)
+            print(f"{args.html}: {which}, {args.html.stat().st_size / 1e6:.1f} MB")
+            return
+        viewer = Viewer(args.runs)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{viewer.title} is served on http://127.0.0.1:{args.port} (Ctrl+C ends it)", flush=True)
+    try:
+        web.run_app(viewer.app(), host="127.0.0.1", port=args.port, print=None)
+    except OSError as error:
+        sys.exit(f"error: port {args.port}: {error}. Take another one by --port.")
+
+
+if __name__ == "__main__":
+    main()
