@@ -14,6 +14,23 @@ python=.venv/bin/python
 # and none at all (OMP_WAIT_POLICY=PASSIVE) costs a third on free ones.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"
 
+# The tests of pages drive a real Chromium: a system package, which root alone can install.
+chromium_is_here() {
+    local name
+    for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+        if command -v "$name" >/dev/null; then return 0; fi
+    done
+    return 1
+}
+if ! chromium_is_here; then
+    if ((EUID == 0)) && command -v apt-get >/dev/null; then
+        printf 'test: installing chromium-headless-shell, in at most 60 s\n'
+        install='apt-get install -y --no-install-recommends chromium-headless-shell fonts-dejavu-core'
+        DEBIAN_FRONTEND=noninteractive timeout 60 bash -c "$install || { apt-get update && $install; }" >/dev/null 2>&1 || true
+    fi
+    chromium_is_here || printf 'test: there is no Chromium, so pages are NOT TESTED: see the skipped tests below\n'
+fi
+
 mutations() {
     printf 'test: mutations\n'
     "$python" tests/mutations.py "$@"
