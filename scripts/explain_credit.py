@@ -148,7 +148,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     if args.turn_discount != 1.0:
         credit["turn_discount"] = f"{args.turn_discount:g}"
     sampling = {
-        "model": trainer.model.config._name_or_path, "training row": str(number_of_row),
+        "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"), "training row": str(number_of_row),
         "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),
     }  # fmt: skip
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]

@@ -37,4 +37,4 @@ def open_page(browser):
     yield open_at
     for page in pages:
         page.close()
-    assert errors == []
+    assert errors == [], errors

@@ -431,17 +431,17 @@ function turnParts(item, k, colour, scale) {
   ];
 }
 
-function about(item) {
+function about(item, brief) {
   const { row } = item;
   const answer = Array.isArray(row.answer) ? row.answer.join(" | ") : row.answer;
   const rewards = Object.entries(row.rewards || {}).map(([name, value]) => `${short(name)} ${number(value)}`).join(", ");
   return definitions([["reward", number(item.reward)],
     rewards && ["functions", `${rewards} (without their weights)`], ["ended by", item.stop],
-    answer !== null && answer !== undefined && ["answer", typeof answer === "object" ? JSON.stringify(answer) : answer],
+    !brief && answer !== null && answer !== undefined && ["answer", typeof answer === "object" ? JSON.stringify(answer) : answer],
     row.error && ["error", row.error],
-    ["place", `step ${item.step}, ${item.mode}, rollout ${item.number} of rank ${item.rank}${item.attempt ? `, attempt or batch ${item.attempt + 1}` : ""}`],
-    ["tokens", `${row.num_prompt_tokens ?? "?"} of the prompt, ${item.tokens} behind it, in ${row.records ?? 1} ${row.records > 1 ? "rows" : "row"} of the loss`],
-    ["weights", `version ${item.version}`]].filter(Boolean));
+    !brief && ["place", `step ${item.step}, ${item.mode}, rollout ${item.number} of rank ${item.rank}${item.attempt ? `, attempt or batch ${item.attempt + 1}` : ""}`],
+    !brief && ["tokens", `${row.num_prompt_tokens ?? "?"} of the prompt, ${item.tokens} behind it, in ${row.records ?? 1} ${row.records > 1 ? "rows" : "row"} of the loss`],
+    !brief && ["weights", `version ${item.version}`]].filter(Boolean));
 }
 
 function promptParts(item) {
@@ -459,7 +459,7 @@ function conversation(item, title, colour, scale, withPrompt) {
   fields.addEventListener("toggle", () => {
     if (fields.open && !fields.querySelector("pre")) fields.append(el("pre", {}, JSON.stringify(item.row, null, 1)));
   });
-  return el("article", {}, el("h2", {}, title), about(item), withPrompt && promptParts(item),
+  return el("article", {}, el("h2", {}, title), about(item, !withPrompt), withPrompt && promptParts(item),
     item.row.turns.map((_, k) => turnParts(item, k, colour, scale)), fields);
 }
 
