@@ -19,6 +19,7 @@ from mt_grpo.disk_room import bytes_to_save
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = PAGES["docs/rented_gpus.md"]
+WORDS = " ".join(PAGE.split())
 GIB = 2**30
 
 
@@ -82,10 +83,10 @@ def test_the_examples_are_what_the_formulas_give():
     number, config = num_parameters("Qwen3-4B"), CONFIGS["Qwen3-4B"]
     room = 0.9 * 40e9 - 2 * number
     tokens = room / (4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
-    assert f"= {room / GIB:.0f} GiB for keys and values, which are {round(tokens, -3):,.0f} tokens" in PAGE
-    assert f"or {tokens // 4096:.0f}\nconversations of 4,096 tokens" in PAGE
+    assert f"= {room / GIB:.0f} GiB for keys and values, which are {round(tokens, -3):,.0f} tokens" in WORDS
+    assert f"or {tokens // 4096:.0f} conversations of 4,096 tokens" in WORDS
     total = (3 * 16 + 2) * num_parameters("Qwen3-1.7B") / 1e9
-    assert f"3 x 16 P + 2 P = {total:.0f}\nGB" in PAGE
+    assert f"3 x 16 P + 2 P = {total:.0f} GB" in WORDS
 
 
 @pytest.mark.parametrize("dtype, sharded, of_model, of_checkpoint", [(torch.bfloat16, True, 2, 16),
@@ -116,7 +117,7 @@ def clone(tmp_path):
 
 def test_the_batch_job_starts_and_resumes(clone):
     """As Slurm starts it, with a stand-in for the training."""
-    (clone / "train.slurm").write_text(block(PAGE, "bash", "#SBATCH"))
+    (clone / "train.slurm").write_text(block(PAGE, "sh", "#SBATCH"))
 
     submitted = ["bash", str(clone / "train.slurm")]
     recipe, output = "hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml", "runs/Qwen3-1.7B--gsm8k"
@@ -150,7 +151,7 @@ def test_a_run_in_the_background_is_stopped_by_its_number(clone):
     subprocess.run(["bash", "-c", start], cwd=clone, env=environment, check=True, timeout=20)
     try:
         log = clone / "runs/train.log"
-        wait_for(lambda: "train.sh" in log.read_text())
+        wait_for(lambda: log.is_file() and "train.sh" in log.read_text())
         subprocess.run(["bash", "-c", stop], cwd=clone, check=True, timeout=20)
         wait_for(lambda: "saved" in log.read_text())
     finally:

@@ -17,11 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/tour.md").read_text()
 FILES = dict(re.findall(r"^`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
 # Programs that try a file, with what they print.
-TRIED = [
-    (code, output)
-    for code, output in re.findall(r"^```python\n((?:(?!^```).)*?)^```$(?:(?!^```|^## ).)*?^```\n(.*?)^```$", PAGE, re.M | re.S)
-    if code not in FILES.values()
-]  # fmt: skip
+TRY = r"^```python\n((?:(?!^```).)*?)^```$(?:(?!^```|^## ).)*?^```\n(.*?)^```$"
+TRIED = [(code, out) for code, out in re.findall(TRY, PAGE, re.M | re.S) if code not in FILES.values()]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [shlex.split(line, comments=True) for body in BLOCKS for line in body.splitlines()]
 PROGRAMS = {"mt_grpo_trainer.py": "mt_grpo_trainer", "scripts/plot_run.py": "plot_run",

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md against the code: its texts are printed, its keys and metrics exist, no alarm is left out."""
+"""docs/troubleshooting.md against the code: its texts are printed, its keys exist, no alarm is left out."""
 
 import ast
 import inspect
