@@ -38,6 +38,7 @@ RUN = {
     "docs/credit.md": ["python scripts/explain_credit.py --config hf_recipes/tiny/chain.yaml"],
     "docs/environments.md": ['WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"'],
     "docs/forking.md": ["python scripts/one_file.py > my_idea.py"],
+    "docs/preflight.md": ["python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml --preflight"],
     "docs/rented_gpus.md": [
         'WIKI_SEARCH_CORPUS=data/wiki.jsonl python tools/wiki_search.py "history of the world"',
     ],
@@ -52,10 +53,6 @@ ELSEWHERE = {
     "docs/ms_swift.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/scheduler.yaml":
             "test_ms_swift.py::test_a_recipe_trains_by_a_plugin",
-    },
-    "docs/preflight.md": {
-        "python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml --preflight":
-            "test_first_batch.py::test_a_recipe_that_is_well",
     },
     "docs/tour.md": dict.fromkeys([
         "source .venv/bin/activate", "python mt_grpo_trainer.py --config my_task/recipe.yaml --preflight",
@@ -144,7 +141,7 @@ def test_no_entry_is_of_a_block_that_is_gone():
 def test_every_other_block_is_accounted_for():
     for page, text in PAGES.items():
         languages = {name for name, _ in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)}
-        assert languages <= {"", "python", "bash", *FILES}, page
+        assert languages <= {"", "math", "python", "bash", *FILES}, page
         for language, known in FILES.items():
             for body in blocks(text, language):
                 assert sum(word in body for word in known) == 1, f"{page}: no test reads\n{body}"
@@ -187,7 +184,10 @@ def in_this_process(command: str, clone: Path, monkeypatch, *more: str) -> str:
     monkeypatch.setattr(sys, "argv", [script, *arguments, *more])
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        importlib.import_module(Path(script).stem).main()
+        try:
+            importlib.import_module(Path(script).stem).main()
+        except SystemExit as ended:
+            assert not ended.code, ended.code
     return text.getvalue()
 
 
@@ -227,6 +227,22 @@ def test_the_credit_of_a_group_is_shown(clone, monkeypatch):
 def test_the_tool_by_yaml_trains(clone, monkeypatch):
     said = in_this_process(first_of("docs/verl.md", "tools-yaml"), clone, monkeypatch, *SMALL)
     assert "step 1/1 | reward" in said
+
+
+def test_the_preflight_prints_what_its_page_shows(clone, monkeypatch):
+    """But for numbers and versions, which differ by machine."""
+    page = PAGES["docs/preflight.md"]
+    shown = block(page, "", "Rolling out the first batch")
+    said = in_this_process(first_of("docs/preflight.md", "--preflight"), clone, monkeypatch, "--max_turn_tokens", "12")
+    assert "(`--max_turn_tokens 12`)" in page
+
+    def shapes(text):
+        lines = [re.sub(r"\d[\d.,+cpu]*", "N", line) for line in text.splitlines() if line.strip()]
+        return [line for line in lines if not line.startswith(("What is", "seconds:", "the run:", "versions"))]
+
+    assert [re.sub(r"N [-+*].*", "N", line) for line in shapes(said)] == [
+        re.sub(r"N [-+*].*", "N", line) for line in shapes(shown)
+    ]
 
 
 @pytest.mark.parametrize("page", ["docs/environments.md", "docs/rented_gpus.md"])
