@@ -285,7 +285,10 @@ def test_what_cannot_be_viewed_is_told(arguments, message, tmp_path):
 
 @pytest.fixture
 def served(tmp_path):
-    """A function that serves folders by the program; the address. Each program ends by Ctrl+C without an error."""
+    """A function that serves folders by the program; the address. Each program ends by Ctrl+C without an error.
+
+    INVARIANT: a test names it before `open_page`, so that pages are closed first: they ask it every 3 s.
+    """
     programs = []
 
     def serve(*folders):
@@ -376,7 +379,7 @@ def test_filters_of_a_page_in_one_file(open_page, tmp_path, capsys):  # noqa: F8
     check_filters(open_page(address))
 
 
-def test_filters_of_a_served_page(open_page, served, tmp_path):  # noqa: F811
+def test_filters_of_a_served_page(served, open_page, tmp_path):  # noqa: F811
     check_filters(open_page(served(write_log(tmp_path / "run", rows()))))
 
 
@@ -396,7 +399,7 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):  # noqa: F811
     assert page.locator("button:has-text('before')").is_disabled()
 
 
-def test_pages_of_the_table(open_page, served, tmp_path):  # noqa: F811
+def test_pages_of_the_table(served, open_page, tmp_path):  # noqa: F811
     logged = [row(step, i, "?", [turn("x")]) for step in range(30) for i in range(4)]
     for address in (one_page(write_log(tmp_path / "run", logged)), served(tmp_path / "run")):
         page = open_page(address + "#rollouts")
@@ -408,7 +411,7 @@ def test_pages_of_the_table(open_page, served, tmp_path):  # noqa: F811
         assert page.locator("text=next ▸").is_disabled()
 
 
-def test_a_rollout_cannot_bring_a_script(open_page, served, tmp_path):  # noqa: F811
+def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):  # noqa: F811
     """Everything that is shown of a row holds tags, control characters and direction marks."""
     evil = row(0, 0, EVIL, [turn(EVIL, [(EVIL, {EVIL: EVIL})], [(EVIL, EVIL)], observation=EVIL, finish_reason=EVIL,
                                  token_ids=[1], token_texts=[EVIL], read_texts=[EVIL], read_ids=[2])],
@@ -590,7 +593,7 @@ def test_two_runs_are_overlaid(open_page, tmp_path):  # noqa: F811
     until(page, "document.querySelector('#count').textContent.includes('of 2')")
 
 
-def test_it_follows_a_running_job(open_page, served, tmp_path):  # noqa: F811
+def test_it_follows_a_running_job(served, open_page, tmp_path):  # noqa: F811
     """A real run: the page that was opened after its first steps shows the last ones without being asked."""
     path = recipe_file(tmp_path, max_steps=2, save_strategy="no", log_rollout_tokens=True)
     mt.main(["--config", path])
