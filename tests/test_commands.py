@@ -59,6 +59,9 @@ ELSEWHERE = {
         "python mt_grpo_trainer.py --config my_task/recipe.yaml --max_steps 2",
         "python mt_grpo_trainer.py --config my_task/recipe.yaml", "tail -n 1 runs/my_task/rollouts.rank0.jsonl",
     ], TOUR),
+    "docs/rollouts.md": {
+        "python scripts/view_rollouts.py runs/calculator": "test_view_rollouts.py::test_it_follows_a_running_job",
+    },
     "docs/rented_gpus.md": {
         "mkdir -p runs\nnohup": "test_rented_gpus.py::test_a_run_in_the_background_is_stopped_by_its_number",
         'kill -TERM "$(cat runs/train.pid)"':
@@ -89,7 +92,7 @@ ARGUMENTS = {
         "bash scripts/train.sh": "GPUs; test_server.py does the first with a server on the CPU",
         "mkdir -p runs\nsbatch": "Slurm; test_rented_gpus.py runs the script that it is given",
         "tail -f runs/train.log": "files that grow; test_plot_run.py draws a run that goes on",
-        "ssh -L 6006:127.0.0.1:6006 HOST": "another machine",
+        "ssh -L 8020:127.0.0.1:8020 HOST": "another machine",
         "rsync -av": "another machine",
     },
 }  # fmt: skip
