@@ -51,6 +51,7 @@ A module imports only from modules that stand above it in this list.
     refusals         settings that are refused before a model is loaded
     preflight        checks that need model, data or server
     readings         what the first rollouts say of a run: the table of troubles
+    batch_facts      facts of a recipe and of its first rollouts
     run_plan         what a run will do, as text
     first_batch      the look at the first batch, and --preflight
     watch            warnings of a run in trouble

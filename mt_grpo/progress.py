@@ -15,7 +15,8 @@ CLEAR = "\r\x1b[K"  # of a terminal: back to the beginning of the line, and noth
 class ProgressLine(TrainerCallback):
     """Prints on rank 0, where `print_metrics` is `line`. With `all` transformers prints the whole dictionary.
 
-    A terminal shows what the run is doing in one line that is written again every second. Elsewhere it is said once in
+    A terminal shows what the run is doing in one line that is written again every second; the cursor stays at its
+    beginning, so that a warning is written over it. Elsewhere it is said once in
     `QUIET_SECONDS` in which nothing else was printed, so that a log is not flooded and a long step is no silence.
     """
 
@@ -24,7 +25,8 @@ class ProgressLine(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer, self.step_began, self.printed = trainer, 0.0, 0.0
-        self.steps: list[float] = []  # seconds of those since the last line
+        self.steps: list[float] = []  # seconds of each
+        self.new_steps = 0  # since the last line
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -34,7 +36,7 @@ class ProgressLine(TrainerCallback):
             self.trainer.remove_callback(ProgressCallback)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.steps, self.printed = [], time.monotonic()
+        self.steps, self.new_steps, self.printed = [], 0, time.monotonic()
         if args.print_metrics == "line" and state.is_world_process_zero:
             self._over = threading.Event()
             self._thread = threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True)
@@ -45,12 +47,15 @@ class ProgressLine(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(time.monotonic() - self.step_began)
+        self.new_steps += 1
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and args.print_metrics == "line" and state.is_world_process_zero:
-            seconds = sum(self.steps) / len(self.steps) if self.steps else None
+            # Steps that train again on a batch are short: a mean is over whole batches, each with its rollouts.
+            last = self.steps[-max(self.new_steps, steps_per_batch(args)) :]
+            seconds = sum(last) / len(last) if last else None
             self.say(log_line(logs, state.global_step, state.max_steps, main_outcome(self.trainer), seconds))
-            self.steps = self.steps if any(key.startswith("eval_") for key in logs) else []
+            self.new_steps = self.new_steps if any(key.startswith("eval_") for key in logs) else 0
 
     def on_train_end(self, args, state, control, **kwargs):
         self.stop()
@@ -83,9 +88,19 @@ class ProgressLine(TrainerCallback):
             if over.is_set():
                 return
             if terminal:
-                self.say(text, end="")
+                self.say(text, end="\r")
             elif time.monotonic() - self.printed >= self.QUIET_SECONDS:
                 self.say(text)
+
+
+def steps_per_batch(args: Any) -> int:
+    """Optimizer steps from one batch of rollouts.
+
+    >>> from types import SimpleNamespace
+    >>> steps_per_batch(SimpleNamespace(steps_per_generation=8, num_iterations=2, gradient_accumulation_steps=4))
+    4
+    """
+    return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def main_outcome(trainer: Any) -> str | None:

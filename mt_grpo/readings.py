@@ -46,8 +46,11 @@ CUT = 0.5  # a model that must learn to be short is cut off in a third of the ro
 CUT_ALL = 0.95  # what is left gives no group two whole rollouts
 FAILS = 0.8  # of the calls; untrained models write one malformed call in three
 FAILS_ALL = 0.98
+FAILS_TOOL = 0.5  # of the calls that reach one tool; arguments on which a tool that is well raises are fewer
+MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chance in one of three first batches
 NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
 SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
+HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no language
 UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained away from the one that is sampled
 ENV_ERRORS = 0.2  # rollouts that are not trained on
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
@@ -78,6 +81,19 @@ READINGS = (
         lambda f: True,
     ),
     Reading(
+        "learning rate", ("learning_rate",), lambda f: f["learning_rate"] == 0,
+        "learning_rate is 0.",
+        "No weight changes.",
+        "Set learning_rate to 1e-6 (all weights of a pretrained model), or 1e-5 to 1e-4 (LoRA).",
+        lambda f: True,
+    ),
+    Reading(
+        "temperature", ("temperature",), lambda f: f["temperature"] >= HOT,
+        "temperature is {temperature:g}.",
+        "Above 1 unlikely tokens become likely: calls and answers break, and more so the longer they are.",
+        "Set temperature: 1.0.",
+    ),
+    Reading(
         "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
         "In {stop/environment_error:.0%} of the rollouts the environment failed: {first/environment_error}",
         "These rollouts are not trained on.",
@@ -102,11 +118,11 @@ READINGS = (
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
     ),
     Reading(
-        "failing tools", ("tools/failure_frequency",), lambda f: f["tools/broken"] >= FAILS,
-        "{tools/broken:.0%} of the calls that reach a tool fail: {first/tool_error}",
+        "failing tools", ("tools/broken",), lambda f: f["tools/broken"] >= FAILS_TOOL,
+        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {first/tool_error}",
         "The model learns not to call it.",
         "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
-        lambda f: f["tools/broken"] >= FAILS_ALL,
+        lambda f: f["tools/all_broken"] >= FAILS_ALL,
     ),
     Reading(
         "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,

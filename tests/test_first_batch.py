@@ -14,7 +14,8 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo import first_batch
-from mt_grpo.first_batch import FirstBatch, whole_groups
+from mt_grpo.batch_facts import facts_of_batches, whole_groups
+from mt_grpo.first_batch import FirstBatch
 from mt_grpo.readings import (
     AT_LIMIT,
     CUT,
@@ -22,12 +23,17 @@ from mt_grpo.readings import (
     ENV_ERRORS,
     FAILS,
     FAILS_ALL,
+    FAILS_TOOL,
     GAP,
+    HOT,
     LR,
+    MIN_CALLS,
     NEVER,
     READINGS,
     SAME,
+    troubles,
 )  # fmt: skip
+from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
 CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
@@ -46,6 +52,10 @@ def calculator(expression: str) -> str:
 
 TOOL_FUNCTIONS = [calculator]
 '''
+UNSURE_TOOL = FAILING.replace(
+    '    raise ConnectionError("no server at 127.0.0.1:9")\n',
+    '    if next(CALLS) % 2:\n        raise ConnectionError("busy")\n    return "1"\n',
+).replace("\ndef", "\nimport itertools\n\nCALLS = itertools.count()\n\n\ndef", 1)
 # Leaves system messages out.
 NO_SYSTEM = (
     "{% for message in messages if message['role'] != 'system' %}<|im_start|>{{ message['role'] }}\n"
@@ -139,6 +149,38 @@ def test_a_group_counts_where_it_is_whole():
     assert whole_groups(rollouts[:1], 2) == []
 
 
+def called(index, name, error=None):
+    """A rollout with one call. Its id is that of its number in the batch."""
+    turn = Turn([index], None, "", "stop", [ToolCall(name, {})], [ToolResult("Error: down" if error else "1", error)])
+    return Rollout([], [1], index, [turn], StopReason.ANSWERED)
+
+
+def facts_of(*batches):
+    args = SimpleNamespace(max_turn_tokens=None, max_completion_length=9, num_generations=2, generation_batch_size=4,
+                           credit_assignment="mt_grpo")  # fmt: skip
+    trainer = SimpleNamespace(args=args, _metrics={"train": {}}, reward_func_names=[], reward_weights=torch.ones(0))
+    return facts_of_batches(trainer, list(batches))
+
+
+def test_facts_are_of_all_batches():
+    """One of three tools fails. Groups of different batches are other groups, though their numbers are the same."""
+    first = [called(i, "search", "tool" if i % 2 else None) for i in range(4)]
+    second = [called(i, name, "timeout" if name == "search" else None) for i, name in
+              enumerate(["search"] * 4 + ["calculator"] * 8 + ["other"])]  # fmt: skip
+    facts = {**facts_of(first, second), "has_tools": True, "temperature": 1.0}
+    assert (facts["num_rollouts"], facts["groups/identical"]) == (8, 0.0)
+    assert (facts["tools/broken"], facts["tools/all_broken"]) == (6 / 8, 0.0)
+    (trouble,) = [each for each in troubles(facts) if each.name == "failing tools"]
+    assert (
+        trouble.text.startswith("75% of the calls that reach the tool search fail: Error: down")
+        and not trouble.pointless
+    )
+    few = facts_of([called(i, "search", "tool") for i in range(7)])
+    assert few["tools/broken"] is None and few["calls/malformed"] is None
+    malformed = facts_of([called(i, "search", "call") for i in range(8)])
+    assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
+
+
 def test_a_preflight_of_a_checkpoint_is_refused(tmp_path):
     flags = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)]
     mt.main(flags)
@@ -163,7 +205,7 @@ def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(first_batch, "facts_of_batch", lambda trainer: 1 / 0)
+    monkeypatch.setattr(first_batch, "facts_of_batches", lambda trainer, batches: 1 / 0)
     mt.main(["--config", recipe_file(tmp_path, max_steps=1)])
     assert "The first batch cannot be reported on: ZeroDivisionError: division by zero" in caplog.text
     assert (tmp_path / "out/trainer_state.json").exists()
@@ -175,9 +217,11 @@ def test_the_page_has_the_table_of_readings():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(reading.name for reading in READINGS))
     values = {
-        "learning rate": [LR], "environment errors": [ENV_ERRORS, CUT_ALL], "identical rollouts": [SAME],
+        "learning rate": [LR, 0], "temperature": [HOT], "environment errors": [ENV_ERRORS, CUT_ALL],
+        "identical rollouts": [SAME],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
-        "failing tools": [FAILS, FAILS_ALL], "malformed calls": [FAILS], "no calls": [NEVER], "no answers": [NEVER],
+        "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS],
+        "no calls": [NEVER], "no answers": [NEVER],
         "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
     }  # fmt: skip
     for name, *cells in rows[1:]:
@@ -192,6 +236,7 @@ def broken(name, folder):
         return {"model_name_or_path": model}, "system prompt", "chat template with a system role", 1
     (folder / "constant.py").write_text(CONSTANT)
     (folder / "failing.py").write_text(FAILING)
+    (folder / "unsure.py").write_text(UNSURE_TOOL)
     return {
         "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
                       "of the rollouts are cut off at max_completion_length=3. .*Raise max_completion_length", 1),
@@ -202,7 +247,13 @@ def broken(name, folder):
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
                               "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
-                           "100% of the calls that reach a tool fail: Error: no server at 127.0.0.1:9 .*Mend the", 1),
+                           "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9 "
+                           ".*Mend the", 1),
+        "every second call fails": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
+                                    "failing tools",
+                                    "[456]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
+        "no learning rate": ({"learning_rate": 0.0}, "learning rate", "learning_rate is 0. No weight changes", 1),
+        "too hot": ({"temperature": 1.6}, "temperature", "temperature is 1.6. .*Set temperature: 1.0", 0),
         "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
         "no temperature": ({"temperature": 0.01}, "identical rollouts",
                            "at temperature=0.01. .*Set temperature: 1.0", 1),
@@ -211,7 +262,8 @@ def broken(name, folder):
 
 
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "a constant reward",
-         "a failing tool", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+         "a failing tool", "every second call fails", "no learning rate", "too hot", "a learning rate of 1",
+         "no temperature", "one choice"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
@@ -47,6 +48,21 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
     assert re.match(rf"evaluation at step 2 \| reward {number} \| exact_match {number} \| turns", lines[2]), lines
     assert re.fullmatch(r"trained 2 steps in \d+ s", lines[3]) and len(lines) == 4
     assert not [thread for thread in threading.enumerate() if thread.name == "progress" and thread.is_alive()]
+
+
+def test_seconds_are_those_of_whole_batches(tmp_path, capsys):
+    """A batch is trained on for two steps, of which only the first waits for rollouts."""
+    trainer = SimpleNamespace(num_turn_funcs=0, reward_func_names=[], reward_weights=torch.ones(0))
+    line, state = ProgressLine(trainer), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9)
+    args = SimpleNamespace(
+        print_metrics="line", steps_per_generation=4, num_iterations=1, gradient_accumulation_steps=2
+    )
+    for seconds in (5.0, 1.0, 5.0):
+        line.steps.append(seconds)
+        line.new_steps += 1
+        line.on_log(args, state, None, {"reward": 0.0})
+    shown = re.findall(r"(\d\.\d) s \|", capsys.readouterr().out)
+    assert shown == ["5.0", "3.0", "3.0"]
 
 
 def test_everything_is_printed_on_request(tmp_path, capsys):
@@ -93,7 +109,7 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     progress.stop()
     watching.join()
     written = sys.stdout.getvalue()
-    assert written.startswith("\r\x1b[Kstep 5: training, for 0 s\r\x1b[K") and "\r\x1b[Kstep 4/9\n" in written
+    assert written.startswith("\r\x1b[Kstep 5: training, for 0 s\r") and "\r\x1b[Kstep 4/9\n" in written
     assert written.endswith("\r\x1b[K")
 
 
