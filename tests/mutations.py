@@ -2872,7 +2872,7 @@ GYM = [
     Mutation(
         "viewer: text is HTML",
         "scripts/view_rollouts.py",
-        """.replace("<", "\\u003c")""",
+        '.replace("<", "\\\\u003c")',
         "",
         "tests/test_view_rollouts.py::test_a_rollout_cannot_bring_a_script",
     ),
