@@ -150,6 +150,44 @@ def close_segment(path: Path) -> None:
         sizes.pop(0)
 
 
+def rollout_features(folder: str | Path) -> Any:
+    """The `datasets.Features` of a log, for `load_dataset("json", ..., features=...)`.
+
+    Without them the types of columns are taken from the first 10 MB, which fails where nothing was answered or called
+    in them. The names of reward functions and the type of `answer` are those of the first row. Raises `ValueError`
+    where there is none.
+    """
+    from datasets import Features, List, Value
+
+    first = next(read_rollouts(folder), None)
+    if first is None:
+        raise ValueError(f"{folder} has no rollouts. Expected the output_dir of a run with log_rollouts above 0.")
+    text, number, whole = Value("string"), Value("float64"), Value("int64")
+    kinds: dict[type, Any] = {list: List(text), float: number, int: whole, bool: Value("bool")}
+    turn = {
+        "text": text, "answer": text, "finish_reason": text, "seconds": number,
+        "calls": List({"name": text, "arguments": text, "error": text}),
+        "results": List({"text": text, "error": text, "seconds": number, "reward": number}),
+        "observation": text, "num_tokens": whole, "num_read": whole, "num_trained": whole, "reward": number,
+        "mean_logprob": number, "min_logprob": number,
+    }  # fmt: skip
+    if any("token_ids" in each for each in first["turns"]):
+        turn |= {
+            "token_ids": List(whole), "token_texts": List(text), "logprobs": List(number), "loss_mask": List(whole),
+            "advantages": List(number), "trainer_logprobs": List(number), "read_ids": List(whole),
+            "read_texts": List(text),
+        }  # fmt: skip
+    columns = {
+        "schema": whole, "rank": whole, "step": whole, "mode": text, "index": whole, "group": whole,
+        "messages": List({"role": text, "content": text}), "stop_reason": text, "reward": number,
+        "rewards": dict.fromkeys(first["rewards"], number), "turn_rewards": List(number),
+        "turn_advantages": List(number), "answer": kinds.get(type(first["answer"]), text), "turns": List(turn),
+        "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "policy_version": whole, "error": text,
+        "info": List(text),
+    }  # fmt: skip
+    return Features({name: columns[name] for name in first if name in columns})
+
+
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are no JSON."""
     lost = 0

@@ -28,11 +28,13 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters import mcp_servers
+from mt_grpo.batch_facts import facts_of_settings
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.data import load_rows, make_arithmetic
 from mt_grpo.event_loop import run_async
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.ranks import RunError
+from mt_grpo.readings import troubles
 from mt_grpo.recipes import read_recipe
 from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
 from mt_grpo.rollout import ToolCall
@@ -338,6 +340,8 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     recipe = {k: v for k, v in on_this_machine(original, random_model, tmp_path).items() if k not in VLLM_KEYS}
 
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    # A preflight has nothing against the recipe. (What it says of rollouts is about the model, here a random one.)
+    assert troubles(facts_of_settings(trainer)) == []
     trainer.train()
 
     assert trainer.state.global_step == 1

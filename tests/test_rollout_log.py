@@ -15,7 +15,7 @@ import mt_grpo_trainer as mt
 from mt_grpo import rollout_log
 from mt_grpo.log_rows import turn_columns
 from mt_grpo.rollout import Context, Record, Rollout, Turn
-from mt_grpo.rollout_log import read_rollouts, segments, write_rollouts
+from mt_grpo.rollout_log import read_rollouts, rollout_features, segments, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
@@ -106,6 +106,31 @@ def test_segments_load_together(tmp_path, monkeypatch):
     assert set(rows[0]["turns"][0]) == TURN
     frame = pandas.concat([pandas.read_json(path, lines=True) for path in closed])
     assert list(frame["index"][:16]) == list(range(16))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_features_load_what_the_first_rows_do_not_show(tokens, tmp_path, monkeypatch):
+    """In the first 10 MB nothing was called, answered, failed or rewarded."""
+    row, *_ = train(tmp_path, log_rollout_tokens=tokens)
+    nothing = {"answer": None, "calls": [], "results": [], "observation": None, "reward": None}
+    turns = [{**row["turns"][0], **nothing, "text": "x" * 4000}]
+    silent = {**row, "turns": turns, "reward": None, "rewards": dict.fromkeys(row["rewards"]), "turn_rewards": [None]}
+    later = {**row, "error": "it broke", "turns": [{**row["turns"][0], "observation": "Sure?", "answer": "4"}]}
+    folder = tmp_path / "out"
+    write_rollouts(folder / "rollouts.rank0.jsonl", [silent] * 1200 * 2 + [later], fresh=True)
+    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
+    with pytest.raises(Exception, match="An error occurred while generating the dataset"):
+        load_dataset("json", data_files=files, split="train", cache_dir=cache)
+    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
+    assert len(table) == 2401 and table[2400]["error"] == "it broke" and table[0]["rewards"] == silent["rewards"]
+    turn = table[2400]["turns"][0]  # its last digits are those of another reader of numbers
+    assert {name: turn[name] for name in turn if name not in ("seconds", "results", "advantages")} == {
+        name: value for name, value in later["turns"][0].items() if name not in ("seconds", "results", "advantages")
+    }
+    assert turn["results"][0]["text"] == later["turns"][0]["results"][0]["text"]
+    assert turn["seconds"] == pytest.approx(later["turns"][0]["seconds"]) and table[0]["turns"][0]["calls"] == []
+    with pytest.raises(ValueError, match="has no rollouts. Expected the output_dir"):
+        rollout_features(tmp_path / "cache")
 
 
 def fill(path, numbers):
