@@ -13,10 +13,8 @@ only some of the time (temperature 1): that gap is what reinforcement learning c
 
 import argparse
 import json
-import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,11 @@ from build_tiny_model import (
     build_model,
     draw,
     encode,
-    next_turns,
     opening,
-    print_table,
     result_messages,
     warm_start,
 )
+from evaluate import evaluate, load_recipe, table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +40,7 @@ from mt_grpo.tools import check_call, named_tools
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).parents[1]
+RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
 DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 SYSTEM = "Search, then answer."
 MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
@@ -53,15 +51,17 @@ WORDS = [a + b for a in "Ba De Fi Go Ka Le Mi Nu".split() for b in "la mo na ri 
 ENTITIES = [f"{first} {second}" for first in WORDS for second in WORDS]
 # BM25 does not see the order of words. INVARIANT: "Bala Fizu" and "Fizu Bala" have no relation in common.
 RELATIONS = (("capital", "founder", "harbour", "river"), ("neighbour", "patron", "rival", "ruler"))
+ALL_RELATIONS = RELATIONS[0] + RELATIONS[1]
 FACTS_EACH = 2  # of an entity
 TEST_EVERY = 5  # a question about every fifth entity is held out
 NUM_ROWS = {"train": 2048, "test": 512}
 
 # Shares of what a turn does. FORK: change what the sampled policy gets wrong.
 CALL_SHARES = {
-    "good": 62, "wrong name": 9, "wrong relation": 6, "broken JSON": 8, "wrong tool": 6, "no call": 5, "no tag": 4,
+    "good": 66, "wrong name": 4, "wrong relation": 6, "broken JSON": 8, "wrong tool": 6, "no call": 7, "no tag": 3,
 }  # fmt: skip
-ANSWER_SHARES = {"good": 70, "wrong word": 20, "no tag": 10}
+ANSWER_SHARES = {"good": 69, "wrong word": 7, "wrong line": 8, "further call": 7, "no tag": 9}
+RIGHT = {"good": 1}
 
 Facts = dict[tuple[str, str], str]  # (relation, entity) -> entity
 
@@ -81,10 +81,11 @@ def relations_of(entity: str) -> tuple[str, ...]:
 
 
 def other_entity(entity: str, rng: random.Random) -> str:
-    """An entity that has no word in common with this one: BM25 reads a passage's text as well as its title."""
-    while set((other := rng.choice(ENTITIES)).split()) & set(entity.split()):
-        pass
-    return other
+    """An entity of two different words, none of them in this one's name.
+
+    BM25 reads the text of a passage as well as its title: a word that is in it twice, or in both, outweighs the name.
+    """
+    return " ".join(rng.sample([word for word in WORDS if word not in entity.split()], 2))
 
 
 def make_facts(seed: int = 0) -> Facts:
@@ -123,7 +124,9 @@ def read_question(question: str) -> tuple[list[str], str]:
     >>> read_question("What is the ruler of the river of Bala Fizu?")
     (['river', 'ruler'], 'Bala Fizu')
     """
-    *relations, entity = question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ").split(" of ")
+    *relations, entity = (
+        question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ").split(" of ")
+    )
     return relations[::-1], entity
 
 
@@ -180,7 +183,7 @@ def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random
     if kind == "no tag":
         return title_of(relation, entity)
     if kind == "wrong relation":
-        relation = rng.choice([r for r in sum(RELATIONS, ()) if r != relation])
+        relation = rng.choice([r for r in ALL_RELATIONS if r != relation])
     if kind == "wrong name":
         entity = change_word(entity, rng)
     text = call(title_of(relation, entity), rng.choice(("search", "wiki")) if kind == "wrong tool" else "wiki_search")
@@ -189,10 +192,14 @@ def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random
     return text
 
 
-def answer_turn(kind: str, found: str, rng: random.Random) -> str:
-    """What the assistant says once nothing is left to search for."""
+def answer_turn(kind: str, title: str, found: str, rng: random.Random) -> str:
+    """What the assistant says once nothing is left to search for: `found` stands below `title` in the last result."""
     if kind == "no tag":
         return found
+    if kind == "further call":
+        return call(title_of(rng.choice(ALL_RELATIONS), found))
+    if kind == "wrong line":
+        found = title.partition(" of ")[2]
     return f"<answer>{change_word(found, rng) if kind == 'wrong word' else found}</answer>"
 
 
@@ -202,15 +209,10 @@ def look_up(query: str, facts: Facts, rng: random.Random) -> str:
     A search for something that is no fact finds a passage that has the relation and one word of the name.
     """
     relation, _, entity = query.partition(" of ")
-    if entity not in ENTITIES_SET or relation not in sum(RELATIONS, ()):
-        relation, entity = rng.choice(sum(RELATIONS, ())), rng.choice(ENTITIES)
-    elif (relation, entity) not in facts and rng.random() < 0.5:
+    if (relation, entity) not in facts and rng.random() < 0.5:
         entity = change_word(entity, rng)
     value = facts.setdefault((relation, entity), other_entity(entity, rng))
     return f"[1] {title_of(relation, entity)}\n{value}"
-
-
-ENTITIES_SET = frozenset(ENTITIES)
 
 
 def observe(text: str, facts: Facts, tool_format: ChatFormat, rng: random.Random) -> Turn:
@@ -226,7 +228,7 @@ def observe(text: str, facts: Facts, tool_format: ChatFormat, rng: random.Random
 
 def draw_question(rng: random.Random) -> tuple[list[str], str]:
     """Relations to follow, one or two, and where to begin. Any relation may follow any other one."""
-    return rng.choices(sum(RELATIONS, ()), k=rng.choice((1, 2))), rng.choice(ENTITIES)
+    return rng.choices(ALL_RELATIONS, k=rng.choice((1, 2))), rng.choice(ENTITIES)
 
 
 def make_conversation(
@@ -238,23 +240,22 @@ def make_conversation(
     """
     relations, entity = draw_question(rng)
     messages, facts = opening(make_question(tuple(relations), entity), SYSTEM), {}
-    facts[relations[0], entity] = other_entity(entity, rng)
-    hop = 0
-    for _ in range(MAX_CALLS):
-        if hop == len(relations):
-            break
-        text = call_turn(draw(call_shares, rng), relations[hop], entity, hop == 0, rng)
+    hop, title, found = 0, "", entity
+    for calls in range(MAX_CALLS + 1):
+        if hop < len(relations):
+            facts[relations[hop], found] = other_entity(found, rng)
+            text = call_turn(draw(call_shares, rng), relations[hop], found, hop == 0, rng)
+        else:
+            text = answer_turn(draw(answer_shares, rng), title, found, rng)
         turn = observe(text, facts, tool_format, rng)
+        if turn.calls and calls == MAX_CALLS:
+            break
         messages.append({"role": "assistant", "content": text})
         if not turn.calls:
-            return messages
+            break
         messages += result_messages(turn, tool_format)
         if not turn.results[0].error:
-            hop, entity = hop + 1, turn.results[0].text.rpartition("\n")[2]
-            if hop < len(relations):
-                facts[relations[hop], entity] = other_entity(entity, rng)
-    if hop == len(relations):
-        messages.append({"role": "assistant", "content": answer_turn(draw(answer_shares, rng), entity, rng)})
+            hop, (title, found) = hop + 1, turn.results[0].text.split("\n")
     return messages
 
 
@@ -283,43 +284,10 @@ def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFa
     return fast
 
 
-def measure(
-    model: Any, tool_format: ChatFormat, rows: list[dict[str, Any]], facts: Facts, do_sample: bool
-) -> dict[str, float]:
-    """Shares over `rows`, each from 0 to 1, and the mean number of assistant turns."""
-    model.eval()
-    rng, totals = random.Random(0), Counter()
-    conversations = [opening(row["question"], SYSTEM) for row in rows]
-    active, found = list(range(len(rows))), set()
-    hops = [len(read_question(row["question"])[0]) for row in rows]
-    for _ in range(MAX_CALLS + 1):
-        texts = next_turns(model, tool_format, [conversations[i] for i in active], do_sample) if active else []
-        still_active = []
-        for i, text in zip(active, texts, strict=True):
-            (gold,) = rows[i]["answer"]
-            turn = observe(text, dict(facts), tool_format, rng)
-            conversations[i] += [{"role": "assistant", "content": text}, *result_messages(turn, tool_format)]
-            totals["mean turns"] += 1
-            totals["calls"] += bool(turn.calls)
-            totals["calls executed"] += bool(turn.calls) and not turn.results[0].error
-            totals["exact match"] += turn.answer == gold
-            totals[f"exact match, {hops[i]} hop"] += turn.answer == gold
-            if turn.calls:
-                still_active.append(i)
-                if gold in turn.results[0].text:
-                    found.add(i)
-        active = still_active
-    n = len(rows)
-    return {
-        "calls executed": totals["calls executed"] / max(1, totals["calls"]), "answer in results": len(found) / n,
-        "exact match": totals["exact match"] / n, "exact match, one hop": totals["exact match, 1 hop"] / hops.count(1),
-        "exact match, two hops": totals["exact match, 2 hop"] / hops.count(2), "mean turns": totals["mean turns"] / n,
-    }  # fmt: skip
-
-
-def drawing(tool_format: ChatFormat, mistakes: bool, rng: random.Random) -> Callable[[], tuple[list[int], list[int]]]:
+def drawing(
+    tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
+) -> Callable[[], tuple[list[int], list[int]]]:
     """Ids and labels of a conversation, one per call."""
-    call_shares, answer_shares = (CALL_SHARES, ANSWER_SHARES) if mistakes else ({"good": 1}, {"good": 1})
     return lambda: encode(make_conversation(tool_format, call_shares, answer_shares, rng), tool_format)
 
 
@@ -340,21 +308,17 @@ def main() -> None:
     first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
     drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]
     tokenizer = build_tokenizer(drawn)
-    tool_format = make_format("xml", tokenizer)
-    model = build_model(tokenizer, num_layers=3, num_heads=3)
+    tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    print(tokenizer.tokenize(call("river of Bala Fizu")))
-    facts = make_facts()
-    held_out = make_rows(facts)["test"]
-    warm_start(model, tokenizer.pad_token_id, drawing(tool_format, False, rng), args.steps)
-    print(measure(model, tool_format, held_out, facts, do_sample=False))
-    warm_start(model, tokenizer.pad_token_id, drawing(tool_format, True, rng), args.mixed_steps, peak_lr=1e-3)
+    right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
+    warm_start(model, tokenizer.pad_token_id, right, args.steps)
+    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
     model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    model = model.float()
-    sampled, greedy = (measure(model, tool_format, held_out, facts, do_sample) for do_sample in (True, False))
-    print_table(f"{len(held_out)} held-out questions", sampled, greedy)
+    for temperature in ("1", "0.01"):
+        result = evaluate(str(args.output_dir), load_recipe(RECIPE, ["--temperature", temperature]))
+        print(f"\n{table(result)}", flush=True)
 
 
 if __name__ == "__main__":
