@@ -42,7 +42,7 @@ from tools.wiki_search import wiki_search
 ROOT = Path(__file__).parents[1]
 RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
 DATA = ROOT / "hf_recipes/tiny/encyclopedia"
-SYSTEM = "Search, then answer."
+SYSTEM = "Use wiki_search, then answer."
 MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
 TOOLS = named_tools([wiki_search])  # read, not called: the warm start has no corpus
 
