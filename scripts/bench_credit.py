@@ -381,15 +381,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         methods = [m for m in METHODS if (task, m) in groups]
         if not methods:
             continue
-        seeds = {len(groups[task, m]) for m in methods}
+        seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
         if "outcome" in settings:
             lines += game_table(task, {m: groups[task, m] for m in methods})
             continue
         lines += [
             f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
             f"{min(seeds)} seeds, mean ± 95% interval", "",
-            "| `credit_assignment` | exact match | area | steps to 0.8 | right result | tool executed | turns | "
-            "no signal | learning rate |", "|---|---|---|---|---|---|---|---|---|",
+            f"| `credit_assignment` |{' scaled by |' * scaled} exact match | area | steps to 0.8 | right result | "
+            "tool executed | turns | no signal | learning rate |",
+            f"|---|{'---|' * scaled}---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for method in methods:
             runs = groups[task, method]
@@ -397,9 +398,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
                 for key in FIGURES if key != "steps_to_threshold"
             }  # fmt: skip
+            passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+            scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
             lines.append(
-                f"| `{method}` | {cells['exact_match']} | {cells['area']} | "
-                f"{median_steps([row['steps_to_threshold'] for row in runs], settings['steps'])} | "
+                f"| `{method}` |{scale} {cells['exact_match']} | {cells['area']} | {passed} | "
                 f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
                 f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
             )

@@ -1,4 +1,4 @@
-"""The task with search: the encyclopedia, its questions through the real index, what warmed its model up, the model."""
+"""The task with search: the encyclopedia, its questions in the real index, the model and what warmed it up."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import random
 from collections import Counter
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 
 import build_search_model as build
 import pytest
 from build_tiny_model import encode, opening
 from evaluate import evaluate, load_recipe
+from test_tiny_models import rollout_of
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -164,17 +164,10 @@ def test_what_is_imitated_is_a_rollout(form):
         ids, labels = encode(messages, form)
         said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
         texts[:] = ["[1] " + "\n".join(pair) for pair in found(messages)]
-        turns = iter([[*turn, form.tokenizer.eos_token_id] for turn in said])
-
-        async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-            turn = next(turns, [form.tokenizer.eos_token_id])  # after the last call it imitates nothing more
-            assert len(turn) <= max_tokens
-            return SimpleNamespace(token_ids=turn, logprobs=[0.0] * len(turn), finish_reason="stop")
-
-        prompt = env.with_system_prompt([{"role": "user", "content": messages[1]["content"]}])
-        out = env.generate([prompt], SimpleNamespace(generate=generate))
-        rolled = out["prompt_ids"][0] + out["ids"][0]
-        mask = [0] * len(out["prompt_ids"][0]) + out["mask"][0]
+        assert max(map(len, said)) < args.max_turn_tokens
+        turns = [[*turn, form.tokenizer.eos_token_id] for turn in said]
+        nothing = [form.tokenizer.eos_token_id]  # what a conversation of calls alone has for its last turn
+        rolled, mask = rollout_of(env, messages[1]["content"], [*turns, nothing])
         assert not texts and len(rolled) > len(ids) - 2 and rolled[: len(ids)] == ids[: len(rolled)]
         assert all(label == i for i, label, trained in zip(rolled, labels, mask, strict=False) if trained)
         compared[len(said)] += 1
