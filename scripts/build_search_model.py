@@ -4,7 +4,7 @@
     PYTHONPATH=. python scripts/build_search_model.py             # the model, in a minute on one core
 
 The encyclopedia has 4,096 entities. A name is two of 64 words, and each word is a token. A passage has one fact:
-"capital of Bala Fizu" is its title, "Kimo Defi" its text. A question takes one search or two.
+"capital of Bala Fizu" is its title, "Kamo Deri" its text. A question takes one search or two.
 
 Nothing can be learned by heart: in the warm start each conversation draws its own facts. The model first imitates
 conversations without mistakes, then some with known ones. It then knows the right behaviour (greedy) and samples it

@@ -141,12 +141,12 @@ def test_a_warm_start_has_every_kind_of_mistake():
     assert right.replace('"}}', '"}') in said["broken JSON"] and right not in said["broken JSON"]
     assert len(said["no call"]) > 400
     assert build.call_turn("no call", "river", "Bala Fizu", False, rng) == "<answer>Bala Fizu</answer>"
-    last = {kind: Counter(build.answer_turn(kind, "river of Bala Fizu", "Kimo Deri", rng) for _ in range(500))
+    last = {kind: Counter(build.answer_turn(kind, "river of Bala Fizu", "Kamo Deri", rng) for _ in range(500))
             for kind in build.ANSWER_SHARES}  # fmt: skip
-    assert set(last["good"]) == {"<answer>Kimo Deri</answer>"} and set(last["no tag"]) == {"Kimo Deri"}
+    assert set(last["good"]) == {"<answer>Kamo Deri</answer>"} and set(last["no tag"]) == {"Kamo Deri"}
     assert set(last["wrong line"]) == {"<answer>Bala Fizu</answer>"}
-    assert set(last["further call"]) == {build.call(f"{r} of Kimo Deri") for r in build.ALL_RELATIONS}
-    assert "<answer>Kimo Deri</answer>" not in last["wrong word"] and len(last["wrong word"]) > 80
+    assert set(last["further call"]) == {build.call(f"{r} of Kamo Deri") for r in build.ALL_RELATIONS}
+    assert "<answer>Kamo Deri</answer>" not in last["wrong word"] and len(last["wrong word"]) > 80
 
 
 def test_what_is_imitated_is_a_rollout(form):
