@@ -1,4 +1,4 @@
-"""Compare the credit assignments: three generated tasks, every method, several seeds, on a CPU.
+"""Compare the credit assignments: four generated tasks, every method, several seeds, on a CPU.
 
     python scripts/bench_credit.py                     # what is missing, two runs at a time; then the report
     python scripts/bench_credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
@@ -6,13 +6,14 @@
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
-outcome. `unscaled`: (b) again without dividing rewards by their spread. `frozen_lake`: a game of gymnasium, up to 20
-turns, one reward at its goal; the board is the state of `gigpo`, and `turn_return` has `scale_rewards: none`.
+outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards for TriviaQA; (e) `frozen_lake`, a
+game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
+without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e).
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
 (the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
 best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
-choice. `frozen_lake` has its recipe's for all.
+choice. (d) and (e) have their recipe's for all.
 
 Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again, also
 after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
@@ -63,8 +64,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "steps": 40, "title": "(b) again, with scale_rewards: none",
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
     },
+    "encyclopedia": {
+        "steps": 40, "title": "(d) search in an encyclopedia, one and two hops", "learning_rate": 6e-4,
+        "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
+        "scale_rewards": {method: "none" if method == "turn_return" else "group" for method in METHODS},
+    },
     "frozen_lake": {
-        "steps": 30, "title": "(d) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": 6e-4,
+        "steps": 30, "title": "(e) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": 6e-4,
         "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
         "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
     },
@@ -190,6 +196,8 @@ def code_digest(task: str) -> str:
     files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,
              *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
+    if Path(script_args.dataset_name or "absent").is_dir():
+        files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
         files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("gym_texts").glob("*.py"))]
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
@@ -373,15 +381,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         methods = [m for m in METHODS if (task, m) in groups]
         if not methods:
             continue
-        seeds = {len(groups[task, m]) for m in methods}
+        seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
         if "outcome" in settings:
             lines += game_table(task, {m: groups[task, m] for m in methods})
             continue
         lines += [
             f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
             f"{min(seeds)} seeds, mean ± 95% interval", "",
-            "| `credit_assignment` | exact match | area | steps to 0.8 | right result | tool executed | turns | "
-            "no signal | learning rate |", "|---|---|---|---|---|---|---|---|---|",
+            f"| `credit_assignment` |{' scaled by |' * scaled} exact match | area | steps to 0.8 | right result | "
+            "tool executed | turns | no signal | learning rate |",
+            f"|---|{'---|' * scaled}---|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for method in methods:
             runs = groups[task, method]
@@ -389,9 +398,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
                 for key in FIGURES if key != "steps_to_threshold"
             }  # fmt: skip
+            passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+            scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
             lines.append(
-                f"| `{method}` | {cells['exact_match']} | {cells['area']} | "
-                f"{median_steps([row['steps_to_threshold'] for row in runs], settings['steps'])} | "
+                f"| `{method}` |{scale} {cells['exact_match']} | {cells['area']} | {passed} | "
                 f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
                 f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
             )

@@ -1,8 +1,10 @@
-"""Train the bundled tiny model to use a calculator on the CPU, and show what it could do before and after.
+"""Train a bundled tiny model to use a tool on the CPU, and show what it could do before and after.
 
-    python scripts/quickstart.py                    # any further argument goes to the trainer: --max_steps 20
+    python scripts/quickstart.py                    # a calculator
+    python scripts/quickstart.py search             # search in an encyclopedia
+    python scripts/quickstart.py search --max_steps 20    # any further argument goes to the trainer
 
-The model starts warm: it knows how a calculator call looks and samples a good one only some of the time.
+The model starts warm: it knows how a call looks and samples a good one only some of the time.
 """
 
 import sys
@@ -20,10 +22,12 @@ from mt_grpo.output import keep_output_open
 from mt_grpo.progress import ProgressLine
 from mt_grpo.server_errors import ServerError
 
-RECIPE = "hf_recipes/tiny/calculator.yaml"
+# What can be trained: its recipe, and what the table calls a result that holds the answer.
+TASKS = {
+    "calculator": ("hf_recipes/tiny/calculator.yaml", "right result found"),
+    "search": ("hf_recipes/tiny/encyclopedia.yaml", "answer in results"),
+}
 NUM_PROBLEMS = 512  # held out: none of them is ever trained on
-ROWS = [("tool executed", "tool_executed"), ("right result found", "result_found"), ("exact match", "exact_match"),
-        ("mean turns", "mean_turns")]  # fmt: skip
 
 
 class ReadableProgress(TrainerCallback):
@@ -57,20 +61,39 @@ class ReadableProgress(TrainerCallback):
         self.steps = []
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The table before and after.
+def compare(before: dict[str, Any], after: dict[str, Any], found: str) -> str:
+    """The table before and after; `found` is the label of the results that hold the answer.
 
     >>> result = {"tool_executed": 0.5, "result_found": None, "exact_match": 0.25, "mean_turns": 2.0}
-    >>> print(compare(result, {**result, "exact_match": 1.0}))
+    >>> print(compare(result, {**result, "exact_match": 1.0}, "right result found"))
                           before  after
     tool executed           0.50   0.50
     right result found         -      -
     exact match             0.25   1.00
     mean turns              2.00   2.00
     """
+    rows = [("tool executed", "tool_executed"), (found, "result_found"), ("exact match", "exact_match"),
+            ("mean turns", "mean_turns")]  # fmt: skip
     lines = [f"{'':<20}{'before':>8}{'after':>7}"]
-    lines += [f"{label:<20}{number(before[key], 2):>8}{number(after[key], 2):>7}" for label, key in ROWS]
+    lines += [f"{label:<20}{number(before[key], 2):>8}{number(after[key], 2):>7}" for label, key in rows]
     return "\n".join(lines)
+
+
+def choose_task(argv: list[str]) -> tuple[list[str], str]:
+    """The trainer's arguments with the recipe of the task that stands first, and what the task calls a found answer.
+
+    Raises `ValueError` for a task that is not there.
+
+    >>> choose_task(["search", "--max_steps", "20"])
+    (['--config', 'hf_recipes/tiny/encyclopedia.yaml', '--max_steps', '20'], 'answer in results')
+    >>> choose_task(["--config", "my.yaml"])
+    (['--config', 'my.yaml'], 'right result found')
+    """
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("calculator", argv)
+    if name not in TASKS:
+        raise ValueError(f"no task is called {name!r}. Expected one of: {', '.join(TASKS)}.")
+    recipe, found = TASKS[name]
+    return [*([] if "--config" in rest else ["--config", recipe]), *rest], found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     started = time.perf_counter()
     keep_output_open()
     try:
-        recipe = mt.parse_arguments([*([] if "--config" in argv else ["--config", RECIPE]), *argv])
+        argv, found = choose_task(argv)
+        recipe = mt.parse_arguments(argv)
         here = str(Path.cwd()) + "/"  # paths below it are shown as the recipe has them
         model = recipe[2].model_name_or_path.removeprefix(here)
         output = Path(recipe[1].output_dir.removeprefix(here))
@@ -99,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n3/3 evaluating {output} on the same problems", flush=True)
     after = evaluate(recipe[1].output_dir, recipe, NUM_PROBLEMS)
-    print(f"\n{compare(before, after)}\n")
+    print(f"\n{compare(before, after, found)}\n")
     print(f"trained model   {output}")
     print(f"metrics         {output / 'trainer_state.json'}")
     print(f"rollouts        {output / 'rollouts.rank0.jsonl'}")

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Install, then train the bundled 0.9M-parameter model to use a calculator, with a table before and after.
+# Install, then train a bundled model of less than a million parameters to use a tool, with a table before and after.
 # No GPU; a few minutes on 2 cores.
 #
-#   bash scripts/quickstart.sh                      # any further arguments go to the trainer: --max_steps 20
+#   bash scripts/quickstart.sh                      # a calculator
+#   bash scripts/quickstart.sh search               # search in an encyclopedia
+#   bash scripts/quickstart.sh search --max_steps 20      # any further arguments go to the trainer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,7 +1,9 @@
 """The credit benchmark: a real run and its resumption, and the report by hand-written numbers."""
 
 import json
+import os
 import re
+from pathlib import Path
 
 import bench_credit as bench
 import pytest
@@ -61,6 +63,31 @@ def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
     assert len(results["runs"]) == len(rows)
     assert results["settings"]["learning_rates"] == {"outcome": 3e-4, "merged": 6e-4, "mt_grpo": 6e-4}
     assert bench.PICTURE.read_bytes().startswith(b"\x89PNG") and bench.PICTURE.stat().st_size > 10_000
+
+
+def test_a_task_with_the_rate_of_its_recipe_says_how_rewards_are_scaled(folders):
+    write([row(m, seed, 0.9, task="encyclopedia") for m in ("mt_grpo", "turn_return") for seed in range(5)])
+    bench.report()
+    text = bench.PAGE.read_text()
+    assert (
+        "**(d) search in an encyclopedia, one and two hops**: 40 steps of 64 rollouts, 256 held-out problems" in text
+    )
+    head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in (head, rule, *rows)} == {11}
+    assert "| `mt_grpo` | `group` | 0.90 ± 0.00 |" in rows[0] and "| `turn_return` | `none` | 0.90" in rows[1]
+
+
+def test_the_digest_of_a_task_has_its_data(monkeypatch):
+    before, read, read_bytes = dict(os.environ), [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
+    try:
+        bench.code_digest("encyclopedia")
+    finally:  # the recipe's `env:` is set in this process
+        os.environ.clear()
+        os.environ.update(before)
+    assert {"corpus.jsonl", "train.jsonl", "test.jsonl", "wiki_search.py", "model.safetensors", "scoring.py"} <= {
+        *read
+    }
 
 
 def test_the_results_file_alone_is_enough_to_go_on(folders):

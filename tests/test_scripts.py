@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import evaluate as ev
 import launch_plan
 import psutil
 import pytest
+import quickstart
 import train
 import warm_python
 from bench_common import free_port
@@ -208,6 +210,37 @@ def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
 def test_wrong_arguments_are_explained(arguments, message, recipe):
     with pytest.raises(SystemExit, match=message):
         ev.main([recipe if a == "RECIPE" else a for a in arguments])
+
+
+# --- quickstart.sh ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, model, found", [
+    ([], "hf_recipes/tiny/calculator-model", "right result found"),
+    (["search"], "hf_recipes/tiny/search-model", "answer in results"),
+])  # fmt: skip
+def test_the_quickstart_trains_what_it_is_told_to(arguments, model, found, tmp_path, monkeypatch, capsys):
+    before = dict(os.environ)  # a recipe's `env:` is set in this process
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 16)
+    monkeypatch.setenv("WIKI_SEARCH_INDEX", str(tmp_path / "index.fts5"))
+    flags = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "run")]
+    try:
+        quickstart.main([*arguments, *flags])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    printed = capsys.readouterr().out
+    assert f"1/3 evaluating {model} on 16 held-out problems" in printed
+    (row,) = re.findall(rf"^{found}  +(\d\.\d\d)  +(\d\.\d\d)$", printed, re.M)
+    assert all(0 < float(share) < 1 for share in row)
+    assert re.search(r"^ +1/1 +\d\.\d\d", printed, re.M) and re.search(r"^exact match: \d\.\d\d -> ", printed, re.M)
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_the_quickstart_knows_its_tasks():
+    with pytest.raises(SystemExit, match="^error: no task is called 'serach'. Expected one of: calculator, search."):
+        quickstart.main(["serach", "--max_steps", "1"])
 
 
 # --- shell scripts ---------------------------------------------------------------------------------------------------
