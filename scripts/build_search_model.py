@@ -131,7 +131,7 @@ def read_question(question: str) -> tuple[list[str], str]:
 
 
 def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The questions of both splits, about half of them of two hops. A held-out question begins at a held-out entity."""
+    """The questions of both splits, about half of two hops. A held-out question begins at a held-out entity."""
     rng = random.Random(seed)
     has: dict[str, list[str]] = {}
     for relation, entity in facts:
