@@ -131,7 +131,7 @@ def read_question(question: str) -> tuple[list[str], str]:
 
 
 def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The questions of both splits, half of them of two hops. A held-out question begins at a held-out entity."""
+    """The questions of both splits, about half of two hops. A held-out question begins at a held-out entity."""
     rng = random.Random(seed)
     has: dict[str, list[str]] = {}
     for relation, entity in facts:
@@ -206,7 +206,7 @@ def answer_turn(kind: str, title: str, found: str, rng: random.Random) -> str:
 def look_up(query: str, facts: Facts, rng: random.Random) -> str:
     """The text of a search in facts that are drawn when they are asked for, as the tool words it.
 
-    A search for something that is no fact finds a passage that has the relation and one word of the name.
+    A search for something that is no fact yet makes it one, or finds a passage in which one word of the name differs.
     """
     relation, _, entity = query.partition(" of ")
     if (relation, entity) not in facts and rng.random() < 0.5:
@@ -248,7 +248,7 @@ def make_conversation(
         else:
             text = answer_turn(draw(answer_shares, rng), title, found, rng)
         turn = observe(text, facts, tool_format, rng)
-        if turn.calls and calls == MAX_CALLS:
+        if turn.calls and calls == MAX_CALLS:  # a call that the recipe would not run is not imitated
             break
         messages.append({"role": "assistant", "content": text})
         if not turn.calls:
