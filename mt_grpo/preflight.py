@@ -16,7 +16,7 @@ from trl import GRPOConfig
 
 from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
 from mt_grpo.data import check_prompt, empty_prompts, with_prompts
-from mt_grpo.refusals import backend_of, check_ddp_timeout
+from mt_grpo.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.scoring import check_reward_columns
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
@@ -221,6 +221,7 @@ def prepare_env(
     if not hasattr(args, "credit_assignment"):
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
+    check_sharding(args)
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]

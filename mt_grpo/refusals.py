@@ -216,6 +216,16 @@ def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
             )
 
 
+def check_sharding(args: GRPOConfig) -> None:
+    """Raise `ValueError` if weights shall be sharded where accelerate 1.15 trains by DDP without a word: on a CPU."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or args.fsdp
+    if asked and args.device.type == "cpu":
+        raise ValueError(
+            "FSDP is asked for, but accelerate shards nothing on a CPU: every process would hold all weights. Launch "
+            "with hf_recipes/accelerate/cpu.yaml, or remove fsdp, or set use_cpu: false on a machine with GPUs."
+        )
+
+
 def check_save_points(args: GRPOConfig) -> None:
     """Raise `ValueError` if a checkpoint would be saved between two optimizer steps on the same rollouts.
 

@@ -1,0 +1,94 @@
+"""Training with weights that FSDP2 shards over two gloo processes, against DDP: the same weights, bit for bit."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import warm_python
+from safetensors.torch import load_file
+from test_first_batch import recipe_file
+
+import mt_grpo_trainer as mt
+from mt_grpo.refusals import check_sharding
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))
+WORKER = str(ROOT / "tests/sharded_worker.py")
+
+
+def launch(config, script, *arguments, fails=False):
+    """Two processes; what they print."""
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(config),
+               "--num_processes", "2", "--mixed_precision", "no", *script, *map(str, arguments)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert bool(done.returncode) == fails, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def recipe(folder, out, **changes):
+    folder.mkdir(exist_ok=True)
+    changes = {"max_steps": 5, "per_device_train_batch_size": 8, "output_dir": str(folder / out), **changes}
+    return recipe_file(folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Folders of a run by DDP, one by FSDP2, and one that goes on from the latter's checkpoint at step 3."""
+    folder = tmp_path_factory.mktemp("sharded")
+    os.chdir(ROOT)
+    keys = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3}
+    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
+    launch(FSDP2, [WORKER, "train"], "--config", recipe(folder / "b", "fsdp2", **keys))
+    resumed = recipe(folder / "b", "fsdp2", **keys)
+    (folder / "b/fsdp2").rename(folder / "b/whole")
+    (folder / "b/fsdp2").mkdir()
+    (folder / "b/whole/checkpoint-3").rename(folder / "b/fsdp2/checkpoint-3")
+    launch(FSDP2, [WORKER, "train"], "--config", resumed, "--resume_from_checkpoint", "last")
+    return folder / "a/ddp", folder / "b/whole", folder / "b/fsdp2"
+
+
+def steps(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: [row[name] for name in ("loss", "grad_norm", "reward")] for row in rows if "reward" in row}
+
+
+def test_fsdp2_trains_as_ddp_does(trained):
+    ddp, fsdp2, resumed = trained
+    assert list(steps(ddp)) == [1, 2, 3, 4, 5] and list(steps(resumed)) == [4, 5]
+    for step, values in steps(fsdp2).items():
+        assert values == pytest.approx(steps(ddp)[step], rel=1e-5), step
+        assert step < 4 or values == pytest.approx(steps(resumed)[step], rel=1e-5), step
+    first, second, third = (load_file(folder / "model.safetensors") for folder in trained)
+    start = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
+    assert second.keys() - first.keys() == {"lm_head.weight"} and third.keys() == second.keys()
+    assert torch.equal(second["lm_head.weight"], second["model.embed_tokens.weight"])  # tied, as before
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(third[name], value, rtol=0, atol=1e-6)
+        assert not torch.equal(value, start[name].float())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
+    """Names, tied ones too; merged adapters; a scaled norm; a walk that one rank gives up holds up no other."""
+    monkeypatch.chdir(ROOT)
+    keys = {"use_peft": True, "lora_r": 4, "lora_alpha": 16, "lora_target_modules": ["q_proj", "down_proj"]}
+    path = recipe(tmp_path / "x", "out", max_steps=2, learning_rate=1e-2, **(keys if lora else {}))
+    text = launch(FSDP2, [WORKER, "weights"], "--config", path)
+    assert text.count("weights are equal") == 2, text[-3000:]
+
+
+def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
+    """It would train by DDP without a word."""
+    monkeypatch.chdir(ROOT)
+    args = mt.parse_arguments(["--config", recipe(tmp_path / "x", "out")])[1]
+    check_sharding(args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP is asked for, but accelerate shards nothing on a CPU"):
+        check_sharding(args)
+    text = launch(FSDP2, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "x", "out"), fails=True)
+    assert "error: FSDP is asked for, but accelerate shards nothing on a CPU" in text and "Loading weights" not in text
