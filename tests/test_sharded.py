@@ -1,4 +1,4 @@
-"""Training with weights that FSDP2 shards over two gloo processes, against DDP: the same weights, bit for bit."""
+"""Training with weights that FSDP2 shards over two gloo processes: against DDP, and against itself, resumed."""
 
 import json
 import os
@@ -31,22 +31,22 @@ def launch(config, script, *arguments, fails=False):
 
 def recipe(folder, out, **changes):
     folder.mkdir(exist_ok=True)
-    changes = {"max_steps": 5, "per_device_train_batch_size": 8, "output_dir": str(folder / out), **changes}
+    changes = {"per_device_train_batch_size": 8, "output_dir": str(folder / out), **changes}
     return recipe_file(folder, **changes)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Folders of a run by DDP, one by FSDP2, and one that goes on from the latter's checkpoint at step 3."""
+    """Folders of a run by DDP, one by FSDP2, and one that goes on from the latter's checkpoint at step 2."""
     folder = tmp_path_factory.mktemp("sharded")
     os.chdir(ROOT)
-    keys = {"save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3}
+    keys = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
     launch(FSDP2, [WORKER, "train"], "--config", recipe(folder / "b", "fsdp2", **keys))
     resumed = recipe(folder / "b", "fsdp2", **keys)
     (folder / "b/fsdp2").rename(folder / "b/whole")
     (folder / "b/fsdp2").mkdir()
-    (folder / "b/whole/checkpoint-3").rename(folder / "b/fsdp2/checkpoint-3")
+    (folder / "b/whole/checkpoint-2").rename(folder / "b/fsdp2/checkpoint-2")
     launch(FSDP2, [WORKER, "train"], "--config", resumed, "--resume_from_checkpoint", "last")
     return folder / "a/ddp", folder / "b/whole", folder / "b/fsdp2"
 
@@ -57,19 +57,25 @@ def steps(folder):
 
 
 def test_fsdp2_trains_as_ddp_does(trained):
-    ddp, fsdp2, resumed = trained
-    assert list(steps(ddp)) == [1, 2, 3, 4, 5] and list(steps(resumed)) == [4, 5]
-    for step, values in steps(fsdp2).items():
-        assert values == pytest.approx(steps(ddp)[step], rel=1e-5), step
-        assert step < 4 or values == pytest.approx(steps(resumed)[step], rel=1e-5), step
-    first, second, third = (load_file(folder / "model.safetensors") for folder in trained)
+    """Up to rounding: behind two steps of Adam it may decide what is sampled."""
+    ddp, fsdp2, _ = trained
+    for step in (1, 2):
+        assert steps(fsdp2)[step] == pytest.approx(steps(ddp)[step], rel=1e-5), step
+    first, second = (load_file(folder / "checkpoint-2/model.safetensors") for folder in (ddp, fsdp2.parent / "fsdp2"))
     start = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
-    assert second.keys() - first.keys() == {"lm_head.weight"} and third.keys() == second.keys()
+    assert second.keys() - first.keys() == {"lm_head.weight"}
     assert torch.equal(second["lm_head.weight"], second["model.embed_tokens.weight"])  # tied, as before
     for name, value in first.items():
         torch.testing.assert_close(second[name], value, rtol=0, atol=1e-6)
-        torch.testing.assert_close(third[name], value, rtol=0, atol=1e-6)
         assert not torch.equal(value, start[name].float())
+
+
+def test_fsdp2_goes_on_exactly(trained):
+    _, whole, resumed = trained
+    assert list(steps(whole)) == [1, 2, 3, 4, 5] and list(steps(resumed)) == [3, 4, 5]
+    assert steps(resumed) == {step: values for step, values in steps(whole).items() if step > 2}
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
