@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -50,6 +51,11 @@ class PolicyWeights(VLLMGeneration):
         Gathering shards is collective: every rank must iterate to the end. A generator that is closed early runs to
         its end, so that no rank waits for ever and no adapter stays merged. `norm_scale` multiplies the final norm.
         """
+        for module in self.model.modules():
+            if isinstance(
+                module, FSDPModule
+            ):  # a forward pass leaves the root's weights whole, and TRL expects shards
+                module.reshard()
         exact = is_peft_model(self.model) and not self.sharded
         source = self._merged_layer_by_layer() if exact else self._iter_named_params()
         scaled = self.final_norm and self._server_name(self.final_norm + ".weight").rpartition(".")[0]

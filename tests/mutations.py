@@ -2912,6 +2912,27 @@ GYM = [
         "tests/test_progress.py::test_seconds_are_those_of_whole_batches",
     ),
     Mutation(
+        "sharding: a push behind a forward pass meets whole weights",
+        "mt_grpo/weights.py",
+        "                module.reshard()\n",
+        "                pass\n",
+        "tests/test_sharded.py::test_what_is_pushed_is_whole",
+    ),
+    Mutation(
+        "sharding: a walk that one rank gives up stops all",
+        "mt_grpo/weights.py",
+        "            for _ in source:\n                pass\n",
+        "            pass\n",
+        "tests/test_sharded.py::test_what_is_pushed_is_whole",
+    ),
+    Mutation(
+        "sharding: it is not asked whether it is done",
+        "mt_grpo/preflight.py",
+        "    check_sharding(args)\n",
+        "",
+        "tests/test_sharded.py::test_sharding_that_accelerate_does_not_do_is_refused",
+    ),
+    Mutation(
         "viewer: text is HTML",
         "scripts/view_rollouts.py",
         '.replace("<", "\\\\u003c")',

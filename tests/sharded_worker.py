@@ -70,6 +70,9 @@ class CompareWeights(TrainerCallback):
         self.compare(dict(self.copied()), expected)
         scaled = dict(self.copied(norm_scale=3.0))
         self.compare(scaled, {**expected, "model.norm.weight": expected["model.norm.weight"] * 3.0})
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[1, 2, 3]]))  # behind it the root's weights are whole
+        self.compare(dict(self.copied()), expected)
         walk = self.weights.named_weights()
         for _ in range(3 if args.process_index == 0 else 10**6):  # rank 0 gives up, such as where a server is gone
             if next(walk, None) is None:

@@ -16,6 +16,8 @@ from bench_common import VLLMServer, free_port
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
+from test_first_batch import recipe_file
+from test_sharded import FSDP2, WORKER, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.data import read_jsonl
@@ -384,3 +386,23 @@ def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, t
     assert len(steps) == 2 and all(row["turns/mean"] > 1.0 and row["records/mean"] == 1.0 for row in steps)
     assert all(row["stop/environment_error"] == row["stop/agent_error"] == 0.0 for row in steps)
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path):
+    """Two processes, of which none has a whole weight: what the server samples from is what they train."""
+    changes = {
+        "per_device_train_batch_size": 8, "max_steps": 3, "output_dir": str(tmp_path / "out"), "learning_rate": 1e-3,
+        "vllm_server_port": port, "weight_check_every": 1, "save_strategy": "no", "max_completion_length": 120,
+    }  # fmt: skip
+    changes |= (
+        {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0}
+        if lora
+        else {}
+    )
+    recipe = recipe_file(tmp_path, ROOT / "hf_recipes/tiny/calculator-vllm.yaml", **changes)
+    launch(FSDP2, [WORKER, "train"], "--config", recipe)
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "reward" in row]
+    assert len(trained) == 3 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
+    assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
