@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,13 @@ class Scored:
         return Scored(self.names, self.weights, *tables, self.group_size)
 
 
-def without_nan(values: list[float]) -> list[float | None]:
-    """The values with None for NaN, which JSON does not have."""
-    return [None if value != value else value for value in values]
+def finite(values: list[float | None] | None) -> list[float | None] | None:
+    """The values with None for NaN and infinities, which JSON does not have.
+
+    >>> finite([0.5, float("nan"), float("-inf"), None])
+    [0.5, None, None, None]
+    """
+    return values and [None if value is None or not math.isfinite(value) else value for value in values]
 
 
 def turn_columns(
@@ -87,16 +92,17 @@ def rollout_rows(
         columns: Of `turn_columns`.
         tokenizer: Given where turns have their tokens.
     """
-    total = torch.nansum(scored.rewards * scored.weights.to(scored.rewards), dim=1).tolist()
+    total = finite(torch.nansum(scored.rewards * scored.weights.to(scored.rewards), dim=1).tolist())
     lists = scored.rewards.tolist(), scored.turn_rewards.tolist(), scored.advantages.tolist()
     return [
         {
             "index": rollout.index, "group": rollout.index // scored.group_size,
             "messages": rollout.prompt_messages + rollout.messages,
+            "num_prompt_messages": len(rollout.prompt_messages),
             "stop_reason": rollout.stop_reason, "reward": reward,
-            "rewards": dict(zip(scored.names, without_nan(per_function), strict=True)),
-            "turn_rewards": without_nan(per_turn[: len(rollout.turns)]),
-            "turn_advantages": advantage[: len(rollout.turns)], "answer": row.get("answer"),
+            "rewards": dict(zip(scored.names, finite(per_function), strict=True)),
+            "turn_rewards": finite(per_turn[: len(rollout.turns)]),
+            "turn_advantages": finite(advantage[: len(rollout.turns)]), "answer": row.get("answer"),
             "turns": [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, of_rollout)],
             "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
             "records": len(rollout.records), "policy_version": rollout.policy_version,
@@ -111,7 +117,7 @@ def rollout_rows(
 
 def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None) -> dict[str, Any]:
     """A turn of a row. Arguments of calls are JSON as text, since each tool has others."""
-    logprobs = turn.logprobs or []
+    logprobs = [value for value in finite(turn.logprobs) or [] if value is not None]
     row = {
         "text": turn.text, "answer": turn.answer, "finish_reason": turn.finish_reason, "seconds": turn.seconds,
         "calls": [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str),
@@ -126,7 +132,8 @@ def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None)
     if tokenizer is not None:
         row |= {
             "token_ids": turn.token_ids, "token_texts": token_texts(tokenizer, turn.token_ids),
-            "logprobs": turn.logprobs, **columns,
+            "logprobs": finite(turn.logprobs), **columns,
+            "trainer_logprobs": finite(columns["trainer_logprobs"]),
             "read_ids": turn.observation_ids, "read_texts": token_texts(tokenizer, turn.observation_ids),
         }  # fmt: skip
     return row

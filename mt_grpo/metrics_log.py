@@ -57,19 +57,20 @@ def as_json(value: Any) -> Any:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """What a run in an output directory has logged, by step; of a step that was trained again the later row.
 
-    Where there is no `metrics.jsonl`, the rows are those of `trainer_state.json`. Half a line of a kill is left out.
+    Where there is no `metrics.jsonl`, the rows are those of `trainer_state.json`. What is no JSON is left out.
     """
     logs: list[Any] = []
-    with suppress(OSError):
-        logs = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8") as file:
-        logs = []
+    with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
         for line in file:
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):
                 logs.append(json.loads(line))
+    if not logs:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            logs = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     rows: dict[tuple, dict[str, Any]] = {}
     for row in logs:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
+            row = {name: as_json(value) for name, value in row.items()}
             kind = next((kind for kind in ("eval_reward", "reward", "train_runtime") if kind in row), "")
             rows[row["step"], kind] = row
     return [rows[key] for key in sorted(rows)]

@@ -77,7 +77,9 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
 def log_rollouts(
     trainer: Any, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
 ) -> bool:
-    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`. Returns whether there was anything to add.
+    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`. Returns that the log was begun.
+
+    A new run begins it anew, and deletes an earlier run's, also where it logs none itself.
 
     Args:
         trainer: It has the batch's rollouts, records and rewards.
@@ -88,18 +90,18 @@ def log_rollouts(
     """
     args, rank, rollouts = trainer.args, trainer.accelerator.process_index, trainer._rollouts
     count = min(args.log_rollouts, len(rollouts))
-    if not count:
-        return False
+    path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
     fresh = not trainer._wrote_rollouts and trainer.state.global_step == 0  # not a resumed run, whose log goes on
+    if fresh and rank == 0:
+        delete_other_ranks(path.parent, args.world_size if count else 0)
+    if not count:
+        return True
     tables = trainer._logged_rewards, trainer._reward_table.turn, advantages
     scored = Scored(trainer.reward_func_names, trainer.reward_weights, *tables, group_size)
     columns = turn_columns(output, trainer._records, trainer._owners, rollouts[:count])
     tokenizer = trainer.processing_class if args.log_rollout_tokens else None
     rows = rollout_rows(rollouts[:count], inputs, scored.rows(rank * len(rollouts), count), columns, tokenizer)
     about = {"schema": SCHEMA, "rank": rank, "step": trainer.state.global_step, "mode": trainer._mode}
-    path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
-    if fresh and rank == 0:
-        delete_other_ranks(path.parent, args.world_size)
     write_rollouts(path, [{**about, **row} for row in rows], fresh)
     return True
 
@@ -179,9 +181,10 @@ def rollout_features(folder: str | Path) -> Any:
         }  # fmt: skip
     columns = {
         "schema": whole, "rank": whole, "step": whole, "mode": text, "index": whole, "group": whole,
-        "messages": List({"role": text, "content": text}), "stop_reason": text, "reward": number,
-        "rewards": dict.fromkeys(first["rewards"], number), "turn_rewards": List(number),
-        "turn_advantages": List(number), "answer": kinds.get(type(first["answer"]), text), "turns": List(turn),
+        "messages": List({"role": text, "content": text}), "num_prompt_messages": whole,
+        "stop_reason": text, "reward": number, "rewards": dict.fromkeys(first["rewards"], number),
+        "turn_rewards": List(number), "turn_advantages": List(number),
+        "answer": kinds.get(type(first["answer"]), text), "turns": List(turn),
         "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "policy_version": whole, "error": text,
         "info": List(text),
     }  # fmt: skip

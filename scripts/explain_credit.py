@@ -154,7 +154,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
     answer = row.get("answer", "")
     answer = " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
-    asked = question(logged[0]["messages"], logged[0]["turns"])
+    asked = question(logged[0])
     return GroupCredit(asked, answer, credit, sampling, rollouts, notes(logged, credit), logged)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import sqlite3
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,20 +21,25 @@ from typing import Any
 from mt_grpo.rollout_log import LOG_FILES, SCHEMA, segments
 
 INDEX_FILE = "rollouts.view.sqlite"  # in the output directory, or in a temporary folder where it cannot be written
-INDEX_VERSION = 1  # raised where the tables change: an older index is built anew
+INDEX_VERSION = 2  # raised where the tables change: an older index is built anew
 BATCH = 1000  # rows per transaction
+STILL_SECONDS = 5.0  # after which half a line is no line that is being written
+NUMBERS = {"rank", "step", "index", "num_tokens", "policy_version", "reward"}
 # Columns of the log that the viewer has a place for.
 KNOWN = set(
-    "schema rank index group step mode messages answer stop_reason reward rewards turn_rewards turn_advantages turns "
-    "num_prompt_tokens num_tokens records policy_version error info".split()
+    "schema rank index group step mode messages num_prompt_messages answer stop_reason reward rewards turn_rewards "
+    "turn_advantages turns num_prompt_tokens num_tokens records policy_version error info".split()
 )
 KNOWN_OF_TURN = set(
     "text answer finish_reason seconds calls results observation num_tokens num_read num_trained reward mean_logprob "
     "min_logprob token_ids token_texts logprobs loss_mask advantages trainer_logprobs read_ids read_texts".split()
 )
+LARGEST = 2**63  # of SQLite's whole numbers
 SORTED_BY = ("step", "reward", "turns", "tokens", "seconds")
 TABLES = """
-CREATE TABLE IF NOT EXISTS segment (rank INT, number INT, head TEXT, bytes INT, over INT, PRIMARY KEY (rank, number));
+CREATE TABLE IF NOT EXISTS segment (
+    rank INT, number INT, head TEXT, bytes INT, over INT, size INT, PRIMARY KEY (rank, number)
+);
 CREATE TABLE IF NOT EXISTS note (kind TEXT, name TEXT, count INT, PRIMARY KEY (kind, name));
 CREATE TABLE IF NOT EXISTS rollout (
     id INTEGER PRIMARY KEY, rank INT, step INT, mode TEXT, number INT, attempt INT, team TEXT, prompt TEXT,
@@ -48,6 +56,14 @@ CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5 (text, content='');
 # What a line of the table shows. INVARIANT: viewer.js reads the same names.
 SHOWN = ("id", "rank", "step", "mode", "number", "attempt", "team", "prompt", "stop", "reward", "rewards", "turns",
          "tokens", "seconds", "tools", "errors", "version")  # fmt: skip
+
+
+def _finite(text: str) -> float | None:
+    return number_or_none(text)
+
+
+# JSON as browsers know it: without NaN and infinities, which Python reads and writes.
+JSON_ALONE: dict[str, Any] = {"parse_constant": lambda name: None, "parse_float": _finite}
 
 
 class Unreadable(ValueError):
@@ -81,7 +97,12 @@ class Query:
     def read(cls, given: dict[str, str]) -> Query:
         """From the parameters of an address. Raises `ValueError` for one that is unknown, or no number."""
         whole_numbers = dict.fromkeys(("step_from", "step_to", "offset", "limit"), int)
-        kinds = {**whole_numbers, "reward_min": float, "reward_max": float, "descending": lambda text: text == "true"}
+        kinds = {
+            **whole_numbers,
+            "reward_min": finite_number,
+            "reward_max": finite_number,
+            "descending": true_or_false,
+        }
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in cls.__dataclass_fields__:
@@ -89,18 +110,25 @@ class Query:
             if value != "":
                 try:
                     values[name] = kinds.get(name, str)(value)
-                except ValueError:
-                    raise ValueError(f"{name} is {value!r}, expected a number.") from None
+                except (ValueError, KeyError):
+                    expected = "true or false" if name == "descending" else "a number"
+                    raise ValueError(f"{name} is {value!r}, expected {expected}.") from None
         query = cls(**values)
-        if query.sort not in SORTED_BY or not 1 <= query.limit <= 500 or query.offset < 0:
+        if query.sort not in SORTED_BY or not 1 <= query.limit <= 500 or not 0 <= query.offset < LARGEST:
             raise ValueError(f"expected sort in {', '.join(SORTED_BY)}, limit from 1 to 500, offset from 0.")
+        if any(abs(step or 0) >= LARGEST for step in (query.step_from, query.step_to)):
+            raise ValueError("a step is too large.")
         return query
 
     def where(self) -> tuple[str, list[Any]]:
         """(condition of SQL, its values)."""
         value = "reward" if self.reward_name == "reward" else "(SELECT value FROM json_each(rewards) WHERE key = ?)"
         name = [] if self.reward_name == "reward" else [self.reward_name]
-        words = [word for word in (self.text or "").split() if any(character.isalnum() for character in word)]
+        words = [
+            word
+            for word in (self.text or "").replace("\0", " ").split()
+            if any(character.isalnum() for character in word)
+        ]
         phrases = " ".join('"{}"*'.format(word.replace('"', " ")) for word in words)
         conditions: list[tuple[Any, str, list[Any]]] = [
             (self.step_from, "step >= ?", [self.step_from]),
@@ -134,13 +162,16 @@ class RolloutIndex:
         self.folder = folder
         self.path = path or folder / INDEX_FILE
         if path is None and not os.access(folder, os.W_OK):
-            self.path = Path(tempfile.mkdtemp(prefix="rollouts-")) / INDEX_FILE
+            self._temporary = tempfile.TemporaryDirectory(prefix="rollouts-")  # deleted at the end of the program
+            self.path = Path(self._temporary.name) / INDEX_FILE
         self.db = self._open()
 
     def _open(self) -> sqlite3.Connection:
         try:
             return self._connect()
-        except sqlite3.DatabaseError:  # what is there is no index
+        except sqlite3.OperationalError:  # it is locked, or the disk is full: what is there may be an index
+            raise
+        except sqlite3.DatabaseError:
             self.path.unlink()
             return self._connect()
 
@@ -191,19 +222,34 @@ class RolloutIndex:
         return found
 
     def _is_another_run(self) -> bool:
-        """Whether a segment begins otherwise than it did: a new run has begun its log anew."""
-        heads = {
-            (rank, number): head for rank, number, head in self.db.execute("SELECT rank, number, head FROM segment")
-        }
-        now = {(rank, number): head_of(path) for rank, number, path in self._segments()}
-        return any(now.get(key) not in (None, "", head) for key, head in heads.items())
+        """Whether a segment begins otherwise than it did, since a new run has begun its log anew, or was replaced."""
+        known = {(rank, number): rest for rank, number, *rest in self.db.execute(
+            "SELECT rank, number, head, over, size FROM segment"
+        )}  # fmt: skip
+        for rank, number, path in self._segments():
+            if (rank, number) in known:
+                head, over, size = known[rank, number]
+                if head_of(path) not in (None, "", head) or over and size_of(path) not in (None, size):
+                    return True
+        return False
 
     def _forget(self) -> None:
+        with self._transaction():
+            for table in ("rollout", "segment", "note"):
+                self.db.execute(f"DELETE FROM {table}")
+            self.db.execute("INSERT INTO words (words) VALUES ('delete-all')")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing. A second viewer of the folder waits meanwhile, and then finds the rows there."""
         self.db.execute("BEGIN IMMEDIATE")
-        for table in ("rollout", "segment", "note"):
-            self.db.execute(f"DELETE FROM {table}")
-        self.db.execute("INSERT INTO words (words) VALUES ('delete-all')")
-        self.db.execute("COMMIT")
+        try:
+            yield
+            self.db.execute("COMMIT")
+        except BaseException:
+            if self.db.in_transaction:  # a full disk has ended it already
+                self.db.execute("ROLLBACK")
+            raise
 
     def _new_rows(self, rank: int, number: int, path: Path) -> Iterator[int]:
         """Add what a segment has behind the rows that were read; yields how many were added, by transactions."""
@@ -215,17 +261,12 @@ class RolloutIndex:
             return
         with opened(path) as file:
             while not over:
-                self.db.execute("BEGIN IMMEDIATE")  # a second viewer of the folder waits, and then finds them there
-                try:
+                with self._transaction():
                     at, over = self.db.execute(*asked).fetchone() or (0, 0)
                     count, at, more = self._add_lines(file, at, path.name)
                     over = int(closed and not more)
-                    values = (rank, number, head, at, over)
-                    self.db.execute("INSERT OR REPLACE INTO segment VALUES (?, ?, ?, ?, ?)", values)
-                    self.db.execute("COMMIT")
-                except BaseException:
-                    self.db.execute("ROLLBACK")
-                    raise
+                    values = (rank, number, head, at, over, size_of(path))
+                    self.db.execute("INSERT OR REPLACE INTO segment VALUES (?, ?, ?, ?, ?, ?)", values)
                 yield count
                 if not more:
                     return
@@ -253,16 +294,23 @@ class RolloutIndex:
             if not isinstance(row, dict):
                 raise Unreadable("a line is no rollout")
             values, text = summary(row)
+            self._insert(values, text, line)
         except (json.JSONDecodeError, UnicodeDecodeError):
             self._note("left out", "lines that are no JSON")
             return False
-        except (Unreadable, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (Unreadable, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             self._note("left out", f"rows that are no rollout ({type(error).__name__}: {error})"[:200])
             return False
+        for name in sorted(NUMBERS):
+            if not is_number(row.get(name, 0)):
+                self._note("odd", name)
         if row.get("schema") != SCHEMA:
             self._note("schema", f"{row.get('schema')!r}"[:40])
         for name in (set(row) - KNOWN) | {f"turns.{n}" for turn in row["turns"] for n in set(turn) - KNOWN_OF_TURN}:
-            self._note("unknown", name[:60])
+            self._note("unknown", clean(name)[:60])
+        return True
+
+    def _insert(self, values: dict[str, Any], text: str, line: bytes) -> None:
         place = (values["mode"], values["step"], values["number"], values["rank"])
         (attempt,) = self.db.execute(
             "SELECT COUNT(*) FROM rollout WHERE mode = ? AND step = ? AND number = ? AND rank = ?", place
@@ -272,7 +320,6 @@ class RolloutIndex:
         marks = ", ".join("?" * len(values))
         cursor = self.db.execute(f"INSERT INTO rollout ({', '.join(values)}) VALUES ({marks})", list(values.values()))
         self.db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (cursor.lastrowid, text))
-        return True
 
     def _note(self, kind: str, name: str) -> None:
         self.db.execute("INSERT INTO note VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1", (kind, name))
@@ -285,10 +332,25 @@ class RolloutIndex:
             "cut off": "{name}. What is behind is left out.",
             "left out": "{count} {name}: left out.",
             "schema": f"{{count}} rollouts have schema {{name}}, this viewer knows {SCHEMA}: it shows what it can.",
+            "odd": "{count} times {name} is no number: shown as 0, or not at all.",
             "unknown": "{count} times a field {name} that this viewer does not know: it stands under `all fields`.",
         }
         rows = self.db.execute("SELECT kind, name, count FROM note ORDER BY kind, count DESC LIMIT 20")
-        return [says[kind].format(name=name, count=count) for kind, name, count in rows]
+        return [says[kind].format(name=name, count=count) for kind, name, count in rows] + self._unread()
+
+    def _unread(self) -> list[str]:
+        """Segments that are gone, and half lines at the end of what nobody writes to."""
+        found, paths = [], {(rank, number): path for rank, number, path in self._segments()}
+        for rank, number, at in self.db.execute("SELECT rank, number, bytes FROM segment"):
+            path = paths.get((rank, number))
+            if path is None:
+                found.append(f"Segment {number} of rank {rank} is gone: its rollouts are from the index.")
+            elif path.suffix == ".jsonl":
+                with contextlib.suppress(FileNotFoundError):
+                    rest, age = path.stat().st_size - at, time.time() - path.stat().st_mtime
+                    if rest > 0 and age > STILL_SECONDS:
+                        found.append(f"{path.name} ends with half a line, of {rest} bytes: left out.")
+        return found
 
     def info(self) -> dict[str, Any]:
         """Numbers, and what can be chosen in the filters."""
@@ -300,8 +362,9 @@ class RolloutIndex:
             return sorted({name for (value,) in values for name in value.split("\n") if name})
 
         names = one("SELECT DISTINCT key FROM (SELECT DISTINCT rewards FROM rollout LIMIT 1000), json_each(rewards)")
+        head = one("SELECT head FROM segment ORDER BY number, rank LIMIT 1").fetchone()
         return {
-            "count": count, "last": last, "steps": [first, latest],
+            "generation": head and head[0], "count": count, "last": last, "steps": [first, latest],
             "stops": [stop for (stop,) in one("SELECT DISTINCT stop FROM rollout ORDER BY stop")],
             "modes": [mode for (mode,) in one("SELECT DISTINCT mode FROM rollout ORDER BY mode DESC")],
             "rewards": sorted(name for (name,) in names), "tools": split("tools"), "errors": split("errors"),
@@ -324,7 +387,7 @@ class RolloutIndex:
         found = self.db.execute(f"SELECT {', '.join(SHOWN)}, body FROM rollout WHERE id = ?", [number]).fetchone()
         if found is None:
             raise KeyError(f"There is no rollout {number}.")
-        return {**shown(found[:-1]), "row": json.loads(zlib.decompress(found[-1]))}
+        return {**shown(found[:-1]), "row": json.loads(zlib.decompress(found[-1]), **JSON_ALONE)}
 
     def group(self, number: int) -> list[dict[str, Any]]:
         """The logged rollouts of the group that this one is of. Raises `KeyError`."""
@@ -340,7 +403,8 @@ class RolloutIndex:
             "GROUP BY step"
         )
         for step, count, reward, turns, tokens in found:
-            rows[step] = {"step": step, "count": count, "reward": reward, "turns/mean": turns,
+            # As with metrics, which are logged behind the step: what was sampled for step 0 is of step 1.
+            rows[step] = {"step": step + 1, "count": count, "reward": reward, "turns/mean": turns,
                           "completions/mean_total_length": tokens}  # fmt: skip
         found = self.db.execute("SELECT step, stop, COUNT(*) FROM rollout WHERE mode = 'train' GROUP BY step, stop")
         for step, stop, count in found:
@@ -353,22 +417,22 @@ class RolloutIndex:
         return [rows[step] for step in sorted(rows)]
 
     def sample(self, most: int) -> tuple[list[int], str]:
-        """(numbers of at most so many rollouts, words that say which): whole batches, evenly spread over the steps."""
-        batches: dict[tuple, list[int]] = {}
-        for number, *batch in self.db.execute("SELECT id, step, mode, attempt FROM rollout ORDER BY step, id"):
-            batches.setdefault(tuple(batch), []).append(number)
-        total = sum(map(len, batches.values()))
+        """(numbers of at most so many rollouts, words that say which): whole steps, evenly spread."""
+        of_step: dict[int, list[int]] = {}
+        for number, step in self.db.execute("SELECT id, step FROM rollout ORDER BY step, id"):
+            of_step.setdefault(step, []).append(number)
+        steps, total = list(of_step), sum(map(len, of_step.values()))
         if total <= most:
-            return [number for batch in batches.values() for number in batch], f"all {total:,} rollouts"
-        every = 2
-        keys = list(batches)
-        while sum(len(batches[key]) for key in spread(keys, every)) > most and every < len(keys):
-            every += 1
-        chosen = [number for key in spread(keys, every) for number in batches[key]]
+            return [number for numbers in of_step.values() for number in numbers], f"all {total:,} rollouts"
+        every = next(
+            (n for n in range(2, len(steps)) if sum(len(of_step[step]) for step in spread(steps, n)) <= most),
+            len(steps),
+        )
+        chosen = [number for step in spread(steps, every) for number in of_step[step]]
         if len(chosen) > most:
-            chosen = chosen[:most]
-        steps = ", ".join(str(key[0]) for key in spread(keys, every)[:4])
-        return chosen, f"{len(chosen):,} of {total:,} rollouts: one batch in {every} (steps {steps}, ...)"
+            return chosen[:most], f"the first {most:,} of step {steps[-1]}, of {total:,} rollouts"
+        named = ", ".join(map(str, spread(steps, every)[:4]))
+        return chosen, f"{len(chosen):,} of {total:,} rollouts: one step in {every} ({named}, ...)"
 
 
 def spread(keys: list, every: int) -> list:
@@ -401,6 +465,14 @@ def opened(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 
+def size_of(path: Path) -> int | None:
+    """In bytes. None where it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def head_of(path: Path) -> str | None:
     """What tells a segment from one of another run: its first line.
 
@@ -424,29 +496,79 @@ def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
     calls = [call for turn in turns for call in turn.get("calls") or []]
     results = [result for turn in turns for result in turn.get("results") or []]
     errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
-    prompt = question(messages, turns)
-    rewards = {str(k): v for k, v in (row.get("rewards") or {}).items() if v is None or isinstance(v, (int, float))}
-    total = row.get("reward")
-    if not isinstance(total, (int, float)):  # logs from before there was this column
+    prompt = question(row)
+    rewards = {clean(k): v for k, v in (row.get("rewards") or {}).items() if v is None or is_number(v)}
+    total = number_or_none(row.get("reward"))
+    if row.get("reward") is None:  # logs from before there was this column
         given = [value for value in rewards.values() if value is not None]
         total = sum(given) if given else None
     values = {
-        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": str(row.get("mode") or "train"),
+        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": clean(row.get("mode") or "train"),
         "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],
-        "stop": str(row.get("stop_reason")), "reward": total, "rewards": json.dumps(rewards), "turns": len(turns),
+        "stop": clean(row.get("stop_reason")), "reward": total, "rewards": json.dumps(rewards), "turns": len(turns),
         "tokens": whole(row.get("num_tokens")),
-        "seconds": sum(float(each.get("seconds") or 0.0) for each in [*turns, *results]),
+        "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
         "tools": names(call.get("name") for call in calls), "errors": names(errors),
         "version": whole(row.get("policy_version")),
     }  # fmt: skip
-    said = [str(message.get("content")) for message in messages if isinstance(message, dict)]
-    said += [str(call.get("arguments")) for call in calls] + [str(row.get("answer")), str(row.get("error") or "")]
-    return values, "\n".join(said).encode("utf-8", "replace").decode()
+    said = [text_of(message.get("content")) for message in messages if isinstance(message, dict)]
+    said += [text_of(call.get("arguments")) for call in calls] + [text_of(result.get("text")) for result in results]
+    return values, "\n".join([*said, text_of(row.get("answer")), clean(row.get("error") or "")])
+
+
+def clean(value: Any) -> str:
+    """Text that UTF-8 has: a model may write half of a character in JSON."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def text_of(content: Any) -> str:
+    """A message's content, or a call's arguments, as text.
+
+    >>> text_of([{"type": "text", "text": "What is it?"}, {"type": "image"}]), text_of({"a": 1}), text_of(None)
+    ('What is it?\\n[image]', '{"a": 1}', '')
+    """
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "\n".join(text_of(part.get("text") or f"[{part.get('type')}]") for part in content)
+    if content is None or isinstance(content, str):
+        return clean(content or "")
+    return clean(json.dumps(content, ensure_ascii=False, default=str))
+
+
+def finite_number(text: str) -> float:
+    """A number of a filter. Raises `ValueError`."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def true_or_false(text: str) -> bool:
+    """Raises `KeyError`."""
+    return {"true": True, "false": False}[text]
+
+
+def number_or_none(value: Any) -> float | None:
+    """A number that SQLite and JSON have; of text, where it spells one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, or None."""
+    return value is None or not isinstance(value, (bool, str)) and number_or_none(value) is not None
 
 
 def whole(value: Any) -> int:
-    """A whole number; 0 where there is none."""
-    return value if isinstance(value, int) else 0
+    """A whole number; 0 where there is none.
+
+    >>> whole(3), whole(7.0), whole("12"), whole("x"), whole(2**70), whole(None)
+    (3, 7, 12, 0, 0, 0)
+    """
+    number = number_or_none(value)
+    return int(number) if number is not None and number == int(number) and abs(number) < LARGEST else 0
 
 
 def names(values: Any) -> str:
@@ -455,7 +577,7 @@ def names(values: Any) -> str:
     >>> names(["b", None, "a", "b"]), names([])
     ('\\nb\\na\\n', '')
     """
-    found = [re.sub(r"\s+", " ", str(value)) for value in dict.fromkeys(values) if value]
+    found = [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
     return "".join(f"\n{name}" for name in found) + "\n" if found else ""
 
 
@@ -465,24 +587,25 @@ def team(row: dict[str, Any], prompt: str) -> str:
     return str(group) if isinstance(group, int) else hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def question(messages: list[Any], turns: list[dict[str, Any]]) -> str:
-    """The last user message of a prompt.
+def question(row: dict[str, Any]) -> str:
+    """The last user message of a row's prompt.
 
-    >>> question([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], [{"text": "4"}])
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> question({"messages": messages, "turns": [{"text": "4"}]})
     '2+2?'
     """
-    end = prompt_length(messages, turns)
-    asked = [str(m.get("content")) for m in messages[:end] if isinstance(m, dict) and m.get("role") == "user"]
-    text = asked[-1] if asked else str(messages[0].get("content")) if messages else ""
-    return text.encode("utf-8", "replace").decode()
+    given = [message for message in row["messages"][: prompt_length(row)] if isinstance(message, dict)]
+    asked = [message for message in given if message.get("role") == "user"] or given[:1]
+    return text_of(asked[-1].get("content")) if asked else ""
 
 
-def prompt_length(messages: list[Any], turns: list[dict[str, Any]]) -> int:
-    """How many of the messages stand before the first turn."""
-    said = [
-        m for m, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"
-    ]
+def prompt_length(row: dict[str, Any]) -> int:
+    """How many of a row's messages stand before its first turn. INVARIANT: viewer.js counts the same way."""
+    messages, turns = row["messages"], row["turns"]
+    if isinstance(row.get("num_prompt_messages"), int):
+        return row["num_prompt_messages"]
+    said = [m for m, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant"]
     text = turns[0].get("text") if turns else None
     if text is None:
         return len(messages)
-    return next((m for m in said if str(text) in str(messages[m].get("content"))), said[0] if said else len(messages))
+    return next((m for m in said if messages[m].get("content") == text), said[0] if said else len(messages))

@@ -18,6 +18,7 @@ import base64
 import hashlib
 import html
 import json
+import sqlite3
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_POINTS = 400  # of a curve
 REFRESH_SECONDS = 2.0
 TURNS = ("Turns", (("turns/mean", "mean"), ("turns/max", "most")))
+EVALUATION = ("Evaluation", (("eval_reward", "reward, weighted"), ("eval_rewards/*/mean", "{}")))
 WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
            "logprob difference")))  # fmt: skip
 
@@ -81,28 +83,38 @@ def as_data(value: Any) -> str:
 
 
 def panels_of(logs: list[list[dict[str, Any]]], note: str | None) -> dict[str, Any]:
-    """The panels of curves of several runs, of their logged training steps."""
+    """The panels of curves of several runs, of their logged training steps and evaluations."""
     panels = []
-    for title, metrics in (*PANELS, TURNS, WEIGHTS):
+    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
+        kind = "eval_reward" if title == EVALUATION[0] else "reward"
         lines = [
-            {"label": label, "run": run, "points": thinned(list(zip(*points)))}
+            {"label": label, "run": run, "points": list(zip(*points))}
             for run, rows in enumerate(logs)
-            for label, points in lines_of(rows, metrics).items()
+            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
         ]
         if lines:
-            panels.append({"title": title, "lines": lines})
+            panels.append({"title": title, "lines": thinned(lines), "mode": kind.removesuffix("reward")})
     return {"panels": panels, "note": note}
 
 
-def thinned(points: list[tuple[float, float]], most: int = MOST_POINTS) -> list[list[float]]:
-    """At most so many points: the means of neighbours, each at the last of its steps.
+def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, Any]]:
+    """Lines of at most so many points: means over neighbouring steps, the same for all lines, at the last of them.
 
-    >>> thinned([(1, 0.0), (2, 1.0), (3, 4.0)], 2)
-    [[2, 0.5], [3, 4.0]]
+    >>> lines = [{"label": "mean", "points": [(1, 0.0), (2, 1.0), (3, 4.0)]}, {"label": "most", "points": [(3, 5.0)]}]
+    >>> [line["points"] for line in thinned(lines, 2)]
+    [[[2, 0.5], [3, 4.0]], [[3, 5.0]]]
     """
-    width = -(-len(points) // most)
-    parts = [points[at : at + width] for at in range(0, len(points), width or 1)]
-    return [[part[-1][0], round(sum(value for _, value in part) / len(part), 6)] for part in parts]
+    steps = sorted({step for line in lines for step, _ in line["points"]})
+    width = -(-len(steps) // most)
+    last = {step: steps[min(len(steps), (i // width + 1) * width) - 1] for i, step in enumerate(steps)}
+    found = []
+    for line in lines:
+        buckets: dict[int, list[float]] = {}
+        for step, value in line["points"]:
+            buckets.setdefault(last[step], []).append(value)
+        join = max if line["label"] == "most" else lambda values: sum(values) / len(values)
+        found.append({**line, "points": [[step, float(f"{join(values):.6g}")] for step, values in buckets.items()]})
+    return found
 
 
 class Run:
@@ -118,24 +130,35 @@ class Run:
                 "log_rollouts above 0."
             )
         self.index = RolloutIndex(folder)
-        self.reading = False
+        self.reading, self.problem = False, ""
+        self.name = folder.resolve().name
 
     def logs(self) -> tuple[list[dict[str, Any]], bool]:
         """(rows of training steps, whether they are of the log of rollouts, since there are no metrics)."""
-        rows = [row for row in read_metrics(self.folder) if "reward" in row]
-        return (rows, False) if rows else (self.index.by_step(), True)
+        rows = read_metrics(self.folder)
+        return (rows, False) if any("reward" in row for row in rows) else (self.index.by_step(), True)
 
     def info(self) -> dict[str, Any]:
         path = self.folder / METRICS_FILE
         metrics = path.stat().st_size if path.is_file() else 0
-        return {"name": self.folder.name or str(self.folder), "folder": str(self.folder), "reading": self.reading,
-                "metrics": metrics, **self.index.info()}  # fmt: skip
+        info = self.index.info()
+        info["notes"] += [self.problem] * bool(self.problem)
+        return {"name": self.name, "folder": str(self.folder), "reading": self.reading, "metrics": metrics, **info}
+
+
+def open_runs(folders: list[Path]) -> list[Run]:
+    """The runs, with names that tell them apart. Raises `ValueError`."""
+    runs = [Run(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = f"{run.folder.resolve().parent.name}/{run.name}"
+    return runs
 
 
 def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of these runs."""
     logs = [run.logs() for run in runs]
-    from_log = [run.folder.name for run, (_, found) in zip(runs, logs) if found]
+    from_log = [run.name for run, (_, found) in zip(runs, logs) if found]
     note = f"{', '.join(from_log)}: no metrics were found, so curves are means over the logged rollouts."
     return panels_of([rows for rows, _ in logs], note if from_log else None)
 
@@ -145,16 +168,16 @@ def curves(runs: list[Run]) -> dict[str, Any]:
 
 def write_page(folders: list[Path], path: Path) -> str:
     """Write the page in one file; returns words that say what is in it."""
-    runs = [Run(folder) for folder in folders]
+    runs = open_runs(folders)
     data: dict[str, Any] = {"served": False, "runs": [], "rollouts": []}
     for number, run in enumerate(runs):
         run.index.refresh()
         chosen, which = run.index.sample(MOST_ROLLOUTS // len(runs))
-        data["runs"].append({**run.info(), "which": f"{run.folder.name}: {which}", "folder": run.folder.name})
+        data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
         data["rollouts"] += [{**run.index.rollout(each), "run": number} for each in chosen]
     data["panels"] = curves(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(data, " and ".join(run.folder.name for run in runs)), encoding="utf-8")
+    path.write_text(page(data, " and ".join(run.name for run in runs)), encoding="utf-8")
     return "; ".join(run["which"] for run in data["runs"])
 
 
@@ -169,10 +192,10 @@ class Viewer:
     """
 
     def __init__(self, folders: list[Path]):
-        self.runs = [Run(folder) for folder in folders]
+        self.runs = open_runs(folders)
         self.ask = ThreadPoolExecutor(1, thread_name_prefix="ask")
         self.over = threading.Event()
-        self.title = " and ".join(run.folder.name for run in self.runs)
+        self.title = " and ".join(run.name for run in self.runs)
         self.reader = threading.Thread(target=self._follow, name="read", daemon=True)
 
     def app(self) -> web.Application:
@@ -209,7 +232,7 @@ class Viewer:
         async def handler(request: web.Request) -> web.Response:
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self.ask, function, request)
-            except (ValueError, KeyError, IndexError) as error:
+            except (ValueError, KeyError, OverflowError, sqlite3.Error) as error:
                 return web.json_response({"error": f"{error}".strip("'\"")}, status=400)
             return web.json_response(found)
 
@@ -217,11 +240,18 @@ class Viewer:
 
     def table(self, request: web.Request) -> dict[str, Any]:
         """A page of the table."""
-        return self.runs[int(request.match_info["run"])].index.table(Query.read(dict(request.query)))
+        return self.index_of(request).table(Query.read(dict(request.query)))
+
+    def index_of(self, request: web.Request) -> RolloutIndex:
+        """Of the run that is asked for. Raises `ValueError`."""
+        number = int(request.match_info["run"])
+        if number >= len(self.runs):
+            raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
+        return self.runs[number].index
 
     def conversations(self, kind: str, request: web.Request) -> Any:
         """One rollout, or those of its group."""
-        return getattr(self.runs[int(request.match_info["run"])].index, kind)(int(request.match_info["id"]))
+        return getattr(self.index_of(request), kind)(int(request.match_info["id"]))
 
     async def _start(self, app: web.Application) -> None:
         self.reader.start()
@@ -241,9 +271,11 @@ class Viewer:
                 try:
                     added = index.refresh(self.over.is_set)
                 except Exception as error:  # told, and tried again: a disk may be full for a while
-                    print(f"{run.folder}: {type(error).__name__}: {error}. Trying again.", file=sys.stderr, flush=True)
+                    run.problem = f"{run.folder}: {type(error).__name__}: {error}. Trying again."
+                    print(run.problem, file=sys.stderr, flush=True)
                     self.over.wait(5 * REFRESH_SECONDS)
                     continue
+                run.problem = ""
                 if first and added:
                     print(f"{run.folder}: {added:,} rollouts in {time.perf_counter() - began:.1f} s", flush=True)
                 run.reading = False
@@ -257,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="output directories, one or two")
     parser.add_argument("--html", type=Path, help="write one page to this file, and end")
-    parser.add_argument("--port", type=int, default=8020)
+    parser.add_argument("--port", type=int, default=8020, choices=range(1, 2**16), metavar="PORT")
     args = parser.parse_args(argv)
     if len(args.runs) > 2:
         sys.exit(f"error: got {len(args.runs)} runs, expected one, or two to compare.")
@@ -267,11 +299,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.html}: {which}, {args.html.stat().st_size / 1e6:.1f} MB")
             return
         viewer = Viewer(args.runs)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, sqlite3.Error) as error:
         sys.exit(f"error: {error}")
-    print(f"{viewer.title} is served on http://127.0.0.1:{args.port} (Ctrl+C ends it)", flush=True)
+    said = f"{viewer.title} is served on http://127.0.0.1:{args.port} (Ctrl+C ends it)"
     try:
-        web.run_app(viewer.app(), host="127.0.0.1", port=args.port, print=None)
+        web.run_app(viewer.app(), host="127.0.0.1", port=args.port, print=lambda *_, **__: print(said, flush=True))
     except OSError as error:
         sys.exit(f"error: port {args.port}: {error}. Take another one by --port.")
 

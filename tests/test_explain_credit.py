@@ -344,6 +344,9 @@ def test_the_page_is_the_view_of_a_group(open_page, tmp_path):  # noqa: F811
     assert spans == [["<tool>", "t", "rgba(0, 110, 230, 0.65)"], ["↵\n", "t", "rgba(0, 110, 230, 0.65)"],
                      ["<|im_end|>", "t out", ""], ["4", "t", "rgba(235, 125, 0, 0.165)"]]  # fmt: skip
     assert page.locator("nav").count() == 0 and page.locator("a").count() == 0
+    for key in ("1", "2", "/"):
+        page.keyboard.press(key)
+    assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 4
 
 
 def test_model_text_stays_text(open_page, tmp_path):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import signal
@@ -236,7 +237,7 @@ def test_means_by_step_stand_in_for_metrics(tmp_path):
     evaluated = [row(1, 4, "?", [turn("x")], 9.0, mode="eval")]
     first, second = index_of(write_log(tmp_path, rows() + evaluated)).by_step()
     assert first == {
-        "step": 0, "count": 4, "reward": 0.4375, "turns/mean": 1.5, "completions/mean_total_length": 10.5,
+        "step": 1, "count": 4, "reward": 0.4375, "turns/mean": 1.5, "completions/mean_total_length": 10.5,
         "stop/answered": 0.5, "stop/max_turns": 0.25, "stop/no_tool_call": 0.25,
         "rewards/exact_reward_func/mean": 0.4375, "rewards/style/mean": None,
     }  # fmt: skip
@@ -244,13 +245,22 @@ def test_means_by_step_stand_in_for_metrics(tmp_path):
 
 
 def test_a_sample_says_which(tmp_path):
-    """Whole batches, evenly spread, with the last one."""
+    """Whole steps, evenly spread, with the last one and all modes."""
     index = index_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
     assert index.sample(40) == (list(range(1, 41)), "all 40 rollouts")
     chosen, which = index.sample(20)
     assert [index.rollout(number)["step"] for number in chosen[::4]] == [1, 3, 5, 7, 9]
-    assert which == "20 of 40 rollouts: one batch in 2 (steps 1, 3, 5, 7, ...)"
-    assert len(index.sample(3)[0]) == 3
+    assert which == "20 of 40 rollouts: one step in 2 (1, 3, 5, 7, ...)"
+    assert index.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
+
+
+def test_a_sample_has_every_mode(tmp_path):
+    """Where each step has a batch of training and one of evaluation."""
+    logged = [row(step, i, "?", [turn("x")], mode=mode) for step in range(10) for mode in ("train", "eval")
+              for i in range(2)]  # fmt: skip
+    index = index_of(write_log(tmp_path, logged))
+    modes = [index.rollout(number)["mode"] for number in index.sample(20)[0]]
+    assert (modes.count("train"), modes.count("eval")) == (10, 10)
 
 
 @pytest.mark.parametrize(
@@ -260,11 +270,136 @@ def test_a_sample_says_which(tmp_path):
         ({"step_from": "one"}, "step_from is 'one', expected a number"),
         ({"sort": "body"}, "expected sort in step, reward"),
         ({"limit": "1000000"}, "limit from 1 to 500"),
+        ({"offset": "9" * 30}, "offset from 0"),
+        ({"step_to": "9" * 30}, "a step is too large"),
+        ({"reward_min": "nan"}, "reward_min is 'nan', expected a number"),
+        ({"descending": "yes"}, "descending is 'yes', expected true or false"),
     ],
 )
 def test_wrong_questions_are_explained(query, message):
     with pytest.raises(ValueError, match=message):
         Query.read(query)
+
+
+def changed(**columns):
+    """A row like the first one, but for some columns."""
+    return {**rows()[0], **columns}
+
+
+HOSTILE = {  # what a row has, and what the index makes of it: columns that it must have, or why it is left out
+    "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
+    "half a character as a reason": (changed(stop_reason="\ud83d"), {"stop": "?"}),
+    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 0}),
+    "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
+    "a step that SQLite does not have": (changed(step=2**70), {"step": 0}),
+    "a number of 350 digits": (changed(turns=[turn("x", seconds=10**349)]), {"seconds": 0.0}),
+    "an answer of many brackets": (
+        json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
+    ),
+    "rewards that JSON does not have": (
+        changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}), {"reward": None, "rewards": {"b": 0.5}},
+    ),
+    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 7, "reward": 0.5, "tokens": 3}),
+    "numbers that are none": (changed(step="x", reward="y"), {"step": 0, "reward": None}),
+    "a message that is none": (changed(messages=[None, *rows()[0]["messages"]]), {"prompt": "Where is the Louvre?"}),
+    "a message with an image": (
+        changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]),
+        {"prompt": "[image]\nWhere?"},
+    ),
+    "an example in the prompt": (
+        changed(messages=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "I look. 2"},
+                          *rows()[0]["messages"]], num_prompt_messages=4),
+        {"prompt": "Where is the Louvre?"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_odd_row_hides_no_other(name, tmp_path):
+    odd, columns = HOSTILE[name]
+    lines = [json.dumps(rows()[0]), odd if isinstance(odd, str) else json.dumps(odd), json.dumps(rows()[1])]
+    (tmp_path / LOG).write_text("".join(line + "\n" for line in lines))
+    index = index_of(tmp_path)
+    shown = index.table(Query())["rows"]
+    assert len(shown) == (2 if columns is None else 3)
+    assert (columns is None) == any("left out" in note for note in index.notes())
+    if columns is not None:
+        (line,) = [line for line in shown if line["id"] == 2]
+        assert {column: line[column] for column in columns} == columns
+    json.dumps([index.info(), index.by_step(), *(index.rollout(line["id"]) for line in shown)], allow_nan=False)
+
+
+def test_numbers_that_are_none_are_told(tmp_path):
+    notes = index_of(write_log(tmp_path, [changed(step="7", reward=None), changed(index=2.0)])).notes()
+    assert notes == ["1 times step is no number: shown as 0, or not at all."]
+
+
+def test_half_a_line_that_nobody_writes_is_told(tmp_path):
+    with open(write_log(tmp_path, rows()) / LOG, "a") as file:
+        file.write('{"schema": 1, "ra')
+    index = index_of(tmp_path)
+    assert index.notes() == []  # it may be being written
+    os.utime(tmp_path / LOG, (0, 0))
+    assert index.notes() == [f"{LOG} ends with half a line, of 17 bytes: left out."]
+
+
+def test_a_segment_that_is_replaced_or_gone(tmp_path):
+    closed = tmp_path / "rollouts.rank0.00001.jsonl.gz"
+    (tmp_path / "rollouts.rank0.00002.jsonl.gz").write_bytes(gzip.compress(json.dumps(rows()[0]).encode() + b"\n"))
+    lines = "".join(json.dumps({**each, "answer": str(n)}) + "\n" for n in range(99) for each in rows())
+    whole = gzip.compress(lines.encode())
+    closed.write_bytes(whole[: len(whole) // 2])
+    index = index_of(write_log(tmp_path, rows()[:1], fresh=False))
+    assert "ended before" in index.notes()[0]
+    closed.write_bytes(whole)
+    assert index.refresh() == 6 * 99 + 2 and index.notes() == []
+    closed.unlink()
+    assert index.refresh() == 0 and index.info()["count"] == 596
+    assert index.notes() == ["Segment 1 of rank 0 is gone: its rollouts are from the index."]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path):
+    index = RolloutIndex(write_log(tmp_path, rows() * 200))
+    index.db.execute(f"PRAGMA max_page_count = {index.db.execute('PRAGMA page_count').fetchone()[0] + 5}")
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        index.refresh()
+    index.db.execute("PRAGMA max_page_count = 1000000")
+    assert index.refresh() == 1200
+
+
+def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
+    path = recipe_file(tmp_path, max_steps=1, save_strategy="no")
+    mt.main(["--config", path])
+    (tmp_path / "out/rollouts.rank3.jsonl").write_text("{}\n")
+    assert (tmp_path / "out" / LOG).exists()
+    mt.main(["--config", path, "--log_rollouts", "0"])
+    assert list((tmp_path / "out").glob("rollouts.*")) == []
+
+
+@pytest.mark.parametrize("content", [b'{"log_history": [', b"{}", b"[]", b'{"log_history": 3}'])
+def test_metrics_with_faults_hide_no_rollout(content, tmp_path):
+    (write_log(tmp_path, rows()) / "trainer_state.json").write_bytes(content)
+    assert view_rollouts.Run(tmp_path).info()["count"] == 0  # not read yet, and not refused
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "reward": Infinity}\n\xff\n[1]\n{"step": 2, "reward": 0.5}\n'
+    )
+    (panel,) = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
+    assert panel["lines"] == [{"label": "reward, weighted", "run": 0, "points": [[2, 0.5]]}]
+
+
+def test_evaluations_have_a_panel(tmp_path):
+    metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75}]
+    (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    panels = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
+    assert [(panel["title"], panel["mode"]) for panel in panels] == [("Rewards", ""), ("Evaluation", "eval_")]
+    assert [(line["label"], line["points"]) for line in panels[1]["lines"]] == [
+        ("reward, weighted", [[2, 0.25]]), ("a", [[2, 0.75]]),
+    ]  # fmt: skip
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [write_log(tmp_path / name / "out", rows()) for name in ("a", "b")]
+    assert [run.name for run in view_rollouts.open_runs(folders)] == ["a/out", "b/out"]
 
 
 # -- the program --
@@ -276,11 +411,19 @@ def test_wrong_questions_are_explained(query, message):
         (["{folder}/none"], "none is no folder"),
         (["{folder}"], "has neither rollouts.rank.*.jsonl nor metrics.jsonl"),
         (["a", "b", "c"], "got 3 runs, expected one, or two"),
+        (["a", "--port", "99999"], "2"),
     ],
 )
 def test_what_cannot_be_viewed_is_told(arguments, message, tmp_path):
     with pytest.raises(SystemExit, match=message):
         view_rollouts.main([argument.format(folder=tmp_path) for argument in arguments])
+
+
+def test_a_port_that_is_taken_is_told(tmp_path, capsys):
+    folder = str(write_log(tmp_path, rows()))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="Take another one by"):
+        view_rollouts.main([folder, "--port", str(taken.getsockname()[1])])
+    assert "is served" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -318,7 +461,7 @@ def test_the_server_answers_this_machine_alone(served, tmp_path):
     address = served(write_log(tmp_path / "run", rows()))
     assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
     assert requests.get(f"{address}/api/rollout/0/4").json()["row"] == rows()[3]
-    for path in ("rollouts/0?x=1", "rollouts/1", "rollout/0/99", "group/5/1"):
+    for path in ("rollouts/0?x=1", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
         answer = requests.get(f"{address}/api/{path}")
         assert answer.status_code == 400 and answer.json()["error"]
     foreign = requests.get(f"{address}/api/info", headers={"Host": "evil.example"})
@@ -544,9 +687,77 @@ def test_the_keyboard_is_enough(open_page, tmp_path):  # noqa: F811
     assert not page.locator("dialog").is_visible()
 
 
+def test_what_is_odd_can_be_opened(open_page, tmp_path):  # noqa: F811
+    odd = [row for row, columns in HOSTILE.values() if columns is not None]
+    page = open_page(one_page(write_log(tmp_path, odd)))
+    for number in range(1, len(odd) + 1):
+        go(page, f"group/0/{number}")
+        assert "Where is the Louvre?" in page.inner_text("main") or "Where?" in page.inner_text("main")
+    go(page, f"rollout/0/{len(odd)}")
+    given = page.locator(".part.given").all_inner_texts()
+    assert [text.split("\n")[0] for text in given] == ["user", "assistant", "system", "user"]
+
+
+def test_a_result_that_was_never_read_is_told(open_page, tmp_path):  # noqa: F811
+    unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1])
+    page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
+    for colour in ("none", "advantage"):
+        page.click(f"button:has-text('{colour}')")
+        page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+        assert "error: tool" in page.inner_text(".part.error") and "never read" in page.inner_text(".part.error")
+        assert page.locator(".part.call").count() == 1
+
+
+def test_one_step_can_be_seen(open_page, tmp_path):  # noqa: F811
+    """And its rollouts are those of the step that its curve is of, with metrics or without."""
+    page = open_page(
+        one_page(write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")]))
+    )
+    assert page.locator(".curve").first.get_attribute("d").endswith("h0")
+    page.locator(".panel svg").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#count')?.textContent.includes('of 1 ')")
+    assert table_ids(page) == [1]
+
+
+def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):  # noqa: F811
+    """Where a view is drawn anew: by a sort, by rows that a running job adds, by a colour. Arrows scroll."""
+    folder = write_log(tmp_path / "run", [row(0, i, "?", [turn("word " * 2000)]) for i in range(4)])
+    page = open_page(served(folder) + "#rollouts")
+    page.locator("th button:has-text('reward')").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("th[aria-sort=descending]")
+    assert page.evaluate("document.activeElement.textContent") == "reward ▾"
+    go(page, "rollouts")
+    for _ in range(3):
+        page.keyboard.press("j")
+    write_log(folder, [row(1, 0, "?", [turn("x")])], fresh=False)
+    until(page, "document.querySelector('#count').textContent.includes('of 5 ')")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "#rollout/0/3"
+    assert page.locator("tr[aria-selected=true]").count() == 1
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article")
+    page.reload()
+    page.wait_for_selector("article")
+    assert page.locator("a:has-text('next')").get_attribute("href") == "#rollout/0/4"
+    assert page.evaluate("scrollY") == 0
+    for _ in range(5):
+        page.keyboard.press("ArrowDown")
+    until(page, "scrollY > 50")
+    page.locator("button:has-text('logprob')").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
+    until(page, "document.activeElement.textContent === 'logprob'")
+    write_log(folder, [row(0, 0, "New?", [turn("x")])])  # another run
+    until(page, "location.hash.startsWith('#rollouts')")
+
+
 def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):  # noqa: F811
     """Nothing is wider than the screen; text differs from its ground (WCAG's 4.5 to 1) in both modes."""
-    address = one_page(write_log(tmp_path, [row(0, i, "Why " * 80, [turn("w" * 900)]) for i in range(2)]))
+    address = one_page(
+        write_log(tmp_path, [row(0, i, "Why " * 80, [turn("w" * 900, [("t" * 115, {})])]) for i in range(2)])
+    )
     for scheme in ("light", "dark"):
         page = open_page(address, width=390, height=844, color_scheme=scheme)
         for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
@@ -586,7 +797,7 @@ def test_two_runs_are_overlaid(open_page, tmp_path):  # noqa: F811
         page.keyboard.press("ArrowRight")
     assert page.locator(".readout").first.inner_text() == "step 2: first reward, weighted 2, second reward, weighted 4"
     page.keyboard.press("Enter")
-    until(page, "location.hash === '#rollouts?step_from=1&step_to=1'")
+    until(page, "location.hash === '#rollouts?step_from=1&step_to=1&mode=train'")
     go(page, "rollouts?run=1")
     assert table_ids(page) == [1, 2, 3, 4]
     page.select_option("select[name=run]", "0")

@@ -32,7 +32,7 @@ function say(node, text) {
 // A character that cannot be seen, or turns the direction of a line, as one that can be seen and does nothing.
 function seen(text) {
   return String(text).replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
-    .replace(/[\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
+    .replace(/(?![\t\n])[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}\u115f\u1160\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]/gu,
       (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
@@ -52,6 +52,16 @@ function signed(value, digits = 2) {
   return text === "-" ? text : Number(text) > 0 ? `+${text}` : Number(text) === 0 ? (0).toFixed(digits) : text;
 }
 
+// A message's content, or a call's arguments, as text: the parts of a multimodal message by their own.
+function textOf(content) {
+  if (typeof content === "string") return content;
+  if (content === null || content === undefined) return "";
+  if (Array.isArray(content) && content.every((part) => part && typeof part === "object")) {
+    return content.map((part) => textOf(part.text || `[${part.type}]`)).join("\n");
+  }
+  return JSON.stringify(content);
+}
+
 const short = (name) => name.replace(/_reward_func$/, "");
 const definitions = (pairs) => el("dl", {}, pairs.map(([term, text]) => [el("dt", {}, term), el("dd", {}, text)]));
 
@@ -62,7 +72,7 @@ const definitions = (pairs) => el("dl", {}, pairs.map(([term, text]) => [el("dt"
 async function ask(path, query = {}) {
   const used = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined);
   const response = await fetch(`${path}?${new URLSearchParams(used)}`);
-  const answer = await response.json();
+  const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
@@ -81,8 +91,10 @@ const plain = (text) => ` ${text.normalize("NFD").replace(/\p{M}/gu, "").toLower
 
 function saidText(item) {
   const row = item.row;
-  const calls = (row.turns || []).flatMap((turn) => (turn.calls || []).map((call) => call.arguments));
-  item.said ??= plain([...row.messages.map((message) => message.content), ...calls, row.answer, row.error].join("\n"));
+  const calls = row.turns.flatMap((turn) => (turn.calls || []).map((call) => call.arguments));
+  const results = row.turns.flatMap((turn) => (turn.results || []).map((result) => result.text));
+  const said = row.messages.filter(Boolean).map((message) => message.content);
+  item.said ??= plain([...said, ...calls, ...results, row.answer, row.error].map(textOf).join("\n"));
   return item.said;
 }
 
@@ -122,7 +134,7 @@ const PAGE = {
 };
 
 const source = DATA.served ? SERVER : PAGE;
-const state = { info: null, list: [], total: 0, query: {}, colour: DATA.colour || "none", hiddenLines: new Set(), view: 0 };
+const state = { info: null, place: null, filters: undefined, shown: "", colour: DATA.colour || "none", hiddenLines: new Set(), view: 0 };
 const main = el("main");
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -131,12 +143,11 @@ const main = el("main");
 
 const BOX = { width: 380, height: 190, left: 40, right: 8, top: 8, bottom: 22 };
 
-function ticks(low, high, count) {
+function ticks(low, high, count, least = 0) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(at);
-  return found.map((at) => Number(at.toPrecision(12)));
+  const step = Math.max([1, 2, 5, 10].find((factor) => factor * power >= rough) * power, least);
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: Math.max(0, Math.min(20, last - first + 1)) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
 const colourOf = (lines, line) => `var(--c${[...new Set(lines.map((each) => each.label))].indexOf(line.label) % 8})`;
@@ -159,12 +170,13 @@ function chart(panel) {
     svg.append(el("line", { class: "grid", x1: BOX.left, x2: BOX.width - BOX.right, y1: y(at), y2: y(at) }),
       el("text", { x: BOX.left - 4, y: y(at) + 3, "text-anchor": "end" }, String(at)));
   }
-  for (const at of ticks(x0, x1, 5)) {
+  for (const at of ticks(x0, x1, 5, 1)) {
     svg.append(el("text", { x: x(at), y: BOX.height - 6, "text-anchor": "middle" }, String(at)));
   }
   for (const line of lines) {
     const path = line.points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
-    svg.append(el("path", { class: "curve", d: path, stroke: colourOf(panel.lines, line), "stroke-dasharray": dashOf(line),
+    const dot = line.points.length === 1;  // a path of one point has no length, but a round end
+    svg.append(el("path", { class: "curve", d: dot ? `${path}h0` : path, "stroke-width": dot ? 5 : 1.6, stroke: colourOf(panel.lines, line), "stroke-dasharray": dashOf(line),
       "stroke-linecap": "round" }));
   }
   svg.at = { steps: [...new Set(xs)].sort((a, b) => a - b), x, lines };
@@ -189,7 +201,10 @@ function panelOf(panel) {
   const open = () => {  // a metric of step s is logged behind the rollouts that were sampled for it, from step s - 1 on
     if (chosen < 0) return;
     const steps = svg.at.steps;
-    location.hash = `rollouts?step_from=${chosen ? steps[chosen - 1] : 0}&step_to=${Math.max(0, steps[chosen] - 1)}`;
+    const mode = panel.mode === "eval_" ? "eval" : "train";
+    const [from, to] = mode === "eval" ? [steps[chosen], steps[chosen]] : [chosen ? steps[chosen - 1] : 0, Math.max(0, steps[chosen] - 1)];
+    const run = svg.at.lines[0].run;
+    location.hash = hashOf("rollouts", { ...(run && { run }), step_from: from, step_to: to, mode });
   };
   const listen = () => {
     svg.addEventListener("pointermove", (event) => {
@@ -264,7 +279,7 @@ function filters(query) {
   };
   const form = el("form", { onsubmit: send, onchange: send, role: "search", "aria-label": "Filters" },
     state.info.runs.length > 1 && choice("run", "run", state.info.runs.map((run, i) => [i, run.name])),
-    field("text", "words in it", "search", { placeholder: "text of policy, calls, results" }),
+    field("text", "words in it", "search", { placeholder: "of messages, calls, results, answer" }),
     field("prompt", "prompt", "search"),
     field("step_from", "from step"), field("step_to", "to step"),
     info.modes.length > 1 && choice("mode", "of", same(info.modes), "all"),
@@ -272,10 +287,12 @@ function filters(query) {
     field("reward_min", "from"), field("reward_max", "to"),
     choice("stop", "ended by", same(info.stops), "all"), choice("tool", "tool", same(info.tools), "all"),
     choice("error", "error", [["any", "any"], ...same(info.errors)], "all"),
-    el("button", {}, "Filter"), el("a", { href: "#rollouts" }, "clear"));
+    el("button", {}, "Filter"), el("a", { href: hashOf("rollouts", { run: query.run }) }, "clear"));
   const used = Object.entries(query).filter(([name, value]) => value && !["sort", "descending", "offset", "run"].includes(name));
-  const open = !matchMedia("(max-width: 45rem)").matches || used.length > 0;
-  return el("details", { class: "filters", open }, el("summary", {}, "Filters"), form);
+  const open = state.filters ?? (!matchMedia("(max-width: 45rem)").matches || used.length > 0);
+  const box = el("details", { class: "filters", open }, el("summary", {}, "Filters"), form);
+  box.addEventListener("toggle", () => { state.filters = box.open; });
+  return box;
 }
 
 function sortHeader([key, label, classes], query) {
@@ -300,19 +317,31 @@ function line(item, run) {
     cells.map((cell, i) => el("td", { class: COLUMNS[i][2] }, cell.map((part) => (typeof part === "number" ? String(part) : part)))));
 }
 
+// What "back", "next" and "previous" mean, also behind a reload. (Files may have no storage.)
+function remember(place) {
+  state.place = place;
+  try { sessionStorage.setItem("place", JSON.stringify(place)); } catch { /* without it a reload forgets */ }
+}
+
 async function showTable(query) {
-  state.query = query;
-  const first = Number(query.offset || 0), limit = 50, run = Number(query.run || 0);
-  const { total, rows } = await source.table({ ...query, limit });
-  state.list = rows.map((item) => item.id);
-  state.total = total;
+  const run = state.info.runs[Number(query.run || 0)] ? Number(query.run || 0) : 0;
+  query = { ...query, run: run || undefined };
+  const first = Number(query.offset || 0), limit = 50;
+  let answer;
+  try {
+    answer = await source.table({ ...query, limit });
+  } catch (error) {
+    return [filters(query), el("p", { class: "note", role: "alert" }, error.message)];
+  }
+  const { total, rows } = answer;
+  remember({ run, query, list: rows.map((item) => item.id), last: first + rows.length >= total });
   const page = (offset, label) => el("button", { type: "button", disabled: offset < 0 || offset >= total || null,
     onclick: () => { location.hash = hashOf("rollouts", { ...query, offset: String(offset) }); } }, label);
   return [
     filters(query),
     el("div", { class: "bar" }, page(first - limit, "◂ before"), page(first + limit, "next ▸"),
       el("span", { class: "soft", id: "count" },
-        total ? `${first + 1} to ${first + rows.length} of ${total.toLocaleString("en")} rollouts` : "no rollout is like that")),
+        rows.length ? `${first + 1} to ${first + rows.length} of ${total.toLocaleString("en")} rollouts` : "no rollout is like that")),
     el("table", { "aria-label": "Rollouts" }, el("thead", {}, el("tr", {}, COLUMNS.map((column) => sortHeader(column, query)))),
       el("tbody", {}, rows.map((item) => line(item, run)))),
   ];
@@ -406,6 +435,12 @@ const seconds = (value) => (value ? `${number(value, 2)} s` : null);
 
 function turnParts(item, k, colour, scale) {
   const { row } = item, turn = row.turns[k];
+  const unread = turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
+  const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
+    [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
+      typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && el("pre", {}, textOf(result.text))));
+  const calls = (whole) => (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name}`,
+    [call.error], whole && el("pre", {}, textOf(call.arguments))));
   const facts = [`${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
     row.turn_advantages?.length > k && `advantage ${signed(row.turn_advantages[k])}`,
     typeof row.turn_rewards?.[k] === "number" && `turn reward ${number(row.turn_rewards[k])}`,
@@ -415,6 +450,7 @@ function turnParts(item, k, colour, scale) {
   if (colour && turn.token_texts) {
     return [
       part("policy", `policy, turn ${k}`, facts, el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)),
+      calls(false), results(false),
       turn.read_texts?.length > 0 && part("result", "read", [`${turn.read_texts.length} tokens`, "out of the loss"],
         el("div", { class: "mono" }, readSpans(turn))),
     ];
@@ -422,12 +458,8 @@ function turnParts(item, k, colour, scale) {
   const text = el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text);
   return [
     part("policy", `policy, turn ${k}`, facts, text),
-    (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name}`,
-      [call.error && call.error], el("pre", {}, call.arguments))),
-    (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
-      [result.error && `error: ${result.error}`, seconds(result.seconds),
-        typeof result.reward === "number" && `reward ${number(result.reward)}`], el("pre", {}, result.text))),
-    turn.observation && part("result", "read", [], el("pre", {}, turn.observation)),
+    calls(true), results(true),
+    turn.observation && part("result", "read", [], el("pre", {}, textOf(turn.observation))),
   ];
 }
 
@@ -444,14 +476,20 @@ function about(item, brief) {
     !brief && ["weights", `version ${item.version}`]].filter(Boolean));
 }
 
+// How many messages stand before the first turn, as scripts/rollout_index.py counts them.
+function promptLength({ messages, turns, num_prompt_messages: logged }) {
+  if (Number.isInteger(logged)) return logged;
+  const said = messages.flatMap((message, m) => (message?.role === "assistant" ? [m] : []));
+  const text = turns[0]?.text;
+  if (text === undefined) return messages.length;
+  return said.find((m) => messages[m].content === text) ?? said[0] ?? messages.length;
+}
+
 function promptParts(item) {
-  const first = item.row.turns[0]?.text;
-  let end = item.row.messages.findIndex((message) => message.role === "assistant" && String(message.content).includes(first));
-  if (end < 0) end = item.row.messages.findIndex((message) => message.role === "assistant");
-  const given = item.row.messages.slice(0, end < 0 ? undefined : end);
+  const given = item.row.messages.slice(0, promptLength(item.row)).filter(Boolean);
   return given.map((message) => part("given", message.role, [], message.role === "system"
-    ? el("details", {}, el("summary", { class: "small soft" }, String(message.content).slice(0, 80)), el("pre", {}, message.content))
-    : el("pre", {}, message.content)));
+    ? el("details", {}, el("summary", { class: "small soft" }, textOf(message.content).slice(0, 80)), el("pre", {}, textOf(message.content)))
+    : el("pre", {}, textOf(message.content))));
 }
 
 function conversation(item, title, colour, scale, withPrompt) {
@@ -466,8 +504,10 @@ function conversation(item, title, colour, scale, withPrompt) {
 async function showConversations(kind, run, id) {
   const items = kind === "group" ? await source.group(run, id) : [await source.rollout(run, id)];
   const name = state.colour, colour = COLOURS[name], scale = scaleOf(items, colour);
-  const at = state.list.indexOf(Number(id));
-  const go = (to, label, key) => el("a", { href: to === undefined ? null : `#rollout/${run}/${to}`, "data-key": key }, label);
+  const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
+  const at = known.list.indexOf(Number(id));
+  const go = (to, label, key) => (to === undefined ? null : el("a", { href: `#rollout/${run}/${to}`, "data-key": key }, label));
+  const end = at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "the last of its page");
   const chosen = el("div", { class: "readout", "aria-live": "polite" });
   const buttons = Object.keys(COLOURS).map((each) => el("button", { type: "button", "aria-pressed": String(each === name),
     onclick: () => { state.colour = each; show(); } }, each));
@@ -479,8 +519,9 @@ async function showConversations(kind, run, id) {
     say(chosen, `${token.textContent.slice(0, 40)}: ${token.title}`);
   };
   const bar = el("div", { class: "bar" },
-    DATA.served !== undefined && !DATA.only && el("a", { href: hashOf("rollouts", state.query), "data-key": "Escape" }, "◂ rollouts"),
-    kind === "rollout" && go(state.list[at - 1], "previous", "p"), kind === "rollout" && go(at < 0 ? undefined : state.list[at + 1], "next", "n"),
+    DATA.served !== undefined && !DATA.only && el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "◂ rollouts"),
+    kind === "rollout" && go(known.list[at - 1], "previous", "p"),
+    kind === "rollout" && go(at < 0 ? undefined : known.list[at + 1], "next", "n"), kind === "rollout" && end,
     kind === "rollout" ? el("a", { href: `#group/${run}/${id}`, "data-key": "g" }, "its group side by side")
       : !DATA.only && el("a", { href: `#rollout/${run}/${id}`, "data-key": "g" }, "one of them"),
     el("span", { class: "soft" }, "colour by"), buttons, legend(colour, scale, name));
@@ -506,7 +547,7 @@ const help = el("dialog", { "aria-label": "Keys" }, el("h2", {}, "Keys"),
 const follow = el("input", { type: "checkbox", id: "follow", checked: true });
 const counts = el("span", { class: "soft", id: "total" });
 const problems = el("div", { id: "notes" });
-const links = [["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) => el("a", { href: `#${view}` }, text));
+const links = [["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) => el("a", { href: `#${view}`, "data-view": view }, text));
 
 function header() {
   const runs = state.info.runs;
@@ -520,26 +561,47 @@ function place() {
   return { parts: path.split("/"), query: Object.fromEntries(new URLSearchParams(search || "")) };
 }
 
+const lastTable = () => hashOf("rollouts", state.place?.query || {});
+
+// An element of a view as it is found again when the view is drawn anew, so that the keyboard stays where it was.
+function trace(node) {
+  if (!main.contains(node)) return null;
+  const name = node.getAttribute("name"), href = node.getAttribute("href"), text = node.textContent;
+  return () => [...main.querySelectorAll(node.tagName)].find((other) => (name ? other.name === name
+    : href ? other.getAttribute("href") === href : other.textContent.replace(/ [▾▴]$/, "") === text.replace(/ [▾▴]$/, "")));
+}
+
 async function show() {
   const { parts: [view, run, id], query } = place();
-  const mine = ++state.view;
+  const mine = ++state.view, found = trace(document.activeElement);
   links.forEach((link) => {
-    const here = link.hash === (view === "curves" ? "#curves" : "#rollouts");
+    const here = link.dataset.view === (view === "curves" ? "curves" : "rollouts");
     if (here) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   });
   let content;
   try {
-    content = view === "curves" ? await showCurves() : view === "rollouts" ? await showTable(query)
-      : await showConversations(view, Number(run), Number(id));
+    content = view === "rollouts" ? await showTable(query)
+      : ["rollout", "group"].includes(view) ? await showConversations(view, Number(run), Number(id)) : await showCurves();
   } catch (error) {
     content = [el("p", { class: "note", role: "alert" }, error.message)];
   }
-  if (mine === state.view) main.replaceChildren(...content.flat().filter(Boolean));  // else a later view is there
+  if (mine !== state.view) return;  // a later view is there
+  main.replaceChildren(...content.flat().filter(Boolean));
+  const kind = location.hash.split("?")[0];
+  if (kind !== state.shown) scrollTo(0, 0);
+  state.shown = kind;
+  links[1].href = lastTable();
+  const again = state.search ? main.querySelector("input[name=text]") : found?.();
+  state.search = false;
+  again?.focus({ preventScroll: true });
+  again?.closest("tbody tr")?.setAttribute("aria-selected", "true");
 }
 
 async function look() {  // whether a running job has added rollouts
   if (document.hidden) return;
-  const before = state.info.runs.map((run) => `${run.last} ${run.metrics}`).join();
+  const now = () => state.info.runs.map((run) => `${run.last} ${run.metrics} ${run.generation}`).join();
+  const generations = () => state.info.runs.map((run) => run.generation).join();
+  const before = now(), generation = generations();
   try {
     state.info = await source.info();
   } catch {
@@ -548,8 +610,12 @@ async function look() {  // whether a running job has added rollouts
   }
   header();
   const { parts: [view], query } = place();
+  if (generations() !== generation && ["rollout", "group"].includes(view)) {  // another run began in the folder
+    location.hash = "rollouts";
+    return;
+  }
   const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select, svg");
-  if (follow.checked && !busy && state.info.runs.map((run) => `${run.last} ${run.metrics}`).join() !== before
+  if (follow.checked && !busy && now() !== before
       && (view === "curves" || (view === "rollouts" && !query.offset))) await show();
 }
 
@@ -566,20 +632,25 @@ function move(by) {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
   if (event.target.matches("input, select, textarea")) {
-    if (event.key === "Escape") event.target.blur();
+    if (event.key !== "Escape") return;
+    event.preventDefault();  // a search field would be emptied
+    event.target.blur();
     return;
   }
   const names = Object.keys(COLOURS);
   const link = main.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
   if (link) link.click();
-  else if (event.key === "/") main.querySelector("input[name=text]")?.focus() ?? (location.hash = "rollouts");
-  else if (event.key === "j" || event.key === "ArrowDown") move(1);
-  else if (event.key === "k" || event.key === "ArrowUp") move(-1);
+  else if (event.key === "/" && !DATA.only) {
+    state.search = true;
+    state.filters = true;
+    if (place().parts[0] === "rollouts") show(); else location.hash = lastTable();
+  } else if (event.key === "j") move(1);
+  else if (event.key === "k") move(-1);
   else if (event.key === "c" && main.querySelector("article")) {
     state.colour = names[(names.indexOf(state.colour) + 1) % names.length];
     show();
-  } else if (event.key === "1") location.hash = "curves";
-  else if (event.key === "2") location.hash = "rollouts";
+  } else if (event.key === "1" && !DATA.only) location.hash = "curves";
+  else if (event.key === "2" && !DATA.only) location.hash = lastTable();
   else if (event.key === "?") help.showModal();
   else return;
   event.preventDefault();
@@ -587,6 +658,7 @@ document.addEventListener("keydown", (event) => {
 
 (async () => {
   state.info = await source.info();
+  try { state.place = JSON.parse(sessionStorage.getItem("place")); } catch { /* as in `remember` */ }
   const title = DATA.title || state.info.runs.map((run) => run.name).join(" and ");
   document.body.append(el("header", {}, el("h1", {}, title), counts,
     DATA.served && el("label", { class: "small" }, follow, " follow the run"),
