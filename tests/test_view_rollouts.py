@@ -617,6 +617,7 @@ def test_tokens_are_coloured(open_page, tmp_path):  # noqa: F811
     assert [each[2] for each in spans("logprob")] == ["rgba(150, 70, 220, 0.165)", "rgba(150, 70, 220, 0.65)", "", ""]
     assert page.inner_text("#scale").split() == ["-2.00", "0.00"]
     assert [each[2] for each in spans("difference")] == ["", "rgba(220, 40, 90, 0.65)", "", ""]
+    assert page.inner_text("#scale").split() == ["-0.25", "+0.25"]
     page.click(".t >> nth=1")  # as with a finger
     assert "token 6, advantage -1.0000" in page.inner_text(".readout")
     page.click("text=3 tokens as a table")

@@ -389,7 +389,7 @@ function legend(colour, scale, name) {
   const [low, high] = name === "logprob" ? [-scale, 0] : [-scale, scale];
   return el("span", { class: "scale", id: "scale" }, el("i", { background:
     `linear-gradient(90deg, ${[low, (low + high) / 2, high].map((at) => paint(colour, at, scale) || "transparent").join(", ")})` }),
-  el("b", {}, signed(low)), el("b", {}, signed(high)));
+  [low, high].map((end) => el("b", {}, end && Math.abs(end) < 0.01 ? end.toExponential(1) : signed(end))));
 }
 
 function tokenNumbers(turn, i) {
@@ -439,7 +439,7 @@ function turnParts(item, k, colour, scale) {
   const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
     [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
       typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && el("pre", {}, textOf(result.text))));
-  const calls = (whole) => (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name}`,
+  const calls = (whole) => (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name ?? "without a name"}`,
     [call.error], whole && el("pre", {}, textOf(call.arguments))));
   const facts = [`${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
     row.turn_advantages?.length > k && `advantage ${signed(row.turn_advantages[k])}`,
