@@ -24,6 +24,7 @@ LOGGING = {
     "_log_metrics",
     "_log_step",
     "log_rollouts",
+    "delete_other_ranks",
     "mean_per_rollout",
     "num_errors",
     "_mode",
