@@ -85,11 +85,15 @@ def test_signals_reach_the_program(signum, code, ignored):
         process = subprocess.Popen([warm_python.executable(), "-c", WAITS], stdout=subprocess.PIPE)
     finally:
         signal.signal(signal.SIGINT, before)
-    with process:
+    try:
         pid = int(process.stdout.readline())
         process.send_signal(signum)
         assert process.wait(20) == code
         assert ends(pid)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_it_ends_with_the_tests():

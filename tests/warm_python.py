@@ -59,7 +59,15 @@ for file in files:  # a pipe must close when the fork closes it
 for number in SIGNALS:  # a fork may handle what it was started to ignore
     signal.signal(number, lambda number, frame: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-(code,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
+# INVARIANT: no wait without an end. A signal that comes right before a wait is handled behind it.
+server.settimeout(0.2)
+answer = None
+while answer is None:
+    try:
+        answer = server.recv(4, socket.MSG_WAITALL)
+    except TimeoutError:
+        pass
+(code,) = struct.unpack("!i", answer)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
     os.kill(os.getpid(), -code)
