@@ -1171,7 +1171,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
         self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
-        self._wrote_rollouts |= log_rollouts(self, inputs, output, advantages, group_size)
+        log_rollouts(self, inputs, output, advantages, group_size)
+        self._wrote_rollouts = True
         mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):
@@ -1407,7 +1408,7 @@ class MTGRPOConfig(GRPOConfig):
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
     print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
     log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
-    log_rollout_tokens: bool = field(default=False, metadata={"help": "Their token ids and logprobs, too"})
+    log_rollout_tokens: bool = field(default=False, metadata={"help": "Every token of them, too"})
 
     def __post_init__(self):
         check_ranges(self)

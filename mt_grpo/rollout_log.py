@@ -76,8 +76,8 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
 
 def log_rollouts(
     trainer: Any, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
-) -> bool:
-    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`. Returns that the log was begun.
+) -> None:
+    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`.
 
     A new run begins it anew, and deletes an earlier run's, also where it logs none itself.
 
@@ -95,7 +95,7 @@ def log_rollouts(
     if fresh and rank == 0:
         delete_other_ranks(path.parent, args.world_size if count else 0)
     if not count:
-        return True
+        return
     tables = trainer._logged_rewards, trainer._reward_table.turn, advantages
     scored = Scored(trainer.reward_func_names, trainer.reward_weights, *tables, group_size)
     columns = turn_columns(output, trainer._records, trainer._owners, rollouts[:count])
@@ -103,7 +103,6 @@ def log_rollouts(
     rows = rollout_rows(rollouts[:count], inputs, scored.rows(rank * len(rollouts), count), columns, tokenizer)
     about = {"schema": SCHEMA, "rank": rank, "step": trainer.state.global_step, "mode": trainer._mode}
     write_rollouts(path, [{**about, **row} for row in rows], fresh)
-    return True
 
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:
@@ -114,6 +113,21 @@ def delete_other_ranks(folder: Path, world_size: int) -> None:
                 path.unlink()
             except OSError as error:
                 logger.warning(f"{path} is of an earlier run and cannot be deleted: {error}. Delete it by hand.")
+
+
+def logged_ranks(folder: Path) -> list[int]:
+    """The ranks that have written into an output directory."""
+    names = (path.name for path in folder.glob("rollouts.rank*"))
+    return sorted({int(found[1]) for name in names if (found := LOG_FILES.fullmatch(name))})
+
+
+def segment_number(path: Path) -> int:
+    """Of a closed segment.
+
+    >>> segment_number(Path("rollouts.rank0.00012.jsonl.gz"))
+    12
+    """
+    return int(LOG_FILES.fullmatch(path.name)[2][1:])
 
 
 def segments(path: Path) -> list[Path]:
@@ -132,7 +146,7 @@ def close_segment(path: Path) -> None:
         if each.suffix == ".gz":
             each.with_suffix("").unlink(missing_ok=True)
     closed = segments(path)
-    number = int(closed[-1].name.removeprefix(f"{path.stem}.")[:5]) + 1 if closed else 1
+    number = segment_number(closed[-1]) + 1 if closed else 1
     path.rename(path.with_name(f"{path.stem}.{number:05d}.jsonl"))
     for plain in segments(path):
         if plain.suffix == ".jsonl":
@@ -194,10 +208,7 @@ def rollout_features(folder: str | Path) -> Any:
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are no JSON."""
     lost = 0
-    ranks = {
-        int(found[1]) for path in Path(folder).glob("rollouts.rank*") if (found := LOG_FILES.fullmatch(path.name))
-    }
-    for rank in sorted(ranks):
+    for rank in logged_ranks(Path(folder)):
         path = Path(folder) / f"rollouts.rank{rank}.jsonl"
         for segment in [*segments(path), *([path] if path.exists() else [])]:
             try:

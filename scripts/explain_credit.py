@@ -37,7 +37,7 @@ from mt_grpo.server_errors import ServerError
 
 # INVARIANT: nothing of the recipe's is overwritten, and one group is one batch. `group_recipe` adds the batch sizes.
 FIXED = {
-    "report_to": "none", "log_rollouts": 0, "log_rollout_tokens": False, "log_completions": False,
+    "report_to": "none", "log_rollouts": 10**6, "log_rollout_tokens": True, "log_completions": False,
     "push_to_hub": False, "save_strategy": "no", "load_best_model_at_end": False, "eval_strategy": "no",
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
@@ -126,7 +126,6 @@ def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
     fixed = [text for key, value in fixed.items() for text in (f"--{key}", str(value))]
     script_args, args, model_args = load_recipe(config, overrides + fixed)  # which adds per_device_train_batch_size
     script_args.eval_dataset_size = None  # has no effect, and is refused, without an eval_strategy
-    args.log_rollouts, args.log_rollout_tokens = args.num_generations, True
     return script_args, args, model_args
 
 

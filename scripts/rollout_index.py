@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.rollout_log import LOG_FILES, SCHEMA, segments
+from mt_grpo.rollout_log import SCHEMA, logged_ranks, segment_number, segments
 
 INDEX_FILE = "rollouts.view.sqlite"  # in the output directory, or in a temporary folder where it cannot be written
 INDEX_VERSION = 2  # raised where the tables change: an older index is built anew
@@ -58,12 +58,8 @@ SHOWN = ("id", "rank", "step", "mode", "number", "attempt", "team", "prompt", "s
          "tokens", "seconds", "tools", "errors", "version")  # fmt: skip
 
 
-def _finite(text: str) -> float | None:
-    return number_or_none(text)
-
-
 # JSON as browsers know it: without NaN and infinities, which Python reads and writes.
-JSON_ALONE: dict[str, Any] = {"parse_constant": lambda name: None, "parse_float": _finite}
+JSON_ALONE: dict[str, Any] = {"parse_constant": lambda name: None, "parse_float": lambda text: number_or_none(text)}
 
 
 class Unreadable(ValueError):
@@ -209,16 +205,11 @@ class RolloutIndex:
     def _segments(self) -> list[tuple[int, int, Path]]:
         """(rank, number, file) of each segment, the open one last."""
         found = []
-        ranks = {
-            int(match[1]) for path in self.folder.glob("rollouts.rank*") if (match := LOG_FILES.fullmatch(path.name))
-        }
-        for rank in sorted(ranks):
+        for rank in logged_ranks(self.folder):
             path = self.folder / f"rollouts.rank{rank}.jsonl"
-            closed = segments(path)
-            numbers = [int(each.name.removeprefix(f"{path.stem}.")[:5]) for each in closed]
-            found += [(rank, number, each) for number, each in zip(numbers, closed)]
-            if path.exists():
-                found.append((rank, max(numbers, default=0) + 1, path))
+            closed = [(rank, segment_number(each), each) for each in segments(path)]
+            last = closed[-1][1] if closed else 0
+            found += closed + ([(rank, last + 1, path)] if path.exists() else [])
         return found
 
     def _is_another_run(self) -> bool:
@@ -361,13 +352,13 @@ class RolloutIndex:
             values = one(f"SELECT DISTINCT {column} FROM rollout").fetchall()
             return sorted({name for (value,) in values for name in value.split("\n") if name})
 
-        names = one("SELECT DISTINCT key FROM (SELECT DISTINCT rewards FROM rollout LIMIT 1000), json_each(rewards)")
+        rewards = one("SELECT DISTINCT key FROM (SELECT DISTINCT rewards FROM rollout LIMIT 1000), json_each(rewards)")
         head = one("SELECT head FROM segment ORDER BY number, rank LIMIT 1").fetchone()
         return {
             "generation": head and head[0], "count": count, "last": last, "steps": [first, latest],
             "stops": [stop for (stop,) in one("SELECT DISTINCT stop FROM rollout ORDER BY stop")],
             "modes": [mode for (mode,) in one("SELECT DISTINCT mode FROM rollout ORDER BY mode DESC")],
-            "rewards": sorted(name for (name,) in names), "tools": split("tools"), "errors": split("errors"),
+            "rewards": sorted(name for (name,) in rewards), "tools": split("tools"), "errors": split("errors"),
             "notes": self.notes(),
         }  # fmt: skip
 
@@ -536,9 +527,9 @@ def text_of(content: Any) -> str:
 
 def finite_number(text: str) -> float:
     """A number of a filter. Raises `ValueError`."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("not finite")
+    number = number_or_none(text)
+    if number is None:
+        raise ValueError(text)
     return number
 
 

@@ -120,7 +120,7 @@ def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[s
 class Run:
     """One output directory: its index, and its metrics. Raises `ValueError` where nothing of a run is in it."""
 
-    def __init__(self, folder: Path, told: Any = None):
+    def __init__(self, folder: Path):
         self.folder = folder
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder. Expected the output_dir of a run.")

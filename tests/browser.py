@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -14,6 +13,8 @@ def browser():
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"pages are NOT TESTED: none of {', '.join(NAMES)} is here. Install chromium-headless-shell.")
+    from playwright.sync_api import sync_playwright  # here, since conftest.py imports this file for every test
+
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import explain_credit as ex
 import pytest
-from browser import browser, open_page  # noqa: F401  fixtures
 from explain_credit import GroupCredit, RolloutCredit, TurnCredit
 from transformers import AutoTokenizer
 
@@ -228,7 +227,7 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (8, 1, 8)
     assert (args.eval_strategy, args.save_strategy, script_args.eval_dataset_size) == ("no", "no", None)
     assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions)
-    assert (args.log_rollouts, args.log_rollout_tokens) == (8, True)  # into a folder that is deleted
+    assert args.log_rollouts >= args.num_generations and args.log_rollout_tokens  # into a folder that is deleted
     assert args.output_dir == str(tmp_path / "elsewhere")
 
 
@@ -329,7 +328,7 @@ def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_the_view_of_a_group(open_page, tmp_path):  # noqa: F811
+def test_the_page_is_the_view_of_a_group(open_page, tmp_path):
     (tmp_path / "page.html").write_text(ex.render_html(group(notes=["Mind this."])), encoding="utf-8")
     page = open_page((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".t")
@@ -349,7 +348,7 @@ def test_the_page_is_the_view_of_a_group(open_page, tmp_path):  # noqa: F811
     assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 4
 
 
-def test_model_text_stays_text(open_page, tmp_path):  # noqa: F811
+def test_model_text_stays_text(open_page, tmp_path):
     shown = group(question=EVIL, answer=EVIL, credit={EVIL: EVIL}, notes=[EVIL],
                   rows=[logged(EVIL, [EVIL, "<script>"], 1.0, [EVIL])])  # fmt: skip
     text = ex.render_html(shown)

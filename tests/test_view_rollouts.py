@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import requests
 import view_rollouts
-from browser import browser, open_page  # noqa: F401  fixtures
 from rollout_index import INDEX_FILE, Query, RolloutIndex
 from test_first_batch import recipe_file
 
@@ -515,18 +514,18 @@ def one_page(folder, *more):
     return path.as_uri()
 
 
-def test_filters_of_a_page_in_one_file(open_page, tmp_path, capsys):  # noqa: F811
+def test_filters_of_a_page_in_one_file(open_page, tmp_path, capsys):
     """It filters by itself as the index does."""
     address = one_page(write_log(tmp_path, rows()))
     assert re.search(r"page.html: .*: all 6 rollouts, \d+\.\d MB", capsys.readouterr().out)
     check_filters(open_page(address))
 
 
-def test_filters_of_a_served_page(served, open_page, tmp_path):  # noqa: F811
+def test_filters_of_a_served_page(served, open_page, tmp_path):
     check_filters(open_page(served(write_log(tmp_path / "run", rows()))))
 
 
-def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):  # noqa: F811
+def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts")
     page.fill("input[name=text]", "faust")
     page.press("input[name=text]", "Enter")
@@ -542,7 +541,7 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):  # noqa: F811
     assert page.locator("button:has-text('before')").is_disabled()
 
 
-def test_pages_of_the_table(served, open_page, tmp_path):  # noqa: F811
+def test_pages_of_the_table(served, open_page, tmp_path):
     logged = [row(step, i, "?", [turn("x")]) for step in range(30) for i in range(4)]
     for address in (one_page(write_log(tmp_path / "run", logged)), served(tmp_path / "run")):
         page = open_page(address + "#rollouts")
@@ -554,7 +553,7 @@ def test_pages_of_the_table(served, open_page, tmp_path):  # noqa: F811
         assert page.locator("text=next ▸").is_disabled()
 
 
-def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):  # noqa: F811
+def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
     """Everything that is shown of a row holds tags, control characters and direction marks."""
     evil = row(0, 0, EVIL, [turn(EVIL, [(EVIL, {EVIL: EVIL})], [(EVIL, EVIL)], observation=EVIL, finish_reason=EVIL,
                                  token_ids=[1], token_texts=[EVIL], read_texts=[EVIL], read_ids=[2])],
@@ -577,7 +576,7 @@ def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):  # noqa: 
         assert "␛[31m␀⟨U+202E⟩" in page.inner_text("main")
 
 
-def test_a_foreign_script_does_not_run(browser, tmp_path):  # noqa: F811
+def test_a_foreign_script_does_not_run(browser, tmp_path):
     """Where text should ever get into the page as HTML, the page's policy keeps a browser from running it."""
     address = one_page(write_log(tmp_path, rows()))
     text = (tmp_path / "page.html").read_text()
@@ -592,7 +591,7 @@ def test_a_foreign_script_does_not_run(browser, tmp_path):  # noqa: F811
     page.close()
 
 
-def test_tokens_are_coloured(open_page, tmp_path):  # noqa: F811
+def test_tokens_are_coloured(open_page, tmp_path):
     """One span per token with its numbers; the strongest has the full colour; what is out of the loss has none."""
     tokens = {
         "token_ids": [5, 6, 7], "token_texts": ["Pa", "\n", "ris"], "logprobs": [-0.5, -2.0, 0.0],
@@ -626,7 +625,7 @@ def test_tokens_are_coloured(open_page, tmp_path):  # noqa: F811
     assert spans("none") == [] and page.inner_text(".part.policy pre") == "Pa\nris"
 
 
-def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):  # noqa: F811
+def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#group/0/4")
     page.click("button:has-text('advantage')")
     page.wait_for_selector("#scale")
@@ -637,7 +636,7 @@ def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):  # noqa: F811
     until(page, "document.querySelector('#scale').textContent.includes('No difference is known')")
 
 
-def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):  # noqa: F811
+def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/4")
     parts = page.evaluate("[...document.querySelectorAll('.part')].map(part => [part.className, part.innerText])")
     kinds = [kind.split()[1] for kind, _ in parts]
@@ -652,7 +651,7 @@ def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):  # noqa: F81
     assert '"policy_version": 0' in page.inner_text("article > details pre")
 
 
-def test_the_keyboard_is_enough(open_page, tmp_path):  # noqa: F811
+def test_the_keyboard_is_enough(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())))
 
     def here(place):
@@ -688,7 +687,7 @@ def test_the_keyboard_is_enough(open_page, tmp_path):  # noqa: F811
     assert not page.locator("dialog").is_visible()
 
 
-def test_what_is_odd_can_be_opened(open_page, tmp_path):  # noqa: F811
+def test_what_is_odd_can_be_opened(open_page, tmp_path):
     odd = [row for row, columns in HOSTILE.values() if columns is not None]
     page = open_page(one_page(write_log(tmp_path, odd)))
     for number in range(1, len(odd) + 1):
@@ -699,7 +698,7 @@ def test_what_is_odd_can_be_opened(open_page, tmp_path):  # noqa: F811
     assert [text.split("\n")[0] for text in given] == ["user", "assistant", "system", "user"]
 
 
-def test_a_result_that_was_never_read_is_told(open_page, tmp_path):  # noqa: F811
+def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
     unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1])
     page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
     for colour in ("none", "advantage"):
@@ -709,7 +708,7 @@ def test_a_result_that_was_never_read_is_told(open_page, tmp_path):  # noqa: F81
         assert page.locator(".part.call").count() == 1
 
 
-def test_one_step_can_be_seen(open_page, tmp_path):  # noqa: F811
+def test_one_step_can_be_seen(open_page, tmp_path):
     """And its rollouts are those of the step that its curve is of, with metrics or without."""
     page = open_page(
         one_page(write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")]))
@@ -722,7 +721,7 @@ def test_one_step_can_be_seen(open_page, tmp_path):  # noqa: F811
     assert table_ids(page) == [1]
 
 
-def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):  # noqa: F811
+def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
     """Where a view is drawn anew: by a sort, by rows that a running job adds, by a colour. Arrows scroll."""
     folder = write_log(tmp_path / "run", [row(0, i, "?", [turn("word " * 2000)]) for i in range(4)])
     page = open_page(served(folder) + "#rollouts")
@@ -754,7 +753,7 @@ def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):  # noqa: 
     until(page, "location.hash.startsWith('#rollouts')")
 
 
-def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):  # noqa: F811
+def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):
     """Nothing is wider than the screen; text differs from its ground (WCAG's 4.5 to 1) in both modes."""
     address = one_page(
         write_log(tmp_path, [row(0, i, "Why " * 80, [turn("w" * 900, [("t" * 115, {})])]) for i in range(2)])
@@ -785,7 +784,7 @@ def contrast(first, second):
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_two_runs_are_overlaid(open_page, tmp_path):  # noqa: F811
+def test_two_runs_are_overlaid(open_page, tmp_path):
     for name, gain in (("first", 1), ("second", 2)):
         folder = write_log(tmp_path / name, rows()[: 2 * gain])
         metrics = [{"step": step, "reward": gain * step, "stop/answered": 0.5} for step in (1, 2, 3)]
@@ -805,7 +804,7 @@ def test_two_runs_are_overlaid(open_page, tmp_path):  # noqa: F811
     until(page, "document.querySelector('#count').textContent.includes('of 2')")
 
 
-def test_it_follows_a_running_job(served, open_page, tmp_path):  # noqa: F811
+def test_it_follows_a_running_job(served, open_page, tmp_path):
     """A real run: the page that was opened after its first steps shows the last ones without being asked."""
     path = recipe_file(tmp_path, max_steps=2, save_strategy="no", log_rollout_tokens=True)
     mt.main(["--config", path])

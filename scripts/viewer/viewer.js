@@ -519,7 +519,7 @@ async function showConversations(kind, run, id) {
     say(chosen, `${token.textContent.slice(0, 40)}: ${token.title}`);
   };
   const bar = el("div", { class: "bar" },
-    DATA.served !== undefined && !DATA.only && el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "◂ rollouts"),
+    !DATA.only && el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "◂ rollouts"),
     kind === "rollout" && go(known.list[at - 1], "previous", "p"),
     kind === "rollout" && go(at < 0 ? undefined : known.list[at + 1], "next", "n"), kind === "rollout" && end,
     kind === "rollout" ? el("a", { href: `#group/${run}/${id}`, "data-key": "g" }, "its group side by side")
