@@ -98,6 +98,7 @@ from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollo
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion
+from mt_grpo.server_pool import ServerPool, server_urls
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.token_checks import check_rollouts
@@ -895,17 +896,19 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     @staticmethod
     def _make_client(
         args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, host: str | None, port: int | None
-    ) -> VLLMServerClient:
-        """The client of the server that `args` name, unless a host or a port is given."""
-        client = VLLMServerClient(
-            host or args.vllm_server_host, port or args.vllm_server_port, tokenizer,
-            base_url=None if host or port else args.vllm_server_base_url,
-            timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
-            transport=args.weight_sync, sync_dir=args.weight_sync_dir, group_port=args.vllm_group_port,
-        )  # fmt: skip
+    ) -> VLLMServerClient | ServerPool:
+        """The client of the server that `args` name, or of several, unless a host or a port is given."""
+        urls = [] if host or port else server_urls(args.vllm_server_base_url)
+        clients = [
+            VLLMServerClient(
+                host or args.vllm_server_host, port or args.vllm_server_port, tokenizer, base_url=url,
+                timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
+                transport=args.weight_sync, sync_dir=args.weight_sync_dir, group_port=args.vllm_group_port + number,
+            ) for number, url in enumerate(urls or [None])
+        ]  # fmt: skip
         if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
-            args.vllm_server_base_url = client.base_url
-        return client
+            args.vllm_server_base_url = ",".join(client.base_url for client in clients)
+        return clients[0] if len(clients) == 1 else ServerPool(clients)
 
     def _connect_backend(self) -> None:
         """Set `llm`, which generates, and for a server what keeps its weights equal to the policy's."""
@@ -914,8 +917,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.llm = self.client
             self.client.instance = on_main_process(lambda: self.client.instance)  # all ranks expect the same version
             self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
+            servers = self.client if isinstance(self.client, ServerPool) else ServerPool([self.client])
             self.weight_sync = WeightSync(
-                self.client, self.model, self.vllm_generation, self.accelerator,
+                servers, self.model, self.vllm_generation, self.accelerator,
                 prompt_ids_of(self.env, self.train_dataset[0])[:256], args.weight_check_every,
             )  # fmt: skip
             return
@@ -931,6 +935,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
 
     def _log_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -951,7 +959,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self.env.close(self._rollouts)
-        group_size, args = self.num_generations if self.model.training else self.num_generations_eval, self.args
+        group_size, args = self._group_size, self.args
         advantages = turn_advantages(  # (N, K)
             self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
             args.turn_discount,
@@ -1007,12 +1015,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """All conversations of this rank, each one from weights that the server is known to have held throughout.
 
         Ranks wait for each other once, after their conversations. What failed on one raises the same message on all.
-        A server that restarted holds its first weights: all ranks push again, and roll out again what is missing.
+        A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
+        there is none, all ranks push again.
         """
         rollouts: list[Rollout | None] = [None] * len(rows)
-        num_restarted, num_retries, waited = 0, 0, 0.0
+        num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
 
-        def finish() -> tuple[int, int]:
+        def finish() -> tuple[int, int, int]:
             missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
             self._batch = self._take_prefetched(rows) or self._start_rollouts(rows, missing)
             for rollout in self._batch.wait():
@@ -1021,25 +1030,27 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             kept = {id(rollout) for rollout in rollouts}
             self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
             retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
-            return rollouts.count(None), retries
+            return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
 
-        for _ in range(self.MAX_RESTARTS):
+        while num_pushes < self.MAX_RESTARTS:
             if self._prefetched is None or not self.model.training:
                 self._stop_if_asked()  # before the push: the server may be gone as well
                 self._sync_weights()
             began = time.perf_counter()
-            num_missing, retries = self._on_all_ranks(finish, "Rollouts")
+            num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
             waited += time.perf_counter() - began
             num_retries += retries
             if not num_missing:
                 break
             logger.warning(
-                f"Step {self.state.global_step}: the vLLM server restarted during rollouts. Pushing the weights "
-                f"again; {num_missing} unfinished conversations start over."
+                f"Step {self.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
+                f"conversations start over{', after the weights are pushed again' if num_without else ''}."
             )
             num_restarted += num_missing
-            if self.weight_sync is not None:
-                self.weight_sync.pushed = None
+            if num_without:
+                num_pushes += 1
+                if self.weight_sync is not None:
+                    self.weight_sync.pushed = None
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
@@ -1067,8 +1078,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         for i, rollout in zip(indices, rollouts):
             rollout.index = self.accelerator.process_index * len(rows) + i
             rollout.policy_version = self._weight_counter.version
-        conversations = [self.env.converse(rollout, self.llm, self._sampling_params) for rollout in rollouts]
-        return RolloutBatch(rollouts, conversations, self.llm, self.weight_sync and self.weight_sync.pushed)
+        return RolloutBatch(
+            rollouts, lambda rollout, llm: self.env.converse(rollout, llm, self._sampling_params), self.llm,
+            self.weight_sync and self.weight_sync.pushed, self._group_size,
+        )  # fmt: skip
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
@@ -1299,13 +1312,10 @@ class VLLMServerClient(ServerConnection):
                 its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
-        try:
-            if self.transfer.resolve(torch.device(device)) == "nccl":
-                return self.transfer.push_nccl(named_weights, version, expected, torch.device(device))
-            return self.transfer.push_disk(named_weights, version, expected)
-        finally:
-            for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
-                pass
+        seconds, [error] = self.transfer.push(named_weights, version, expected, torch.device(device))
+        if error is not None:
+            raise error
+        return seconds
 
     def close(self) -> None:
         """Close the connections and remove the folder of the weights; a later call makes new ones."""
@@ -1366,15 +1376,9 @@ class MTGRPOConfig(GRPOConfig):
     max_env_steps: int = field(
         default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}
     )
-    tool_format: str = field(
-        default="xml", metadata={"help": "How the model writes calls: xml (the paper's), hermes or native"}
-    )
-    max_parallel_calls: int = field(
-        default=8, metadata={"help": "Calls of one turn that run; those beyond it are answered with an error"}
-    )
-    max_turn_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens of one model turn. None: what remains of max_completion_length"}
-    )
+    tool_format: str = field(default="xml", metadata={"help": "How the model writes calls: xml, hermes, native"})
+    max_parallel_calls: int = field(default=8, metadata={"help": "Calls of one turn that run; others are errors"})
+    max_turn_tokens: int | None = field(default=None, metadata={"help": "Tokens of one turn. None: what remains"})
     max_tool_response_tokens: int = field(
         default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
     )
@@ -1389,6 +1393,9 @@ class MTGRPOConfig(GRPOConfig):
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
     )
+    vllm_server_base_url: list[str] | str | None = field(
+        default=None, metadata={"help": "Address of the vLLM server; a list of several"}
+    )
     weight_sync: str = field(
         default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
     )
@@ -1399,11 +1406,9 @@ class MTGRPOConfig(GRPOConfig):
         default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th"}
     )
     vllm_request_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that one generation request to the vLLM server may take"}
+        default=600.0, metadata={"help": "Seconds that one generation request may take"}
     )
-    overlap_rollouts: bool = field(
-        default=False, metadata={"help": "Roll out the next batch early: one step off-policy"}
-    )
+    overlap_rollouts: bool = field(default=False, metadata={"help": "Roll out the next batch one step early"})
     tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
     print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})

@@ -27,7 +27,9 @@ A module imports only from modules that stand above it in this list.
     sampling         the sampling parameters of a request, and its room
     server_errors    errors of a server; checks of its address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version
-    weight_transfer  transfer of weights to the server: disk, NCCL
+    weight_transfer  transfer of weights to servers: disk, NCCL
+    routes           conversations over several servers, and what is proven of them
+    server_pool      one or several servers as one backend
     in_process       backend that generates in this process, with TRL's own generation
     ranks            errors of one rank raised on all ranks
     weights          iteration over the policy's parameters

@@ -6,7 +6,7 @@ import collections.abc
 import concurrent.futures
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from mt_grpo.event_loop import gather_all, start_in_background
@@ -19,21 +19,35 @@ class RolloutBatch:
 
     Args:
         rollouts: They are filled by the conversations.
-        conversations: One coroutine per rollout.
+        converse: Makes a rollout's conversation with its backend.
         llm: The backend. If it has `start_conversations`, it starts the conversations itself: `VLLMServerClient`
-            checks the version of the weights meanwhile, `InProcessBackend` generates in the thread that waits.
+            checks the version of the weights meanwhile, `InProcessBackend` generates in the thread that waits. If it
+            has `routes`, it gives each conversation a backend of its own: `ServerPool`, one server per group.
         version: The version of the weights that the server must hold from start to end.
+        group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
 
     Attributes:
         prompts: The prompts of a batch that was started before its step. None for any other batch.
         seconds: Time from the start to the end of the last conversation.
     """
 
-    def __init__(self, rollouts: list[Rollout], conversations: list[Coroutine], llm: Any, version: str | None):
+    def __init__(
+        self,
+        rollouts: list[Rollout],
+        converse: Callable[[Rollout, Any], Coroutine],
+        llm: Any,
+        version: str | None,
+        group_size: int,
+    ):
         self.rollouts, self.prompts = rollouts, None
         self.seconds = 0.0
         self._began, self._ended = time.perf_counter(), threading.Event()
-        if hasattr(llm, "start_conversations"):
+        groups = [rollout.index // group_size for rollout in rollouts]
+        backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
+        conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
+        if hasattr(llm, "routes"):
+            self._future = llm.start_conversations(conversations, version, backends)
+        elif hasattr(llm, "start_conversations"):
             self._future = llm.start_conversations(conversations, version)
         else:
             self._future = start_in_background(gather_all(conversations))

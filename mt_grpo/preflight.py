@@ -160,10 +160,14 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
 
 
 def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
-    """Raise `ServerError` if the server does not fit the recipe. Nothing changes on the server.
+    """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
 
-    The server's context becomes an upper limit of `env.max_model_len`.
+    A server's context becomes an upper limit of `env.max_model_len`.
     """
+    if hasattr(client, "servers"):
+        for server in client.servers:
+            check_server(server, env, model_config, args, dataset)
+        return client.check_settings()
     client.wait_until_healthy()
     card, info = client.model_card, client.server_info()
     where = f"The vLLM server at {client.base_url}"

@@ -36,6 +36,7 @@ class ServerConnection:
     BAD_ANSWERS = 3  # in a row, after which a request fails
     NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
     NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
+    VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
     WATCH_SECONDS = 1.0  # between two reads of the server's version; no server restarts within this time
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
@@ -110,11 +111,9 @@ class ServerConnection:
 
     def healthy(self) -> bool:
         """Whether the server answers its health check now."""
-        try:
-            self.request("GET", "/health", timeout=10.0)
-        except ServerError:
-            return False
-        return True
+        with suppress(ServerError):
+            return self.request("GET", "/health", timeout=10.0) is not None
+        return False
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
@@ -236,10 +235,10 @@ class ServerConnection:
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
-    async def _held_version(self) -> str | None:
+    async def held_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer."""
         try:
-            timeout = aiohttp.ClientTimeout(total=10.0)
+            timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
             async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:
                 return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
@@ -267,7 +266,7 @@ class ServerConnection:
                 asked, done = time.monotonic(), running.done()
                 if done:
                     running.result()
-                held = await self._held_version()
+                held = await self.held_version()
                 if held == version:
                     confirmed = asked
                     if done:
@@ -287,14 +286,14 @@ class ServerConnection:
             for ended, result in (finished.get(i, unproven) for i in range(len(coroutines)))
         ]
 
-    async def _close_sessions(self) -> None:
+    async def _close_session(self) -> None:
         if session := self._sessions.pop(asyncio.get_running_loop(), None):
             await session.close()
 
     def close(self) -> None:
         """Close the connections. A later request opens new ones."""
         with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
-            run_async(self._close_sessions(), timeout=5.0)
+            run_async(self._close_session(), timeout=5.0)
         for loop in list(self._sessions):  # of the caller's own loops, which may be closed
             session = self._sessions.pop(loop)
             close_on(loop, session.close())

@@ -14,16 +14,17 @@ from accelerate.utils import gather_object
 
 from mt_grpo.ranks import on_main_process
 from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.server_pool import ServerPool
 from mt_grpo.weights import PolicyWeights
 
 logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Keeps the server's weights equal to the policy's. Every method is collective: all ranks call it together.
+    """Keeps the servers' weights equal to the policy's. Every method is collective: all ranks call it together.
 
     Args:
-        client: The client of the server.
+        servers: The server, or several.
         model: The policy as the trainer trains it (wrapped, sharded or with adapters).
         weights: The iterator over the policy's parameters.
         accelerator: The trainer's accelerator.
@@ -34,21 +35,26 @@ class WeightSync:
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
 
     def __init__(
-        self, client: Any, model: Any, weights: PolicyWeights, accelerator: Any, probe_ids: list[int], check_every: int
+        self,
+        servers: ServerPool,
+        model: Any,
+        weights: PolicyWeights,
+        accelerator: Any,
+        probe_ids: list[int],
+        check_every: int,
     ):
-        self.client, self.model, self.weights, self.accelerator = client, model, weights, accelerator
+        self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
         self.check_every, self._probe_ids = check_every, probe_ids
-        self.pushed: str | None = None  # the version that the server holds
+        self.pushed: str | None = None  # the version that the servers hold
         self.num_syncs = 0  # pushes so far
-        self._settings: dict[str, Any] | None = None  # of the server at the last push
 
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
         """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
 
-        Only rank 0 calls the server. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
-        no rank samples before the push is over.
+        Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
+        no rank samples before the push is over, and all ranks then know which servers hold the weights.
 
         Args:
             version: The name of the current weights.
@@ -64,9 +70,9 @@ class WeightSync:
         started, held, self.pushed = time.perf_counter(), self.pushed, None
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
-                new_server = held is None or on_main_process(self.client.weight_version) != held
-                if new_server:  # a restarted server is not in the NCCL group
-                    on_main_process(self.client.transfer.leave_nccl)
+                new_server = held is None or on_main_process(self.servers.weight_version) != held
+                if new_server:  # a restarted server is not in its NCCL group
+                    on_main_process(lambda: [s.transfer.leave_nccl() for s in self.servers.servers] and None)
                 seconds, gap = self._push_and_check(version, new_server)
                 break
             except ServerLost as error:  # on all ranks
@@ -74,18 +80,19 @@ class WeightSync:
                     raise
                 logger.warning(f"{error}. Waiting for the server, then pushing again.")
                 held = None
-                on_main_process(lambda: self.client.wait_until_healthy(unless=stop_requested))
+                on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
         self.num_syncs += 1
-        self.pushed = version
-        metrics = {"sync/seconds": time.perf_counter() - started}
+        self.pushed, self.servers.complete = version, True
+        self.servers.joined = on_main_process(lambda: self.servers.joined)
+        metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(self.servers.joined)}
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
         """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""
         if new_server:
-            self._check_settings()
+            on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
             self._check_that_pushes_arrive(version)
         seconds, every = self._push(version), self.check_every
@@ -97,26 +104,17 @@ class WeightSync:
         except ServerLost:
             raise
         except ServerError:
-            if on_main_process(self.client.weight_version) != version:
-                raise ServerLost(f"{self.client.base_url} restarted between the push and the check of it") from None
+            if on_main_process(self.servers.weight_version) != version:
+                raise ServerLost(f"{self.servers.base_url} restarted between the push and the check of it") from None
             raise
         return {**seconds, "check": time.perf_counter() - pushed}, gap
-
-    def _check_settings(self) -> None:
-        """Raise `ServerError` if the server came back with other settings, as no other check would notice them."""
-        settings = on_main_process(self.client.settings)
-        before, self._settings = self._settings or settings, settings
-        if changed := [f"{k}={v!r}, before {before[k]!r}" for k, v in settings.items() if v != before[k]]:
-            raise ServerError(
-                f"The vLLM server at {self.client.base_url} came back with {'; '.join(changed)}. Start it as before."
-            )
 
     def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
         weights = self.weights.named_weights(norm_scale)
 
         def push() -> dict[str, float]:
             device = self.accelerator.device
-            return self.client.update_weights(weights, version, self.weights.expected, device)
+            return self.servers.update_weights(weights, version, self.weights.expected, device)
 
         if not self.accelerator.is_main_process and self.weights.sharded:
             for _ in weights:  # gathering is collective
@@ -136,39 +134,53 @@ class WeightSync:
         true, scaled = self._probe_logprobs(), self._probe_logprobs(scale)
         self._push(f"{version}-probe", scale)
         expected = (scaled - true).abs().mean().item()
-        missed = self._distance_to_server(scaled)
+        distances = self._distances(scaled)
         expected = on_main_process(lambda: expected)
+        number, missed = max(distances.items(), key=lambda item: item[1])
         if missed > max(0.2 * expected, self._logprob_tolerance()):
-            if on_main_process(self.client.weight_version) != f"{version}-probe":
-                raise ServerLost(f"{self.client.base_url} restarted between the first push and the check of it")
+            url = self.servers.servers[number].base_url
+            if on_main_process(self.servers.weight_version) != f"{version}-probe":
+                raise ServerLost(f"{url} restarted between the first push and the check of it")
             raise ServerError(
-                f"A changed weight did not arrive at {self.client.base_url}: the trainer's logprobs moved by "
+                f"A changed weight did not arrive at {url}: the trainer's logprobs moved by "
                 f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
             )
 
     def _check_logprobs(self) -> float:
-        """Mean absolute difference of the trainer's and the server's logprobs. `ServerError` if it is too large."""
-        gap = self._distance_to_server(self._probe_logprobs())
-        if not gap <= self._logprob_tolerance():
-            raise ServerError(
-                f"After the weight sync the trainer and the server at {self.client.base_url} disagree: mean "
-                f"difference of logprobs {gap:.2e}, allowed {self._logprob_tolerance():g}. Is the server running "
+        """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
+
+        A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
+        """
+        gaps, tolerance = self._distances(self._probe_logprobs()), self._logprob_tolerance()
+        problems = {
+            number: ServerError(
+                f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
+                f"disagree: mean difference of logprobs {gap:.2e}, allowed {tolerance:g}. Is the server running "
                 "another model, dtype or adapter?"
             )
-        return gap
+            for number, gap in gaps.items()
+            if not gap <= tolerance
+        }
+        if problems:
+            on_main_process(lambda: self.servers.refuse(problems))
+        return max(gap for number, gap in gaps.items() if number not in problems)
 
-    def _distance_to_server(self, ours: torch.Tensor) -> float:
-        """Mean absolute difference of logprobs. It is the maximum over ranks, so that all ranks decide alike."""
-        theirs = torch.tensor(on_main_process(lambda: self.client.score(self._probe_ids)))
-        distances = gather_object([(ours - theirs).abs().mean().item()])
-        return max(distances) if all(map(math.isfinite, distances)) else math.inf
+    def _distances(self, ours: torch.Tensor) -> dict[int, float]:
+        """Per server the mean absolute difference of logprobs: the maximum over ranks, so that all decide alike."""
+        theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
+        local = {number: (ours - torch.tensor(scores)).abs().mean().item() for number, scores in theirs.items()}
+        ranks = gather_object([local])
+        return {
+            number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
+            for number in theirs
+        }
 
     def _logprob_tolerance(self) -> float:
         return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
 
     @functools.cached_property
     def _server_dtype(self) -> str:
-        dtype = on_main_process(lambda: str(self.client.server_info()["model_config"]["dtype"]))
+        dtype = on_main_process(self.servers.dtype)
         return dtype.removeprefix("torch.")
 
     @torch.no_grad()

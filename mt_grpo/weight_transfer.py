@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import fcntl
 import os
 import shutil
@@ -23,9 +24,19 @@ from mt_grpo.locks import open_lock
 from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.vllm_server import ServerConnection
 
+Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, and per server its error or None
+
+
+def at_once(function: Callable[[Any], Any], items: list) -> list:
+    """The results of `function` for all items, in threads of their own."""
+    if len(items) == 1:
+        return [function(items[0])]
+    with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
+        return list(threads.map(function, items))
+
 
 class WeightTransfer:
-    """Pushes weights to one server. The server is paused during a push, so that it samples nothing.
+    """Pushes weights to a server, or one copy of them to several. A server samples nothing while it loads.
 
     Args:
         server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
@@ -54,13 +65,38 @@ class WeightTransfer:
             )
         return self.transport
 
-    def push_disk(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None
-    ) -> dict[str, float]:
-        """Write all weights into one file, and let the server load it. The arguments are those of `update_weights`.
+    def push(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        device: torch.device,
+        transfers: list[WeightTransfer] | None = None,
+    ) -> Pushed:
+        """Push the weights to this server, or to those of `transfers`. Other arguments as in `update_weights`.
 
-        Returns seconds by phase: `gather` (to the CPU), `write` (the file), `load` (pause to resume). Raises
-        `ServerError` if a weight is missing, or if the file cannot be written or loaded.
+        Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
+        """
+        transfers = transfers or [self]
+        try:
+            if {transfer.resolve(device) for transfer in transfers} == {"nccl"}:
+                return self.push_nccl(named_weights, version, expected, device, transfers)
+            return self.push_disk(named_weights, version, expected, transfers)
+        finally:
+            for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
+                pass
+
+    def push_disk(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        transfers: list[WeightTransfer],
+    ) -> Pushed:
+        """Write all weights into one file, and let all servers load it at the same time.
+
+        The seconds are `gather` (to the CPU), `write` (the file), `load` (pause to resume, of the slowest). Raises
+        `ServerError` if a weight is missing, or if the file cannot be written.
         """
         start = time.perf_counter()
         # Each tensor is copied before the next one is requested, because the iterator may change it in place.
@@ -78,21 +114,30 @@ class WeightTransfer:
                 (partial / "model.safetensors").chmod(0o644)
                 partial.rename(folder)  # INVARIANT: a folder with a version's name is complete
                 written = time.perf_counter()
-                load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                self._while_paused(
-                    version, lambda: self.server.request("POST", "/collective_rpc", timeout=600.0, json=load)
-                )
+                errors = at_once(lambda transfer: transfer._load_file(version, folder), transfers)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, SafetensorError, ServerError) as error:
-            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+        except (OSError, SafetensorError) as error:
             advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
-            raise kind(
+            raise ServerError(
                 f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
-                f"{error}." + ("" if isinstance(error, ServerError) else advice)
+                f"{error}.{advice}"
             ) from error
-        return {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+        return seconds, errors
+
+    def _load_file(self, version: str, folder: Path) -> ServerError | None:
+        """Let the server load a version's file. Returns its error, if it has one."""
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        try:
+            self._while_paused(
+                version, lambda: self.server.request("POST", "/collective_rpc", timeout=600.0, json=load)
+            )
+        except ServerError as error:
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            return kind(f"Weight push to {self.server.base_url} through {folder} failed: {error}.")
+        return None
 
     def _versions_folder(self, size: int) -> Path:
         """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
@@ -128,38 +173,56 @@ class WeightTransfer:
         version: str,
         expected: set[str] | None,
         device: torch.device,
-    ) -> dict[str, float]:
-        """Send all weights over an NCCL group, which the first push creates. Returns seconds: `gather`, `load`.
+        transfers: list[WeightTransfer],
+    ) -> Pushed:
+        """Send all weights over NCCL, to one server after the other. The first push makes a group with each server.
 
-        Raises `ServerLost` if the group cannot be created, or if the server does not take the weights.
+        The seconds are `gather` (to the CPU) and `load` (pause to resume, of all). A server's error is `ServerLost` if
+        the group cannot be created, or if the server does not take the weights.
         """
-        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
-
         start = time.perf_counter()
-        if self._nccl is None:
-            try:
-                client = VLLMClient(
-                    self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
-                )
-                client.init_communicator(device=device)
-            except Exception as error:  # TRL's client raises whatever its requests do
-                raise ServerLost(f"{self.server.base_url} forms no NCCL group: {error}") from error
-            self._nccl = client
         # All weights are collected on the CPU first: NCCL needs their names and shapes before the first is sent.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
         self._check_names(tensors.keys(), expected)
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-        to_device = ((name, t.to(device)) for name, t in tensors.items())
         gathered = time.perf_counter()
+        errors = [transfer._send(metadata, tensors, version, device) for transfer in transfers]
+        return {"gather": gathered - start, "load": time.perf_counter() - gathered}, errors
+
+    def _send(
+        self, metadata: list[tuple], tensors: dict[str, torch.Tensor], version: str, device: torch.device
+    ) -> ServerError | None:
+        """Send weights to the server over NCCL. Returns its error, if it has one."""
 
         def load() -> None:
             try:
-                self._nccl.update_named_params(metadata, to_device)
+                self._nccl.update_named_params(metadata, ((name, t.to(device)) for name, t in tensors.items()))
             except Exception as error:  # TRL's client raises whatever its requests do
                 raise ServerLost(f"{self.server.base_url} did not take the weights: {error}") from error
 
-        self._while_paused(version, load)
-        return {"gather": gathered - start, "load": time.perf_counter() - gathered}
+        try:
+            self._join_nccl(device)
+            self._while_paused(version, load)
+        except ServerError as error:
+            return error
+        return None
+
+    def _join_nccl(self, device: torch.device) -> None:
+        """Make a group with the server, unless there is one. Raises `ServerLost` if it cannot be made."""
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
+
+        if self._nccl is not None:
+            return
+        try:
+            client = VLLMClient(
+                self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
+            )
+            client.init_communicator(device=device)
+        except Exception as error:  # TRL's client raises whatever its requests do
+            raise ServerLost(
+                f"{self.server.base_url} forms no NCCL group on port {self.group_port} (vllm_group_port): {error}"
+            ) from error
+        self._nccl = client
 
     def leave_nccl(self) -> None:
         """Close the NCCL group, which a restarted server cannot rejoin. The next push creates a new group."""

@@ -1077,9 +1077,10 @@ def test_no_interruption_where_other_ranks_take_part():
 
 def test_a_trainer_with_nan_is_far_from_its_server():
     """`max` of a list with NaN depends on the order."""
-    trainer = SimpleNamespace(client=SimpleNamespace(score=lambda ids: [-1.0, -2.0]), _probe_ids=[1, 2, 3])
-    assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, -2.5])) == 0.5
-    assert WeightSync._distance_to_server(trainer, torch.tensor([-1.5, float("nan")])) == float("inf")
+    servers = SimpleNamespace(scores=lambda ids: {0: [-1.0, -2.0], 2: [-1.0, -2.5]})
+    trainer = SimpleNamespace(servers=servers, _probe_ids=[1, 2, 3])
+    assert WeightSync._distances(trainer, torch.tensor([-1.5, -2.5])) == {0: 0.5, 2: 0.25}
+    assert WeightSync._distances(trainer, torch.tensor([-1.5, float("nan")])) == {0: float("inf"), 2: float("inf")}
 
 
 def test_a_client_may_have_a_connection_for_each_conversation():
@@ -1104,7 +1105,8 @@ def test_an_nccl_push_that_fails_may_be_made_again(monkeypatch):
 
     client.transfer._nccl = SimpleNamespace(update_named_params=gone, close_communicator=lambda: None)
     with pytest.raises(ServerLost, match="did not take the weights: connection refused"):
-        client.transfer.push_nccl(iter({"w": torch.ones(2)}.items()), "v-1", {"w"}, torch.device("cpu"))
+        monkeypatch.setattr(client.transfer, "resolve", lambda device: "nccl")
+        client.update_weights(iter({"w": torch.ones(2)}.items()), "v-1", {"w"})
 
 
 def test_an_nccl_group_is_closed_when_the_server_restarts():

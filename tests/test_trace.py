@@ -64,7 +64,7 @@ LISTS = {
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
-    "score_rollouts", "put_back",
+    "score_rollouts", "put_back", "_group_size",
 }  # fmt: skip
 
 

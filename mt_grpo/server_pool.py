@@ -1,0 +1,270 @@
+"""One or several vLLM servers as one backend: which of them hold the weights, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import torch
+
+from mt_grpo.event_loop import start_in_background
+from mt_grpo.rollout import Generation
+from mt_grpo.routes import Group, Route, gather_proven
+from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
+from mt_grpo.weight_transfer import at_once
+
+logger = logging.getLogger(__name__)
+
+
+def server_urls(value: str | list[str] | None) -> list[str]:
+    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
+
+    Raises `ValueError` for something else, and `ServerError` for no address or one that is named twice.
+
+    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
+    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
+    """
+    urls = value.split(",") if isinstance(value, str) else list(value or [])
+    if not all(isinstance(url, str) for url in urls):
+        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
+    urls = [url.strip() for url in urls]
+    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
+    if twice := [url for url in plain if plain.count(url) > 1]:
+        raise ServerError(f"vllm_server_base_url names {twice[0]} twice. Name each server once.")
+    return urls
+
+
+class ServerPool:
+    """Servers with the same model. A server that is lost is left out; it joins again with the next push of weights.
+
+    Args:
+        servers: One `VLLMServerClient` per server.
+
+    Attributes:
+        joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
+            loses one meanwhile leaves it out. Conversations go to these alone.
+        complete: Whether all servers held the first weights. Before that no server may be missing.
+        load: Open conversations by server, of this process.
+        moved: Requests that were asked of another server, since a reader last set it to 0.
+    """
+
+    LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
+    RETRY_SECONDS = 30.0  # before a server that was left out is asked again
+    WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
+
+    def __init__(self, servers: list[Any]):
+        self.servers = list(servers)
+        self.joined = list(range(len(servers)))
+        self.complete = False
+        self.load = [0] * len(servers)
+        self.requests: list[set] = [set() for _ in servers]  # in flight, as tasks
+        self.moved = 0
+        self._settings: dict[str, Any] | None = None
+        self._not_before: dict[int, float] = {}  # of servers that were left out
+
+    # -- what a single client has, too --
+
+    @property
+    def base_url(self) -> str:
+        """The addresses, for messages."""
+        return ", ".join(server.base_url for server in self.servers)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.servers[0].tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest context of all servers, in tokens."""
+        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
+
+    @property
+    def transfer(self) -> Any:
+        """What writes the weights, once for all servers."""
+        return self.servers[0].transfer
+
+    @property
+    def instance(self) -> str:
+        """Tells this run's pushes from another run's."""
+        return self.servers[0].instance
+
+    @instance.setter
+    def instance(self, value: str) -> None:
+        for server in self.servers:
+            server.instance = value
+
+    @property
+    def retries(self) -> int:
+        """Requests that were sent again, since a reader last set it to 0."""
+        return self.moved + sum(server.retries for server in self.servers)
+
+    @retries.setter
+    def retries(self, value: int) -> None:
+        self.moved = value
+        for server in self.servers:
+            server.retries = value
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    # -- conversations --
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """As `VLLMServerClient.generate`, by the server whose turn it is. Nothing is proven of its weights."""
+        route = Route(self, Group(self, index, 1))
+        try:
+            return await route.generate(prompt_ids, max_tokens, sampling_params, index)
+        finally:
+            route.group.end_conversation()
+
+    def routes(self, numbers: list[int]) -> list[Route]:
+        """A backend for each conversation, of the groups with these numbers."""
+        groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
+        return [Route(self, groups[number]) for number in numbers]
+
+    def start_conversations(
+        self, conversations: list[Coroutine], version: str, routes: list[Route]
+    ) -> concurrent.futures.Future:
+        """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
+        return start_in_background(gather_proven(self, version, routes, conversations))
+
+    # -- who belongs to it --
+
+    def leave(self, number: int, why: Any) -> None:
+        """Leave a server out. Its open requests are cancelled, and so asked of another one."""
+        self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
+        if number not in self.joined:
+            return
+        self.joined.remove(number)
+        for request in list(self.requests[number]):
+            request.get_loop().call_soon_threadsafe(request.cancel)
+        if len(self.servers) > 1:
+            logger.warning(
+                f"The vLLM server at {self.servers[number].base_url} is left out: {str(why)[:500].rstrip('.')}. The "
+                f"run goes on with {len(self.joined)} of {len(self.servers)} servers. It joins again "
+                "with a push of the weights."
+            )
+
+    def _ask(self, question: Callable[[Any], Any], numbers: list[int]) -> dict[int, Any]:
+        """The answers of these servers, which are asked at the same time. One that fails is left out.
+
+        Raises the error of a server if none answers, or if not all of them held the first weights yet.
+        """
+
+        def ask(number: int) -> Any:
+            try:
+                return question(self.servers[number])
+            except ServerError as error:
+                return error
+
+        return self._without_errors(dict(zip(numbers, at_once(ask, numbers))))
+
+    def _without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
+        errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
+        if errors and (len(errors) == len(answers) or not self.complete):
+            raise next(iter(errors.values()))
+        for number, error in errors.items():
+            self.leave(number, error)
+        return {number: answer for number, answer in answers.items() if number not in errors}
+
+    def _rejoin(self) -> None:
+        """Take in again what answers. Before all servers held the first weights, that is all of them."""
+        numbers = list(range(len(self.servers)))
+        if self.complete and len(numbers) > 1:
+            now = time.monotonic()
+            numbers = [n for n in numbers if n in self.joined or self._not_before.get(n, 0.0) <= now] or numbers
+            away = [n for n in numbers if n not in self.joined]
+            healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
+            for number, answers in healthy.items():
+                if answers:
+                    logger.warning(f"The vLLM server at {self.servers[number].base_url} is back.")
+                else:
+                    self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
+            numbers = [n for n in numbers if healthy.get(n, True)]
+        self.joined = numbers
+
+    # -- what a push of weights needs; called on rank 0 --
+
+    def weight_version(self) -> str:
+        """The version of the weights, where all that answer hold the same; else a text with all versions.
+
+        A server that is back has another one. Raises `ServerLost` if none answers.
+        """
+        self._rejoin()
+        if not self.joined:
+            raise ServerLost(f"None of the vLLM servers at {self.base_url} answers.")
+        versions = self._ask(lambda server: server.weight_version(), self.joined)
+        if len(set(versions.values())) == 1:
+            return next(iter(versions.values()))
+        return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
+
+    def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
+        """Wait for all servers before they held the first weights, then for any. As `ServerConnection` does."""
+        if not self.complete or len(self.servers) == 1:
+            for server in self.servers:
+                server.wait_until_healthy(unless)
+            return
+        first, *others = self.servers
+        first.wait_until_healthy(lambda: unless() or any(server.healthy() for server in others))
+        self._not_before.clear()
+
+    def check_settings(self) -> None:
+        """Compare the servers' settings with each other and with those of before.
+
+        Raises `ServerError` for another setting; where other servers are left, theirs is left out instead.
+        """
+        if not self.joined:
+            self._rejoin()
+        found = self._ask(lambda server: server.settings(), self.joined)
+        before = self._settings
+        expected = before or next(iter(found.values()))
+        first = self.servers[0].base_url
+        problems = {}
+        for number, settings in found.items():
+            url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
+            if others and before:
+                changed = "; ".join(f"{k}={settings[k]!r}, before {expected[k]!r}" for k in others)
+                problems[number] = ServerError(
+                    f"The vLLM server at {url} came back with {changed}. Start it as before."
+                )
+            elif others:
+                key = others[0]
+                problems[number] = ServerError(
+                    f"The vLLM servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at {first}. Start "
+                    "them with the same --model, --dtype, --max-model-len and --logprobs-mode."
+                )
+        self._without_errors({**found, **problems})
+        self._settings = expected
+
+    def dtype(self) -> str:
+        """The type in which the servers compute, such as `torch.bfloat16`."""
+        return next(iter(self._ask(lambda server: server.settings()["dtype"], self.joined).values()))
+
+    def update_weights(
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None,
+        device: torch.device,
+    ) -> dict[str, float]:  # fmt: skip
+        """As `VLLMServerClient.update_weights`: the weights are written once, and all servers load them at once.
+
+        A server that is lost meanwhile is left out. Raises the error of one if none is left.
+        """
+        if not self.joined:
+            self._rejoin()
+        transfers = [self.servers[number].transfer for number in self.joined]
+        seconds, failed = self.transfer.push(named_weights, version, expected, device, transfers)
+        self._without_errors(dict(zip(self.joined, failed)))
+        return seconds
+
+    def scores(self, token_ids: list[int]) -> dict[int, list[float]]:
+        """Each server's logprobs of `token_ids[1:]`, by its number (`ServerConnection.score`)."""
+        return self._ask(lambda server: server.score(token_ids), self.joined)
+
+    def refuse(self, problems: dict[int, ServerError]) -> None:
+        """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""
+        self._without_errors({**dict.fromkeys(self.joined), **problems})

@@ -1,0 +1,547 @@
+"""Several servers: which one gets a group, what moves when one is lost, what is proven, and who joins again."""
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import requests
+import torch
+import warm_python
+from bench_common import VLLMServer
+from fault_proxy import Fault, FaultProxy
+from test_faults import (
+    CONTEXT,
+    MODEL,
+    Watched,
+    assert_from_the_weights_of_its_version,
+    assert_whole,
+    make_trainer,
+    needs_vllm,
+    slow_calculator,
+)
+
+from mt_grpo.event_loop import run_async
+from mt_grpo.rollout import Generation
+from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.server_pool import ServerPool, server_urls
+from mt_grpo_trainer import VLLMServerClient
+
+# =====================================================================================================================
+# Conversations: stand-ins for servers, whose failures are made at a known moment
+# =====================================================================================================================
+
+
+class Stub:
+    """A server that samples its own number, and holds the weights `version`."""
+
+    timeout, tokenizer, max_model_len, retries = 1.0, None, None, 0
+
+    def __init__(self, number, log, version="v"):
+        self.number, self.log, self.version = number, log, version
+        self.seconds = 0.0
+        self.error = None
+
+    base_url = property(lambda self: f"http://server{self.number}")
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params, index):
+        if self.error:
+            raise self.error
+        await asyncio.sleep(self.seconds)
+        self.log.append((self.number, index))
+        return Generation([self.number], [-1.0], "stop")
+
+    async def held_version(self):
+        return self.version
+
+
+def make_pool(count, **values):
+    log = []
+    pool = ServerPool([Stub(n, log) for n in range(count)])
+    pool.WATCH_SECONDS, pool.complete, pool.log = 0.05, True, log
+    for key, value in values.items():
+        setattr(pool, key, value)
+    return pool
+
+
+def run(pool, groups, converse):
+    """The results of one conversation per entry of `groups`, which is its group's number."""
+    routes = pool.routes(groups)
+    conversations = [converse(route, index) for index, route in enumerate(routes)]
+    return pool.start_conversations(conversations, "v", routes).result(20)
+
+
+async def two_turns(route, index):
+    return [(await route.generate([1], 8, None, index)).token_ids[0] for _ in range(2)]
+
+
+def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded():
+    """Six groups of two over three servers: two groups each, dealt out by the groups' numbers."""
+    pool = make_pool(3)
+    groups = [g for g in range(6) for _ in range(2)]
+    assert run(pool, groups, two_turns) == [[g % 3] * 2 for g in groups]
+    assert pool.load == [0, 0, 0]
+    # On another rank the numbers go on, so that its first group is not at the first server too.
+    assert run(pool, [7, 7, 8, 8], two_turns) == [[1, 1], [1, 1], [2, 2], [2, 2]]
+    pool.load = [5, 0, 3]  # conversations of an earlier batch are still open
+    assert run(pool, [0, 0, 1, 1, 2, 2], two_turns) == [[1, 1]] * 4 + [[2, 2]] * 2
+
+
+def test_the_conversations_of_a_lost_server_go_on_elsewhere():
+    """Server 1 is silent from the start. Its group had no answer yet, so nothing of it is lost."""
+    pool = make_pool(2)
+    pool.servers[1].seconds, pool.servers[1].version = 60.0, None
+    assert run(pool, [0, 0, 1, 1], two_turns) == [[0, 0]] * 4
+    assert pool.joined == [0] and pool.load == [0, 0] and pool.retries == 2 and pool.requests == [set(), set()]
+    assert Counter(pool.log) == {(0, index): 2 for index in range(4)}
+
+
+def test_what_a_lost_server_sampled_without_proof_starts_over():
+    """Server 1 answers a first turn, and is another process when it is asked for its version."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        turns = [(await route.generate([1], 8, None, index)).token_ids[0]]
+        pool.servers[1].version = "default"
+        await asyncio.sleep(0.3)
+        return turns + await two_turns(route, index)
+
+    assert run(pool, [0, 1, 1], converse) == [[0, 0, 0], None, None]
+    assert pool.joined == [0] and pool.load == [0, 0]
+
+
+def test_what_was_proven_before_a_server_was_lost_goes_on():
+    """Between the two turns server 1 says its version, and then it is gone: the first turn stays."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        first = (await route.generate([1], 8, None, index)).token_ids[0]
+        await asyncio.sleep(0.3)
+        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+        return [first, (await route.generate([1], 8, None, index)).token_ids[0]]
+
+    assert run(pool, [0, 1], converse) == [[0, 0], [1, 0]]
+    assert pool.joined == [0]
+
+
+def test_an_answer_of_a_version_proves_only_what_was_sampled_before_the_question():
+    """Server 1 is asked, samples, restarts, and its answer to the question comes late."""
+    pool = make_pool(2)
+    asked, sampled = threading.Event(), threading.Event()
+
+    async def late():
+        asked.set()
+        while not sampled.is_set():
+            await asyncio.sleep(0.01)
+        pool.servers[1].held_version = another
+        return "v"
+
+    async def another():
+        return "default"
+
+    pool.servers[1].held_version = late
+
+    async def converse(route, index):
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        result = await route.generate([1], 8, None, index)
+        if index == 1:
+            sampled.set()
+        return result.token_ids[0]
+
+    assert run(pool, [0, 1], converse) == [0, None]
+
+
+def test_without_any_server_all_is_rolled_out_again():
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        first = (await route.generate([1], 8, None, index)).token_ids[0]
+        if index == 0:
+            return first
+        await asyncio.sleep(0.3)
+        for server in pool.servers:
+            server.version = "default"
+        return await two_turns(route, index)
+
+    # What had ended 0.3 s before was proven by then.
+    assert run(pool, [0, 0, 1, 1], converse) == [0, None, None, None]
+    assert pool.joined == []
+
+
+def test_the_last_server_is_waited_for():
+    """A server that is silent is left only for another one; the last one has its own time limit."""
+    pool = make_pool(2)
+    pool.servers[0].version = pool.servers[1].version = None
+
+    async def converse(route, index):
+        return await two_turns(route, index)
+
+    with pytest.raises(ServerLost, match="does not say which weights it holds"):
+        run(pool, [0, 1], converse)
+    assert len(pool.joined) == 1
+
+
+@pytest.mark.parametrize("error", [ServerError("400: no"), ServerLost("gave up")])
+def test_a_server_that_refuses_is_left_unless_all_refuse(error):
+    pool = make_pool(3)
+    pool.servers[1].error = error
+    assert run(pool, [0, 1, 2], two_turns) == [[0, 0], [2, 2], [2, 2]]
+    assert pool.joined == [0, 2]
+    for server in pool.servers:
+        server.error = error
+    with pytest.raises(type(error), match=str(error)):
+        run(pool, [0, 1, 2], two_turns)
+
+
+def test_an_error_of_a_conversation_ends_all_of_them():
+    pool = make_pool(2)
+    ended = []
+
+    async def converse(route, index):
+        if index == 1:
+            raise RuntimeError("broken tool")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(index)
+            raise
+
+    with pytest.raises(RuntimeError, match="broken tool"):
+        run(pool, [0, 0, 1], converse)
+    assert ended == [0, 2] and pool.load == [0, 0]
+
+
+def test_a_pool_samples_for_whoever_has_one_prompt():
+    pool = make_pool(2)
+    assert [run_async(pool.generate([1], 8, None, index)).token_ids for index in (0, 1, 2)] == [[0], [1], [0]]
+    assert pool.load == [0, 0]
+
+
+# =====================================================================================================================
+# Pushes: which servers hold the weights
+# =====================================================================================================================
+
+
+class Settled(Stub):
+    """A server's side of a push."""
+
+    def __init__(self, number, **values):
+        super().__init__(number, [])
+        self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
+        self.asked = 0
+
+    def _if_up(self, value):
+        self.asked += 1
+        if not self.up:
+            raise ServerLost(f"GET {self.base_url}: refused")
+        return value
+
+    def healthy(self):
+        self.asked += 1
+        return self.up
+
+    def wait_until_healthy(self, unless):
+        assert self.up or unless()
+
+    def settings(self):
+        return self._if_up(dict(self.values))
+
+    def weight_version(self):
+        return self._if_up(self.version)
+
+    def score(self, ids):
+        return self._if_up([-1.0] * (len(ids) - 1))
+
+
+def settled_pool(*servers, complete=True):
+    pool = ServerPool(list(servers))
+    pool.complete, pool.RETRY_SECONDS = complete, 0.0
+    return pool
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)])
+def test_servers_that_differ_are_refused_by_name_key_and_values(key, value):
+    servers = Settled(0), Settled(1), Settled(2, **{key: value})
+    pool = settled_pool(*servers, complete=False)
+    with pytest.raises(ServerError) as error:
+        pool.check_settings()
+    first = servers[0].values[key]
+    assert f"{key}={value!r} at http://server2, {first!r} at http://server0" in str(error.value)
+
+
+def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    pool.check_settings()
+    servers[1].values["dtype"] = "torch.bfloat16"
+    pool.check_settings()
+    assert pool.joined == [0]
+    assert "came back with dtype='torch.bfloat16', before 'torch.float32'" in caplog.text
+    assert "goes on with 1 of 2 servers" in caplog.text
+    servers[0].values["dtype"] = "torch.bfloat16"
+    with pytest.raises(ServerError, match="came back with dtype"):  # none is left
+        pool.check_settings()
+
+
+def test_at_first_no_server_may_be_missing():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers, complete=False)
+    servers[1].up = False
+    for ask in (pool.weight_version, pool.check_settings, lambda: pool.scores([1, 2])):
+        with pytest.raises(ServerLost, match="http://server1: refused"):
+            ask()
+    assert pool.joined == [0, 1]
+
+
+def test_a_lost_server_joins_again_when_it_answers():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    servers[1].up = False
+    assert pool.weight_version() == "v" and pool.joined == [0]
+    assert pool.scores([1, 2, 3]) == {0: [-1.0, -1.0]}
+    servers[1].up, servers[1].version = True, "default"
+    assert pool.weight_version() == "http://server0: v; http://server1: default"  # so all get the weights
+    assert pool.joined == [0, 1] and set(pool.scores([1, 2])) == {0, 1}
+    servers[0].up = servers[1].up = False
+    with pytest.raises(ServerLost):
+        pool.weight_version()
+
+
+def test_a_lost_server_is_not_asked_at_every_push():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    pool.RETRY_SECONDS = 60.0
+    servers[1].up = False
+    assert pool.weight_version() == "v"
+    asked = servers[1].asked
+    for _ in range(3):
+        assert pool.weight_version() == "v"
+    assert servers[1].asked == asked
+    pool.wait_until_healthy()  # a wait for any server asks all of them
+    assert pool.weight_version() == "v" and servers[1].asked > asked
+
+
+def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
+    pool = settled_pool(Settled(0), Settled(1))
+    pool.refuse({1: ServerError("disagree by 0.5")})
+    assert pool.joined == [0] and "disagree by 0.5" in caplog.text
+    with pytest.raises(ServerError, match="disagree by 0.7"):
+        pool.refuse({0: ServerError("disagree by 0.7")})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (["http://a:1", "http://a:1/"], "names http://a:1 twice"),
+        (["http://a:1", ""], "is no server's address"),
+        ("http://a:1,,http://b:1", "is no server's address"),
+        (["http://a:1", 5], "expected an address or a list"),
+    ],
+)
+def test_addresses_that_cannot_work(value, error):
+    with pytest.raises((ValueError, ServerError), match=error):
+        server_urls(value)
+
+
+def test_an_nccl_push_reaches_each_server_by_its_own_group(monkeypatch):
+    """TRL's client is replaced; what each server is asked for, and in which order, is ours."""
+    sent = []
+
+    class Client:
+        def __init__(self, url, group_port, connection_timeout):
+            self.place = url, group_port
+
+        def init_communicator(self, device):
+            if self.place[0].endswith(":11"):
+                raise OSError("Address already in use")
+
+        def update_named_params(self, metadata, weights):
+            sent.append((*self.place, metadata, {name: tensor.tolist() for name, tensor in weights}))
+
+        def close_communicator(self):
+            pass
+
+    monkeypatch.setattr("trl.generation.vllm_client.VLLMClient", Client)
+    clients = [VLLMServerClient(base_url=f"http://127.0.0.1:{10 + n}", group_port=500 + n) for n in range(3)]
+    for client in clients:
+        monkeypatch.setattr(client.transfer, "_while_paused", lambda version, load: load())
+        monkeypatch.setattr(client.transfer, "resolve", lambda device: "nccl")
+    pool = ServerPool(clients)
+    weights = {"w": torch.tensor([1.0, 2.0])}
+    with pytest.raises(ServerLost, match=r"127.0.0.1:11 forms no NCCL group on port 501 \(vllm_group_port\)"):
+        pool.update_weights(iter(weights.items()), "v", {"w"}, torch.device("cpu"))
+    pool.complete = True
+    sent.clear()
+    seconds = pool.update_weights(iter(weights.items()), "v", {"w"}, torch.device("cpu"))
+    metadata, values = [("w", "float32", [2])], {"w": [1.0, 2.0]}
+    assert sent == [("http://127.0.0.1:10", 500, metadata, values), ("http://127.0.0.1:12", 502, metadata, values)]
+    assert pool.joined == [0, 2] and set(seconds) == {"gather", "load"}
+    pool.close()
+
+
+# =====================================================================================================================
+# Two real servers
+# =====================================================================================================================
+
+
+@pytest.fixture(scope="module")
+def servers():
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
+    pair = [VLLMServer(MODEL, *flags, python=warm_python.executable()).start() for _ in range(2)]
+    try:
+        yield [server.wait() for server in pair]
+    finally:
+        for server in pair:
+            server.stop()
+
+
+def addresses(servers):
+    return [server.url for server in servers]
+
+
+@needs_vllm
+def test_two_servers_train_as_one(servers, tmp_path):
+    """A group's requests are all at one server, both get work, and the weights are written once."""
+    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=3,
+                           weight_sync_dir=str(tmp_path), num_generations=4)  # fmt: skip
+    asked = defaultdict(set)  # group -> servers
+    for number, client in enumerate(trainer.client.servers):
+        post = client._post
+
+        async def recorded(path, payload, read, number=number, post=post):
+            asked[trainer.state.global_step, tuple(payload["prompt"][:300])].add(number)
+            return await post(path, payload, read)
+
+        client._post = recorded
+    written = []
+    transfer = trainer.client.transfer
+    folder = transfer._versions_folder
+    transfer._versions_folder = lambda size: written.append(size) or folder(size)
+    trainer.train()
+    prompts = {tuple(r.prompt_ids) for batch in trainer.batches for r in batch}
+    by_group = defaultdict(set)
+    for (step, ids), numbers in asked.items():
+        for prompt in prompts:
+            if ids[: len(prompt)] == prompt:
+                by_group[step, prompt] |= numbers
+    assert len(by_group) == 12 and all(len(numbers) == 1 for numbers in by_group.values())
+    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 6, 1: 6}
+    assert len(written) == 4  # three steps, and the probe of the first
+    assert trainer.rows("sync/servers") == [2, 2, 2] and trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert max(trainer.rows("sync/logprob_difference")) < 1e-4
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    versions = [requests.get(f"{s.url}/weight_info", timeout=10).json()["weight_version"] for s in servers]
+    assert versions == [trainer.weight_sync.pushed] * 2
+    assert_from_the_weights_of_its_version(trainer)
+    trainer.client.close()
+
+
+@needs_vllm
+def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
+    """Killed amid rollouts of step 2: the other one takes over what it had, step 4 has both again, nothing is lost."""
+    killed = threading.Event()
+
+    def seconds(expression):
+        if trainer.state.global_step == 2 and not killed.is_set():
+            killed.set()
+            servers[1].kill()
+        return 1.0
+
+    class Waits(Watched):
+        def _sync_weights(self):
+            if self.state.global_step == 4 and not servers[1].healthy():
+                servers[1].start().wait()
+            super()._sync_weights()
+
+    trainer = make_trainer(None, tmp_path, slow_calculator(seconds), trainer_class=Waits, max_steps=6,
+                           vllm_server_base_url=addresses(servers))  # fmt: skip
+    trainer.client.RETRY_SECONDS = 0.0
+    trainer.train()
+    assert trainer.state.global_step == 6 and [len(batch) for batch in trainer.batches] == [16] * 6
+    assert trainer.rows("sync/servers") == [2, 2, 2, 1, 2, 2]
+    restarted = trainer.rows("rollout/restarted")
+    assert restarted[:2] + restarted[3:] == [0] * 5 and restarted[2] <= 8  # of its own group at most
+    assert trainer.weight_sync.num_syncs == 6  # what starts over needs no push: the other server holds the weights
+    for batch in trainer.batches:
+        assert [r.index for r in batch] == list(range(16))
+        assert_whole(batch)
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert_from_the_weights_of_its_version(trainer)
+    assert f"{servers[1].url} is left out" in caplog.text and f"{servers[1].url} is back" in caplog.text
+    assert all(not requests.get(f"{s.url}/is_paused", timeout=10).json()["is_paused"] for s in servers)
+    trainer.client.close()
+
+
+@needs_vllm
+def test_a_push_that_one_server_misses(servers, tmp_path):
+    """Its load answers 500 once: it is left out of that step, and joins at the next push."""
+    failed = []
+
+    def rule(request):
+        if request.path == "/collective_rpc" and len(proxy.statuses("/collective_rpc")) and not failed:
+            if sum(r.path == "/collective_rpc" for r in proxy.requests) == 3:
+                failed.append(request)
+                return Fault("broken load", status=500)
+        return None
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = rule
+        trainer = make_trainer(None, tmp_path, vllm_server_base_url=f"{servers[0].url},{proxy.url}", max_steps=3)
+        trainer.client.RETRY_SECONDS = 0.0
+        trainer.train()
+        assert failed and trainer.rows("sync/servers") == [2, 1, 2]
+        sampled = Counter(r.path for r in proxy.requests)["/v1/completions"]
+        assert sampled > 0
+        assert_from_the_weights_of_its_version(trainer)
+        trainer.client.close()
+
+
+@needs_vllm
+def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path):
+    """It takes requests and answers none. The run goes on without it, and nothing starts over."""
+    frozen = []
+
+    def rule(request):
+        if frozen and request.path != "/health":
+            return Fault("frozen", delay=60.0, status=0)
+        sampled = request.path == "/v1/completions" and "prompt_logprobs" not in request.payload
+        if sampled and trainer.state.global_step == 1:
+            frozen.append(time.monotonic())
+            return Fault("frozen", delay=60.0, status=0)
+        return None
+
+    with FaultProxy(servers[1].url) as proxy:
+        trainer = make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url], max_steps=2)
+        proxy.faults = rule
+        for client in trainer.client.servers:
+            client.VERSION_SECONDS = 0.5
+        trainer.train()
+        assert frozen and trainer.state.global_step == 2
+        assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8
+        assert_from_the_weights_of_its_version(trainer)
+        trainer.client.close()
+
+
+@needs_vllm
+def test_a_server_that_is_not_there_at_the_start_is_named(servers, tmp_path):
+    with pytest.raises(ServerError, match="No vLLM server answers at http://127.0.0.1:9 after 1 s"):
+        make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, "http://127.0.0.1:9"],
+                     vllm_server_timeout=1.0)  # fmt: skip
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("key", "value"), [("model", "/models/other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)]
+)
+def test_servers_that_differ_are_refused_before_weights_load(servers, tmp_path, key, value):
+    def differs(answer):
+        answer["vllm_config"]["model_config"][key] = value
+        return answer
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
+        with pytest.raises(ServerError) as error:
+            make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url])
+        assert f"{key}={value!r} at {proxy.url}" in str(error.value) and f"at {servers[0].url}" in str(error.value)
