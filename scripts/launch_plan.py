@@ -38,20 +38,29 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def share_gpus(gpus: list[str], starts_server: bool) -> tuple[list[str], list[str]]:
-    """(GPUs that train, GPU of the server): the last one generates.
+def share_gpus(gpus: list[str], servers: int, per_server: int) -> tuple[list[str], list[str]]:
+    """(GPUs that train, the GPUs of each server): the last ones generate.
 
-    >>> share_gpus(["0", "1", "2"], True), share_gpus(["0"], False), share_gpus([], True)
-    ((['0', '1'], ['2']), (['0'], []), ([], []))
+    >>> share_gpus(["0", "1", "2"], 1, 1), share_gpus(["0"], 0, 1), share_gpus([], 2, 1)
+    ((['0', '1'], ['2']), (['0'], []), ([], ['', '']))
+    >>> share_gpus(list("01234567"), 2, 2)
+    (['0', '1', '2', '3'], ['4,5', '6,7'])
     """
-    if not starts_server or not gpus:
-        return gpus, []
-    if len(gpus) < 2:
+    if not servers or not gpus:
+        return gpus, [""] * servers
+    taken = servers * per_server
+    if len(gpus) <= taken and taken == 1:
         raise ValueError(
             "The recipe trains beside a vLLM server (vllm_mode: server), which takes a GPU of its own, and one GPU is "
             "visible. Expected two or more. With one, add: --vllm_mode colocate"
         )
-    return gpus[:-1], gpus[-1:]
+    if len(gpus) <= taken:
+        raise ValueError(
+            f"VLLM_SERVERS={servers} with VLLM_TP={per_server} take {taken} GPUs, and {len(gpus)} are visible. "
+            "Expected at least one more, which trains: lower one of the two."
+        )
+    generating = gpus[-taken:]
+    return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
 
 
 def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
@@ -125,7 +134,12 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     uses_server = backend_of(args) == "server"
     starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
     use_cpu = str(option(argv, "use_cpu")).lower() in ("true", "1", "yes")
-    trainers, servers = share_gpus([] if use_cpu else visible_gpus(), starts_server)
+    num_servers, per_server = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
+    if not starts_server and (num_servers, per_server) != (1, 1):
+        raise ValueError(
+            f"VLLM_SERVERS={num_servers}, VLLM_TP={per_server}: for this recipe no server is started. Remove them."
+        )
+    trainers, servers = share_gpus([] if use_cpu else visible_gpus(), num_servers * starts_server, per_server)
     num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
@@ -136,7 +150,8 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     plan = {
         "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
-        "server_gpus": ",".join(servers), "deepspeed": importlib.util.find_spec("deepspeed") is not None,
+        "server_gpus": servers, "tensor_parallel": per_server,
+        "deepspeed": importlib.util.find_spec("deepspeed") is not None,
     }  # fmt: skip
     # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
     dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
@@ -148,7 +163,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
             "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
             "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
             "max_model_len": server_context(script_args, args, model_args, whole),
-            "dtype": server_dtype(args, model_args) if servers else "float32", "weight_sync": args.weight_sync,
+            "dtype": server_dtype(args, model_args) if servers[0] else "float32", "weight_sync": args.weight_sync,
             "weight_sync_dir": args.weight_sync_dir or "",
         }  # fmt: skip
     return plan

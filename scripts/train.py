@@ -3,7 +3,8 @@
     bash scripts/train.sh RECIPE [trainer arguments...]
     bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
 
-With GPUs the last one generates and the others train, one process each. Without, both share the CPU.
+With GPUs the last one generates and the others train, one process each. Without, both share the CPU. With
+VLLM_SERVERS and VLLM_TP the last VLLM_SERVERS * VLLM_TP GPUs generate.
 Recipes that use no server (use_vllm: false, vllm_mode: colocate, a server elsewhere) are only launched.
 
 Environment:
@@ -11,15 +12,17 @@ Environment:
     NUM_PROCESSES         training processes (default: GPUs - 1; on a CPU 2 beside a server, else 1)
     ACCELERATE_CONFIG     an accelerate configuration (default for several processes, of hf_recipes/accelerate:
                           zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
+    VLLM_SERVERS          vLLM servers (default 1); each has its own port, its own GPUs and its own log
+    VLLM_TP               GPUs of one server, by tensor parallelism (default 1)
     VLLM_ARGS             further flags for the server, separated by spaces
-    SERVER_TIMEOUT        seconds that the server may take to start (default 1800)
-    SERVER_RESTARTS       how often a server that dies during training is started again (default 3); the trainer waits
-                          for it for vllm_server_timeout seconds, pushes its weights, and goes on
+    SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
+    SERVER_RESTARTS       how often each server that dies during training is started again (default 3); the trainer
+                          goes on with the others; without any it waits for vllm_server_timeout seconds
     STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
     TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)
 
-Three processes are started, each in a session of its own: the checks (launch_plan.py), the server and the trainer.
+These are started, each in a session of its own: the checks (launch_plan.py), the servers and the trainer.
 Before them starts the keeper (keeper.py), which ends all of them when this process is gone.
 This process stays small: it imports neither torch nor the trainer.
 """
@@ -65,6 +68,7 @@ def main() -> None:
     recipe, arguments = read_command_line(sys.argv[1:])
     limits = {name: whole_number(name, default) for name, default in LIMITS.items()}
     whole_number("NUM_PROCESSES", 0)  # launch_plan.py decides, where it knows the GPUs
+    whole_number("VLLM_SERVERS", 1, least=1), whole_number("VLLM_TP", 1, least=1)
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
     python = os.environ.get("PYTHON") or sys.executable
@@ -88,24 +92,23 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
     plan = make_plan(launch, [python, "scripts/launch_plan.py", "--config", recipe, *arguments])
     Path(plan["output_dir"]).mkdir(parents=True, exist_ok=True)
     arguments = ["--config", recipe, *arguments]
-    server = None
-    if plan["starts_server"]:
-        port, _ = lock_port(plan["wanted_port"])  # the lock ends with this process
-        if port != plan["wanted_port"]:
-            say(f"port {plan['wanted_port']} is taken: using {port}")
-        arguments += ["--vllm_server_port", str(port)]
+    servers = start_servers(launch, python, plan) if plan["starts_server"] else []
+    if servers:
+        ports = [str(server.port) for server in servers]
+        if len(servers) == 1:
+            arguments += ["--vllm_server_port", *ports]
+        else:
+            arguments += ["--vllm_server_base_url", ",".join(f"http://127.0.0.1:{port}" for port in ports)]
         if not plan["weight_sync_dir"]:
             arguments += ["--weight_sync_dir", launch.make_folder()]
-        server = Server(launch, server_command(python, plan, port), port, Path(plan["output_dir"]))
-        gpu = plan["server_gpus"]
-        say(f"starting the vLLM server on {f'GPU {gpu}' if gpu else 'the CPU'}, port {port}; log: {server.log}")
-        server.start()
-        server.wait(limits["SERVER_TIMEOUT"])
-    status = train(launch, trainer_command(python, plan, arguments), server, limits["SERVER_RESTARTS"])
+        for server in servers:
+            server.wait(limits["SERVER_TIMEOUT"])
+    status = train(launch, trainer_command(python, plan, arguments), servers, limits["SERVER_RESTARTS"])
     if status:
-        if server and not server.is_alive():
-            server.show_log()
-            print("train: error: the vLLM server ended during training; see above.", file=sys.stderr, flush=True)
+        for server in servers:
+            if not server.is_alive():
+                server.show_log()
+                print(f"train: error: {server.name} ended during training; see above.", file=sys.stderr, flush=True)
         what = "preflight" if "--preflight" in arguments else "trainer"
         say(f"the {what} failed with exit code {status}")
     elif "--preflight" not in arguments:
@@ -113,16 +116,35 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
     return status
 
 
-def train(launch: "Launch", command: Command, server: "Server | None", restarts: int) -> int:
-    """Run the trainer to its end. A server that dies meanwhile is started again, at most `restarts` times."""
+def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
+    """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
+    servers = []
+    wanted = plan["wanted_port"]
+    for number, gpus in enumerate(plan["server_gpus"]):
+        port, _ = lock_port(wanted)  # the lock ends with this process
+        if port != wanted:
+            say(f"port {wanted} is taken: using {port}")
+        wanted = port + 1
+        several = len(plan["server_gpus"]) > 1
+        name = f"vLLM server {number}" if several else "the vLLM server"
+        log = Path(plan["output_dir"]) / (f"vllm_server.{number}.log" if several else "vllm_server.log")
+        server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
+        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {server.log}")
+        server.start()
+        servers.append(server)
+    return servers
+
+
+def train(launch: "Launch", command: Command, servers: "list[Server]", restarts: int) -> int:
+    """Run the trainer to its end. A server that dies meanwhile is started again, each at most `restarts` times."""
     trainer = launch.start("trainer", command)
-    restarted = 0
     while trainer.poll() is None:
-        if server and restarted < restarts and not server.is_alive():
-            restarted += 1
-            server.show_log()
-            say(f"the vLLM server ended; starting it again ({restarted} of {restarts})")
-            server.start()
+        for server in servers:
+            if server.restarted < restarts and not server.is_alive():
+                server.restarted += 1
+                server.show_log()
+                say(f"{server.name} ended; starting it again ({server.restarted} of {restarts})")
+                server.start()
         time.sleep(1)
     return exit_code(trainer)
 
@@ -132,10 +154,13 @@ def train(launch: "Launch", command: Command, server: "Server | None", restarts:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def server_command(python: str, plan: dict[str, Any], port: int) -> Command:
-    """The vLLM server: for this machine alone, with the endpoints and log-probabilities that the trainer needs."""
+def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str = "127.0.0.1") -> Command:
+    """A vLLM server: for this machine alone, with the endpoints and log-probabilities that the trainer needs.
+
+    `gpus` are its GPUs as in CUDA_VISIBLE_DEVICES; without any it runs on the CPU.
+    """
     command = [  # not the `vllm` command: the CPU package has none
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--host", "127.0.0.1",
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--host", host,
         "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
         "--max-model-len", str(plan["max_model_len"]), "--logprobs-mode", "processed_logprobs",
         "--generation-config", "vllm",
@@ -143,8 +168,10 @@ def server_command(python: str, plan: dict[str, Any], port: int) -> Command:
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if plan["trust_remote_code"]:
         command.append("--trust-remote-code")
-    if plan["server_gpus"]:
-        environment["CUDA_VISIBLE_DEVICES"] = plan["server_gpus"]
+    if plan["tensor_parallel"] > 1:
+        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
         if plan["weight_sync"] != "disk":
             command += ["--weight-transfer-config", '{"backend": "nccl"}']
     else:
@@ -193,11 +220,11 @@ def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
 
 
 class Server:
-    """The vLLM server of a launch."""
+    """A vLLM server of a launch."""
 
-    def __init__(self, launch: "Launch", command: Command, port: int, output_dir: Path):
-        self.launch, self.command, self.port = launch, command, port
-        self.log = output_dir / "vllm_server.log"
+    def __init__(self, launch: "Launch", command: Command, port: int, name: str, log: Path):
+        self.launch, self.command, self.port, self.name, self.log = launch, command, port, name, log
+        self.restarted = 0
         self.log.write_bytes(b"")
         self.process: subprocess.Popen | None = None
 
@@ -222,16 +249,16 @@ class Server:
     def wait(self, seconds: int) -> None:
         """Wait until it answers, with a dot for every second. It must not end, nor take longer than `seconds`."""
         began, told, problem = time.monotonic(), 0, ""
-        print("train: waiting for the server ", end="", flush=True)
+        print(f"train: waiting for {self.name} ", end="", flush=True)
         try:
             while not problem:
                 waited = int(time.monotonic() - began)
                 if not self.is_alive():
-                    problem = "the vLLM server ended while it started; see above."
+                    problem = f"{self.name} ended while it started; see above."
                 elif self.is_healthy():
                     return print(f" up after {waited} s", flush=True)
                 elif waited > seconds:
-                    problem = f"the vLLM server is not up after {waited} s (SERVER_TIMEOUT)."
+                    problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
                 else:
                     told, text = (waited, f". {waited} s ") if waited >= told + 10 else (told, ".")
                     print(text, end="", flush=True)
@@ -346,11 +373,11 @@ def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     return recipe, argv[1:]
 
 
-def whole_number(name: str, default: int) -> int:
+def whole_number(name: str, default: int, least: int = 0) -> int:
     """An environment variable's."""
     text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        fail(f"{name}={text!r}: expected a whole number, 0 or more", 2)
+    if not text.isdecimal() or int(text) < least:
+        fail(f"{name}={text!r}: expected a whole number, {least} or more", 2)
     return int(text)
 
 

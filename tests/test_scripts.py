@@ -262,7 +262,7 @@ def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
     plan = launch_plan.make_plan(recipe, [])
     assert plan["starts_server"] and plan["num_processes"] == 2
-    assert (plan["dtype"], plan["trainer_gpus"], plan["server_gpus"]) == ("float32", "", "")
+    assert (plan["dtype"], plan["trainer_gpus"], plan["server_gpus"]) == ("float32", "", [""])
     assert 96 < plan["max_model_len"] < 1024
     assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
 
@@ -355,7 +355,20 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
 
 def test_a_server_needs_a_gpu_of_its_own():
     with pytest.raises(ValueError, match="colocate"):
-        launch_plan.share_gpus(["0"], starts_server=True)
+        launch_plan.share_gpus(["0"], 1, 1)
+    with pytest.raises(ValueError, match="VLLM_SERVERS=2 with VLLM_TP=2 take 4 GPUs, and 4 are visible"):
+        launch_plan.share_gpus(list("0123"), 2, 2)
+
+
+def test_the_plan_of_several_servers(recipe, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVERS", "3")
+    monkeypatch.setenv("VLLM_TP", "2")
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: [str(i) for i in range(8)])
+    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false"])
+    assert (plan["trainer_gpus"], plan["server_gpus"]) == ("0,1", ["2,3", "4,5", "6,7"])
+    assert (plan["num_processes"], plan["tensor_parallel"]) == (2, 2)
+    with pytest.raises(ValueError, match="VLLM_SERVERS=3, VLLM_TP=2: for this recipe no server is started"):
+        launch_plan.make_plan(recipe, ["--vllm_server_base_url", "http://10.1.2.3:8000,http://10.1.2.4:8000"])
 
 
 STAND_IN = f"""#!{sys.executable}
@@ -372,7 +385,8 @@ if kind == "plan":
     if os.environ.get("STAND_IN_PLAN") == "hangs":
         time.sleep(600)
     print(json.dumps({{"starts_server": True, "uses_server": True, "output_dir": out, "num_processes": 2,
-        "trainer_gpus": "", "server_gpus": "", "deepspeed": False, "model": "m", "revision": "main",
+        "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
+        "deepspeed": False, "model": "m", "revision": "main",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
         "dtype": "float32", "weight_sync": "auto", "weight_sync_dir": "", "float32_for_ddp": False}}))
 elif kind == "vllm":
@@ -393,7 +407,8 @@ elif kind == "vllm":
             self.end_headers()
         log_message = lambda *_: None
     server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
-    if os.environ.get("STAND_IN_SERVER") == "dies once" and open(log).read().count("vllm -m") == 1:
+    first = open(log).read().count("--port " + os.environ["STAND_IN_PORT"] + " ") == 1
+    if os.environ.get("STAND_IN_SERVER") == "dies once" and first and os.environ["STAND_IN_PORT"] in sys.argv:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while "accelerate" not in open(log).read():
             time.sleep(0.1)
@@ -572,6 +587,31 @@ def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n" * 2
 
 
+def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
+    """The trainer gets all addresses. The one that dies is started again, on its port."""
+    launch = Launch(tmp_path, recipe, VLLM_SERVERS="2", STAND_IN_SERVER="dies once")
+    launch.wait_for("vLLM server 0 ended; starting it again (1 of 3)")
+    deadline = time.monotonic() + 20
+    while launch.calls.read_text().count("vllm -m") < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    calls = launch.calls.read_text().splitlines()
+    ports = [call.split("--port ")[1].split()[0] for call in calls if call[:4] == "vllm"]
+    assert len(ports) == 3 and len(set(ports)) == 2
+    (trainer,) = (call for call in calls if call.startswith("accelerate"))
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in sorted(set(ports), key=int))
+    assert f"--vllm_server_base_url {urls} " in trainer and "--vllm_server_port" not in trainer
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    logs = [(tmp_path / f"vllm_server.{n}.log").read_text().count("the server speaks") for n in (0, 1)]
+    assert sorted(logs) == [1, 2] and not (tmp_path / "vllm_server.log").exists()
+
+
+def test_a_number_of_servers_is_one_or_more(tmp_path, recipe):
+    for value in ("0", "two"):
+        code, output = Launch(tmp_path, recipe, VLLM_SERVERS=value).end()
+        assert (code, output) == (2, f"train: error: VLLM_SERVERS={value!r}: expected a whole number, 1 or more\n")
+
+
 def test_two_launches_take_two_ports(tmp_path, recipe):
     """Both want the same one."""
     launches, port = [], str(free_port())
@@ -603,7 +643,8 @@ def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe
 
 
 GPU_PLAN = {
-    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": "2",
+    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": ["2"],
+    "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True,
 }  # fmt: skip
@@ -613,14 +654,18 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     for name in ("ACCELERATE_CONFIG", "TRAINER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_ARGS", "--seed 3")
-    command, environment = train.server_command("py", GPU_PLAN, 8001)
+    command, environment = train.server_command("py", GPU_PLAN, 8001, "2")
     assert command == (
         "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
         "bfloat16 --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm --trust-remote-code "
         "--weight-transfer-config"
     ).split() + ['{"backend": "nccl"}', "--seed", "3"]
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
-    assert "--weight-transfer-config" not in train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1)[0]
+    by_disk = train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1, "2")[0]
+    assert "--weight-transfer-config" not in by_disk and "--tensor-parallel-size" not in by_disk
+    command, environment = train.server_command("py", GPU_PLAN | {"tensor_parallel": 2}, 1, "4,5", host="10.0.0.7")
+    assert " ".join(command).count("--host 10.0.0.7") == " ".join(command).count("--tensor-parallel-size 2") == 1
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
 
     begin = "py -m accelerate.commands.launch --num_processes"
     command, environment = train.trainer_command("py", GPU_PLAN, ["--config", "r"])

@@ -419,6 +419,7 @@ def test_two_servers_train_as_one(servers, tmp_path):
     transfer = trainer.client.transfer
     folder = transfer._versions_folder
     transfer._versions_folder = lambda size: written.append(size) or folder(size)
+    assert [client.transfer.group_port for client in trainer.client.servers] == [51216, 51217]
     trainer.train()
     prompts = {tuple(r.prompt_ids) for batch in trainer.batches for r in batch}
     by_group = defaultdict(set)
