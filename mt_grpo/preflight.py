@@ -19,6 +19,7 @@ from mt_grpo.data import check_prompt, empty_prompts, with_prompts
 from mt_grpo.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.scoring import check_reward_columns
 from mt_grpo.server_errors import ServerError
+from mt_grpo.server_pool import engine_ranks
 from mt_grpo.settings import default_of
 from mt_grpo.tool_results import error_text
 
@@ -202,6 +203,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
             f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
         )
     env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
+    engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
 
 

@@ -37,6 +37,21 @@ def server_urls(value: str | list[str] | None) -> list[str]:
     return urls
 
 
+def engine_ranks(server: Any) -> list[int | None]:
+    """The data-parallel ranks behind a server's address; `[None]` where there is one engine.
+
+    Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them.
+    """
+    config = server.server_info().get("parallel_config") or {}
+    if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+        raise ServerError(
+            f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. Start "
+            "vLLM without them, or several servers, and name them all in vllm_server_base_url."
+        )
+    count = config.get("data_parallel_size", 1)
+    return list(range(count)) if count > 1 else [None]
+
+
 class ServerPool:
     """Servers with the same model. A server that is lost is left out; it joins again with the next push of weights.
 
@@ -261,9 +276,9 @@ class ServerPool:
         self._without_errors(dict(zip(self.joined, failed)))
         return seconds
 
-    def scores(self, token_ids: list[int]) -> dict[int, list[float]]:
-        """Each server's logprobs of `token_ids[1:]`, by its number (`ServerConnection.score`)."""
-        return self._ask(lambda server: server.score(token_ids), self.joined)
+    def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
+        """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
+        return self._ask(lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)], self.joined)
 
     def refuse(self, problems: dict[int, ServerError]) -> None:
         """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""

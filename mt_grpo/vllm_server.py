@@ -171,8 +171,9 @@ class ServerConnection:
         """The version that the last push set. A restarted server has lost it."""
         return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """The server's logprobs of `token_ids[1:]`, given all ids before each, at temperature 1, full vocabulary."""
+    def score(self, token_ids: list[int], rank: int | None = None) -> list[float]:
+        """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         payload = {
             **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
             "prompt_logprobs": 0,
@@ -182,7 +183,7 @@ class ServerConnection:
             entries = answer["choices"][0]["prompt_logprobs"]
             return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
-        return self.request("POST", "/v1/completions", json=payload, read=read)
+        return self.request("POST", "/v1/completions", json=payload, headers=headers, read=read)
 
     # -- requests of conversations (async) --
 

@@ -166,9 +166,9 @@ class WeightSync:
         return max(gap for number, gap in gaps.items() if number not in problems)
 
     def _distances(self, ours: torch.Tensor) -> dict[int, float]:
-        """Per server the mean absolute difference of logprobs: the maximum over ranks, so that all decide alike."""
+        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks."""
         theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
-        local = {number: (ours - torch.tensor(scores)).abs().mean().item() for number, scores in theirs.items()}
+        local = {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         ranks = gather_object([local])
         return {
             number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)

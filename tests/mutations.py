@@ -1092,6 +1092,13 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "tests/test_servers.py::test_servers_that_differ_are_refused_by_name_key_and_values",
     ),
     Mutation(
+        "servers: only one engine is probed",
+        "mt_grpo/server_pool.py",
+        "for rank in engine_ranks(server)]",
+        "for rank in engine_ranks(server)[:1]]",
+        "tests/test_servers.py::test_every_engine_behind_an_address_is_probed",
+    ),
+    Mutation(
         "servers: one NCCL port for all",
         SCRIPT,
         "group_port=args.vllm_group_port + number",

@@ -230,7 +230,7 @@ class Settled(Stub):
     def __init__(self, number, **values):
         super().__init__(number, [])
         self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
-        self.asked = 0
+        self.asked, self.engines = 0, 1
 
     def _if_up(self, value):
         self.asked += 1
@@ -251,8 +251,11 @@ class Settled(Stub):
     def weight_version(self):
         return self._if_up(self.version)
 
-    def score(self, ids):
-        return self._if_up([-1.0] * (len(ids) - 1))
+    def server_info(self):
+        return {"parallel_config": {"data_parallel_size": self.engines}}
+
+    def score(self, ids, rank):
+        return self._if_up([-1.0 - (rank or 0)] * (len(ids) - 1))
 
 
 def settled_pool(*servers, complete=True):
@@ -300,7 +303,7 @@ def test_a_lost_server_joins_again_when_it_answers():
     pool = settled_pool(*servers)
     servers[1].up = False
     assert pool.weight_version() == "v" and pool.joined == [0]
-    assert pool.scores([1, 2, 3]) == {0: [-1.0, -1.0]}
+    assert pool.scores([1, 2, 3]) == {0: [[-1.0, -1.0]]}
     servers[1].up, servers[1].version = True, "default"
     assert pool.weight_version() == "http://server0: v; http://server1: default"  # so all get the weights
     assert pool.joined == [0, 1] and set(pool.scores([1, 2])) == {0, 1}
@@ -321,6 +324,12 @@ def test_a_lost_server_is_not_asked_at_every_push():
     assert servers[1].asked == asked
     pool.wait_until_healthy()  # a wait for any server asks all of them
     assert pool.weight_version() == "v" and servers[1].asked > asked
+
+
+def test_every_engine_behind_an_address_is_probed():
+    servers = Settled(0), Settled(1)
+    servers[1].engines = 2
+    assert settled_pool(*servers).scores([1, 2, 3]) == {0: [[-1.0, -1.0]], 1: [[-1.0, -1.0], [-2.0, -2.0]]}
 
 
 def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
@@ -523,6 +532,48 @@ def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path)
         assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8
         assert_from_the_weights_of_its_version(trainer)
         trainer.client.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("flag", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
+def test_engines_behind_several_addresses_are_refused(servers, tmp_path, flag):
+    def differs(answer):
+        answer["vllm_config"]["parallel_config"][flag] = True
+        return answer
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
+        with pytest.raises(ServerError, match=f"{proxy.url}: --data-parallel-external-lb and .* are not supported"):
+            make_trainer(proxy.port, tmp_path)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_engines_behind_one_address(tmp_path):
+    """vLLM's own data parallelism: both engines get every push, and both are probed."""
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs", "--data-parallel-size", "2")
+    with VLLMServer(MODEL, *flags, python=warm_python.executable()) as server, FaultProxy(server.url) as proxy:
+        trainer = make_trainer(proxy.port, tmp_path, max_steps=4)
+        trainer.train()
+        assert max(trainer.rows("sync/logprob_difference")) < 1e-4
+        assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+        probes = [r.headers.get("X-data-parallel-rank") for r in proxy.requests
+                  if r.path == "/v1/completions" and "prompt_logprobs" in r.payload]  # fmt: skip
+        assert probes == ["0", "1"] * 5  # four steps, and the first one's changed norm
+        assert_from_the_weights_of_its_version(trainer)
+
+        # One engine that keeps other weights is noticed, although the other one is right.
+        def further_off(answer):
+            for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+                for token in entry.values():
+                    token["logprob"] -= 0.01
+            return answer
+
+        proxy.faults = lambda r: (
+            Fault("off", change=further_off) if r.headers.get("X-data-parallel-rank") == "1" else None
+        )
+        with pytest.raises(ServerError, match="disagree"):
+            make_trainer(proxy.port, tmp_path / "again", max_steps=1).train()
 
 
 @needs_vllm
