@@ -2,16 +2,19 @@
 
     python scripts/soak.py                       # 200 steps, about 17 minutes on 2 cores
     python scripts/soak.py --steps 40 --kills 1  # a short one
+    python scripts/soak.py --servers 3           # three servers, of which one at a time is killed
 
 A vLLM server, a proxy in front of it that answers 429, 500 and 503 and closes connections in mid-answer, a tool that
 now and then hangs for longer than its time limit, and `kill -9` for the server, which is then started again on the
 same port. Two training processes, as the recipe has them. The run must finish, have every step once, answer held-out
 problems, and show no growth in memory, threads, sockets or files. Exit code 1 and a list of what failed otherwise.
 
-What it measured goes to docs/soak_results.json and docs/soak.png (runs/ with fewer than 200 steps).
+What it measured goes to docs/soak_results.json and docs/soak.png (runs/ with fewer than 200 steps); with several
+servers to docs/soak_servers_results.json and docs/soak_servers.png (runs/ with fewer than 80).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -20,7 +23,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,18 +158,26 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     samples: list[dict[str, Any]] = []
     downs: list[dict[str, float]] = []
-    server = VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
-                        log=output / "vllm_server.log", timeout=300).start()  # fmt: skip
-    started, launcher = time.monotonic(), None
-    with FaultProxy(server.url, rule(options.seed)) as proxy:
+    servers = [
+        VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
+                   log=output / f"vllm_server.{number}.log", timeout=300).start() for number in range(options.servers)
+    ]  # fmt: skip
+    started, launcher, returns = time.monotonic(), None, []
+    with contextlib.ExitStack() as stack:
+        proxies = [
+            stack.enter_context(FaultProxy(server.url, rule(options.seed + number)))
+            for number, server in enumerate(servers)
+        ]
         command = [
             sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
             "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir", str(output), "--max_steps", str(options.steps),
-            "--vllm_server_base_url", proxy.url, "--tools_script", str(output / "tools.py"), "--tool_timeout", "2",
+            "--vllm_server_base_url", ",".join(proxy.url for proxy in proxies),
+            "--tools_script", str(output / "tools.py"), "--tool_timeout", "2",
             "--lr_scheduler_type", "linear", "--disable_tqdm", "true",
         ]  # fmt: skip
         try:
-            server.wait()
+            for server in servers:
+                server.wait()
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             with open(output / "train.log", "w") as log:
                 launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
@@ -176,11 +189,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 if kills and step >= kills[0]:
                     kills.pop(0)
                     time.sleep(chance.uniform(0, 2))  # anywhere in a step
-                    down = time.monotonic()
+                    server = chance.choice([s for s in servers if s.healthy()] or servers)
                     server.kill()
-                    server.start().wait()
-                    downs.append({"step": step, "seconds": time.monotonic() - down})
-                    print(f"step {step}: server killed, back after {downs[-1]['seconds']:.0f} s", flush=True)
+                    returns.append(threading.Thread(target=bring_back, args=(server, step, downs)))
+                    returns[-1].start()
+                    if len(servers) == 1:  # the run waits as well
+                        returns[-1].join()
                 elif step != told:
                     told = step
                     samples.append(
@@ -192,8 +206,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if launcher is not None and launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGTERM)
                 launcher.wait(90)
-            server.stop()
-        faults = dict(proxy.counts)
+            for thread in returns:
+                thread.join()
+            for server in servers:
+                server.stop()
+        faults = dict(sum((proxy.counts for proxy in proxies), Counter()))
     left = set(os.listdir("/dev/shm")) - shared if os.path.isdir("/dev/shm") else set()
     result = {
         "machine": machine(), "steps": options.steps, "seed": options.seed, "exit_code": launcher.returncode,
@@ -203,6 +220,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     result |= summary(output, samples, options.steps)
     result["problems"] = problems(result, options)
     return result
+
+
+def bring_back(server: VLLMServer, step: int, downs: list[dict[str, float]]) -> None:
+    """Start a killed server again, and note how long it was away."""
+    down = time.monotonic()
+    server.start().wait()
+    downs.append({"step": step, "seconds": time.monotonic() - down})
+    print(f"step {step}: server killed, back after {downs[-1]['seconds']:.0f} s", flush=True)
 
 
 def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str, Any]:
@@ -220,6 +245,7 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         "exact_match": exact,
         "exact_match_last": statistics.mean(exact[-20:]) if exact else None,
         "conversations_restarted": sum(row["rollout/restarted"] for row in rows),
+        "servers": sorted({row["sync/servers"] for row in rows if "sync/servers" in row}),
         "requests_retried": sum(row["rollout/retries"] for row in rows),
         "tool_timeouts": sum(row["tools/timeout_frequency"] * row["tools/call_frequency"] * 64 for row in rows),
         "sampling_logp_difference": max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=None),
@@ -241,6 +267,8 @@ def problems(result: dict[str, Any], options: argparse.Namespace) -> list[str]:
         found.append("a step is missing from trainer_state.json, or is there twice")
     if options.steps >= 200 and not (result["exact_match_last"] or 0) > 0.9:
         found.append(f"exact match of the last 20 steps is {result['exact_match_last']}, expected above 0.9")
+    if options.servers > 1 and result["servers"][-1:] != [options.servers]:
+        found.append(f"servers that held the weights: {result['servers']}, expected up to {options.servers}")
     if not (result["sampling_logp_difference"] or 1) < 1e-4:
         found.append(f"trainer and server disagreed by {result['sampling_logp_difference']} in a step")
     if len(result["server_kills"]) < options.kills:
@@ -283,17 +311,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--kills", type=int, default=4, help="how often the server is killed")
+    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--hang-every", type=int, default=2000, help="one tool call in so many hangs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    if options.steps < 8 or options.kills < 0 or options.hang_every < 1:
-        sys.exit("error: expected --steps of at least 8, --kills of at least 0 and --hang-every of at least 1.")
+    if options.steps < 8 or options.kills < 0 or options.hang_every < 1 or options.servers < 1:
+        sys.exit(
+            "error: expected --steps of at least 8, --kills of at least 0, --hang-every and --servers of at least 1."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     result = run(options)
-    folder = ROOT / ("docs" if options.steps >= 200 else "runs")
-    write_results(folder / "soak_results.json", result)
+    name, whole = ("soak", 200) if options.servers == 1 else ("soak_servers", 80)
+    folder = ROOT / ("docs" if options.steps >= whole else "runs")
+    write_results(folder / f"{name}_results.json", result)
     if result["samples"]:
-        plot(result, folder / "soak.png")
+        plot(result, folder / f"{name}.png")
     shown = {k: v for k, v in result.items() if k not in ("samples", "exact_match", "machine", "problems")}
     print(json.dumps(shown, indent=1))
     if result["problems"]:
