@@ -69,7 +69,8 @@ def end(leaders: list[Leader], mark: str, seconds: float) -> None:
     """End all processes of the launch; those that are deaf to SIGTERM after `seconds`."""
     left = living(leaders, mark)
     if left:
-        names = [name for name, process in leaders if process in left] or ["processes that were left behind"]
+        names = dict.fromkeys(name for name, process in leaders if process in left)
+        names = names or ["processes that were left behind"]
         say(f"stopping the {' and the '.join(names)}")
     send("terminate", left)
     deadline = time.monotonic() + seconds
