@@ -54,7 +54,6 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
@@ -62,6 +61,7 @@ from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
+from mt_grpo.nodes import checkpoint_of_all_ranks
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import RolloutBatch
@@ -1424,7 +1424,7 @@ class MTGRPOConfig(GRPOConfig):
         super().__post_init__()
         check_config(self, CREDIT_ASSIGNMENTS)
         self.output_dir, self.weight_sync_dir = absolute(self.output_dir), absolute(self.weight_sync_dir)
-        self.resume_from_checkpoint = checkpoint_to_resume(self.resume_from_checkpoint, self.output_dir)
+        self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
 RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)  # every recipe key is a field of one of them

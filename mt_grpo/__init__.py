@@ -30,6 +30,7 @@ A module imports only from modules that stand above it in this list.
     weight_transfer  transfer of weights to servers: disk, NCCL
     routes           conversations over several servers, and what is proven of them
     server_pool      one or several servers as one backend
+    shared_folder    whether the server sees the directory of the weights
     in_process       backend that generates in this process, with TRL's own generation
     ranks            errors of one rank raised on all ranks
     weights          iteration over the policy's parameters
@@ -46,6 +47,7 @@ A module imports only from modules that stand above it in this list.
     metrics_log      a row per log
     checkpoints      whether a folder is a whole checkpoint
     run_record       what determines the results of a run
+    nodes            several nodes: one output directory, one checkpoint to resume, the same settings
     snapshots        the state at the end of a step, for a resumed run
     disk_room        whether the disk has room for what a run saves
     saving           checkpoints and the trained model on disks that may be full

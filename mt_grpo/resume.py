@@ -16,8 +16,8 @@ from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 
-from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.data import with_prompts
+from mt_grpo.nodes import check_same_on_nodes, checkpoint_of_all_ranks, is_lost_peer
 from mt_grpo.prefetch import LookAhead, RolloutBatch
 from mt_grpo.progress import ProgressLine
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
@@ -26,6 +26,9 @@ from mt_grpo.server_errors import ServerError
 from mt_grpo.snapshots import EpochOrder, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
+
+# accelerate names the device of several processes on a CPU `cpu:0`, from which `torch.load` restores no optimizer.
+torch.serialization.register_package(30, lambda storage: None, lambda data, where: data if where == "cpu:0" else None)
 
 
 class ResumableTrainer(SavingTrainer):
@@ -110,11 +113,13 @@ class ResumableTrainer(SavingTrainer):
         Raises:
             ValueError: `resume_from_checkpoint` is no whole checkpoint.
             SaveError: The disk has no room for a checkpoint, or for a push of the weights.
-            RunError: No optimizer step was taken, a rank failed, or a signal asked the run to stop (`RunStopped`).
+            RunError: The nodes differ, no optimizer step was taken, a rank failed, or a signal asked the run to stop
+                (`RunStopped`).
             ServerError: The server failed.
         """
-        resume_from_checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        resume_from_checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved, step = {}, 0
+        check_same_on_nodes(self._run_record)
         self._check_room()
         if resume_from_checkpoint:
             path = Path(resume_from_checkpoint)
@@ -218,6 +223,13 @@ def train_or_save(trainer: ResumableTrainer) -> None:
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=error if error.__cause__ else None)
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            logger.error("training stopped", exc_info=error)
+            sys.exit(f"error: step {trainer.state.global_step}: another process of this run is gone, or does not "
+                     f"answer: {error}\nWithout it nothing can be saved. Start all nodes again with "
+                     "--resume_from_checkpoint last, which takes the last whole checkpoint.")  # fmt: skip
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
         except SaveError as error:

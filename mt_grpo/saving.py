@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.checkpoints import RUN_RECORD, checkpoint_damage, read_json
 from mt_grpo.disk_room import bytes_to_save, check_room
+from mt_grpo.nodes import apply_ddp_timeout, check_output_on_nodes, save_weights_on_each_node
 from mt_grpo.ranks import RunError
 from mt_grpo.run_record import LORA_KEYS, NOT_TRAINED, changed_settings, dataset_sha256, sha256, source_sha256
 from mt_grpo.snapshots import StepEndSnapshot
@@ -46,9 +47,13 @@ class SavingTrainer(GRPOTrainer):
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal: int | None = None
+        if config := kwargs.get("args"):  # before weights are loaded
+            apply_ddp_timeout(config.ddp_timeout)
+            check_output_on_nodes(config.output_dir, config.save_on_each_node)
         super().__init__(
             model, *args, peft_config=peft_config, callbacks=[self._snapshot, *(callbacks or [])], **kwargs
         )
+        save_weights_on_each_node(self.model, self.args)
 
     # -- disk space, and changed settings of a resumed run --
 

@@ -3669,9 +3669,48 @@ GYM = [
     ),
 ]
 
+NODES = "tests/test_nodes.py::"
+OF_NODES = [
+    Mutation(
+        "nodes: a server that does not see the directory loses its weights",
+        "mt_grpo/shared_folder.py",
+        '"is_checkpoint_format": False}',
+        '"is_checkpoint_format": True}',
+        "tests/test_server.py::test_whether_the_server_sees_the_directory_is_found_out_without_harm",
+    ),
+    Mutation(
+        "nodes: other settings on another node are not noticed",
+        "mt_grpo/nodes.py",
+        "    changed = changed_settings(gather_object([own])[0], own)\n",
+        "    changed = changed_settings(own, own)\n",
+        f"{NODES}test_nodes_that_would_train_differently",
+    ),
+    Mutation(
+        "nodes: directories that are not shared are not noticed",
+        "mt_grpo/nodes.py",
+        "not save_on_each_node and seen < len(names)",
+        "not save_on_each_node and seen < 1",
+        f"{NODES}test_an_output_directory_that_one_node_does_not_see",
+    ),
+    Mutation(
+        "nodes: torch.load knows no cpu:0",
+        "mt_grpo/resume.py",
+        'data if where == "cpu:0" else None',
+        "None",
+        f"{NODES}test_a_signal_to_one_node_stops_both_and_they_go_on_exactly",
+    ),
+    Mutation(
+        "nodes: a node that is gone is a traceback",
+        "mt_grpo/nodes.py",
+        "    return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None",
+        "    return False",
+        f"{NODES}test_a_node_that_is_gone_ends_the_other",
+    ),
+]
+
 MUTATIONS = [
     *REWARDS_AND_CREDIT, *SERVER_AND_WEIGHTS, *CONVERSATION_AND_TOOLS, *CONFIGURATION_AND_DATA,
-    *STOPPING_AND_RESUMING, *AGENTS, *SWIFT, *GYM,
+    *STOPPING_AND_RESUMING, *AGENTS, *SWIFT, *GYM, *OF_NODES,
 ]  # fmt: skip
 
 

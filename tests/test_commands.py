@@ -75,6 +75,11 @@ ARGUMENTS = {
         "CUDA_VISIBLE_DEVICES=0,1,2 accelerate launch": "three GPUs",
         "bash scripts/test.sh": "is the suite that this test is in",
     },
+    "docs/cluster.md": {
+        "bash scripts/serve.sh": "serves until it is stopped; test_slurm.py starts it by the job",
+        "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
+        "mkdir -p runs\nRECIPE=": "Slurm; test_slurm.py runs the script that it is given",
+    },
     "docs/environments.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/agent.yaml":
             "minutes; tests/test_agents_learn.py trains by both agents",
@@ -341,6 +346,11 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
         train = importlib.import_module("train")
         monkeypatch.setattr(train, "ROOT", ROOT)
         recipe, rest = train.read_command_line(arguments[1:])
+        read_recipe(["--config", recipe, *rest])
+    elif script == "scripts/serve.sh":
+        serve = importlib.import_module("serve")
+        recipe, options, rest = serve.read_arguments(arguments[1:])
+        assert options.port
         read_recipe(["--config", recipe, *rest])
     elif script in ("mt_grpo_trainer.py", "my_idea.py"):
         read_recipe(arguments[1:])

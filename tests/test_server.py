@@ -24,6 +24,7 @@ from mt_grpo.data import read_jsonl
 from mt_grpo.preflight import check_server
 from mt_grpo.rollout import StopReason
 from mt_grpo.server_errors import ServerError
+from mt_grpo.shared_folder import check_shared_directory
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytest.importorskip("vllm")
@@ -406,3 +407,29 @@ def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path):
     trained = [row for row in rows if "reward" in row]
     assert len(trained) == 3 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
     assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, client, tmp_path, monkeypatch):
+    """A real answer: of a server that gets another path, as one on another node. Its weights stay what they were."""
+    before, send = client.score([5, 6, 7, 8]), client.request
+
+    def on_another_node(method, path, **kwargs):
+        if path == "/collective_rpc":
+            kwargs["json"]["kwargs"]["weights_path"] = f"/not/mounted{kwargs['json']['kwargs']['weights_path']}"
+        return send(method, path, **kwargs)
+
+    if seen:
+        check_shared_directory(client, str(tmp_path))
+        check_shared_directory(client, None)
+    else:
+        monkeypatch.setattr(client, "request", on_another_node)
+        what = rf"{client.base_url} cannot .* weight_sync_dir='{tmp_path}': the trainer wrote {tmp_path}/\S+ and"
+        with pytest.raises(ServerError, match=rf"{what} the server cannot open it: .*/not/mounted<path>"):
+            check_shared_directory(client, str(tmp_path))
+        with pytest.raises(ServerError, match=r"weight_sync_dir='/\S+' \(the default\): the trainer wrote"):
+            check_shared_directory(client, None)
+        monkeypatch.undo()
+    with pytest.raises(ServerError, match="weight_sync_dir='/no/such': .*No such file.*Expected a writable directory"):
+        check_shared_directory(client, "/no/such")
+    assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())

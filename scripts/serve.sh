@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Start the vLLM server that a recipe needs, apart from its trainer, in the foreground.
+#
+#   bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
+#
+# scripts/serve.py does it, and says which environment variables count. PYTHON is the interpreter (default:
+# .venv/bin/python).
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PYTHON="${PYTHON:-$root/.venv/bin/python}"
+if ! command -v "$PYTHON" >/dev/null; then
+    printf 'serve: error: %s is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n' "$PYTHON" >&2
+    exit 2
+fi
+exec "$PYTHON" "$root/scripts/serve.py" "$@"
