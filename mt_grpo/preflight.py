@@ -16,11 +16,13 @@ from trl import GRPOConfig
 
 from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
 from mt_grpo.data import check_prompt, empty_prompts, with_prompts
+from mt_grpo.ranks import on_main_process
 from mt_grpo.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.scoring import check_reward_columns
 from mt_grpo.server_errors import ServerError
 from mt_grpo.server_pool import engine_ranks
 from mt_grpo.settings import default_of
+from mt_grpo.shared_folder import check_shared_directory
 from mt_grpo.tool_results import error_text
 
 logger = logging.getLogger(__name__)
@@ -205,6 +207,8 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
     engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
+    if client.transfer.resolve(args.device) == "disk":
+        on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
 
 
 def prepare_env(
