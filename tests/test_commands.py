@@ -76,7 +76,7 @@ ARGUMENTS = {
         "bash scripts/test.sh": "is the suite that this test is in",
     },
     "docs/cluster.md": {
-        "VLLM_SERVERS=2 bash scripts/train.sh": "two servers; test_servers.py trains by two, test_scripts.py starts them",
+        "VLLM_SERVERS=2 bash scripts/train.sh": "two servers; test_servers.py trains by two",
         "bash scripts/serve.sh": "serves until it is stopped; test_slurm.py starts it by the job",
         "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
         "mkdir -p runs\nRECIPE=": "Slurm; test_slurm.py runs the script that it is given",
