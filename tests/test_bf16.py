@@ -124,7 +124,9 @@ class Snapshots(TrainerCallback):
 @BOTH_WAYS
 def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path):
     """Right ones at each of 20 steps; then a norm that is off, old weights, a layer and a head left behind."""
-    trainer = served(tmp_path, port, dtype=dtype, max_steps=20, per_device_train_batch_size=32)
+    trainer = served(
+        tmp_path, port, dtype=dtype, max_steps=20, per_device_train_batch_size=32, learning_rate=1e-3
+    )  # fmt: skip
     snapshots, sync = Snapshots(trainer), trainer.weight_sync
     trainer.add_callback(snapshots)
     trainer.train()
@@ -144,8 +146,9 @@ def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path)
     wrong = {"norm": {"norm_scale": 1.05}, "10 steps old": {"wrong": old}, "layer": {"wrong": layer},
              "head": {"wrong": {"lm_head.weight": first["lm_head.weight"]}}}  # fmt: skip
     for name, weights in wrong.items():
-        with pytest.raises(ServerError, match="the trainer and the server .* disagree"):
-            print(name, check(**weights))
+        with pytest.raises(ServerError, match="the trainer and the server .* disagree") as refused:
+            raise AssertionError(f"{name}: {check(**weights)} passes")
+        print(name, refused.value)
     check()
 
 
