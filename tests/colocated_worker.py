@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import mt_grpo_trainer as mt
+from mt_grpo.formats import CLOSING_TAGS
 
 
 def load_from_file(generation, tied=True):
@@ -98,8 +99,17 @@ def checkpoint(trainer):
 
 
 def plain(trainer):
-    """Training alone."""
-    told = {"syncs": load_from_file(trainer.vllm_generation)}
+    """Training alone. `beyond`: what the engine sampled behind a closing tag."""
+    told = {"syncs": load_from_file(trainer.vllm_generation), "beyond": []}
+    generate = trainer.llm._generate_batch
+
+    def watched(prompts, max_tokens):
+        token_ids, logprobs = generate(prompts, max_tokens)
+        texts = trainer.env.tokenizer.batch_decode(token_ids)
+        told["beyond"] += [text for text in texts if any(tag in text[: -len(tag)] for tag in CLOSING_TAGS)]
+        return token_ids, logprobs
+
+    trainer.llm._generate_batch = watched
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     return {**told, "steps": steps(trainer)}
 

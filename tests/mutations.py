@@ -2825,7 +2825,7 @@ GYM = [
         "mt_grpo/batch_facts.py",
         "((up == some) & (down == some))",
         "((up == some) | (down == some))",
-        "tests/test_bf16.py::test_it_is_what_adamw_loses tests/test_bf16.py::test_bfloat16_loses_small_steps",
+        "tests/test_bf16.py::test_bfloat16_loses_small_steps",
     ),
     Mutation(
         "bf16: frozen weights count as stuck",

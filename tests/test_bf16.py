@@ -52,6 +52,8 @@ def test_bfloat16_loses_small_steps():
     assert share_stuck([weights], 6.0e-5) == 0.5
     assert share_stuck([weights], 6.2e-5) == 0.0
     assert share_stuck([torch.nn.Parameter(weights.detach().float())], 1e-6) == 0.0
+    edge = torch.nn.Parameter(torch.tensor([2.0**-6], dtype=torch.bfloat16))  # below it they are 2^-14 apart
+    assert [share_stuck([edge], step) for step in (3.0e-5, 4.0e-5)] == [1.0, 0.0]
     frozen = torch.nn.Parameter(weights.detach(), requires_grad=False)
     assert share_stuck([frozen, torch.nn.Parameter(torch.zeros(4))], 1e-6) == 0.0  # LoRA's B begins at 0
     assert share_stuck([], 1e-6) == 0.0

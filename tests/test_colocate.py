@@ -79,7 +79,7 @@ def test_its_turns_end_as_those_of_a_server(tmp_path):
         text = "".join(turn["token_texts"])
         assert text.endswith(("</tool>", "</answer>")) and text.count("</tool>") + text.count("</answer>") == 1
     assert all(len(turn["logprobs"]) == len(turn["token_ids"]) == turn["num_trained"] for turn in turns)
-    assert any(turn["read_ids"] for turn in turns)
+    assert any(turn["read_ids"] for turn in turns) and told["beyond"] == []
     assert all(row["tokens/ids_differ"] == row["tokens/text_differ"] == 0 for row in told["steps"])
 
 
