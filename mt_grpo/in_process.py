@@ -121,7 +121,8 @@ class InProcessBackend:
         generations = []
         for i, (_, prompt_ids, max_tokens, _) in enumerate(batch):
             ids = list(token_ids[i][:max_tokens])
-            finish_reason = "stop" if ids and self._is_end(ids[-1]) else "length"
+            # A colocated engine also stops at texts: what is shorter than its limit was not cut off.
+            finish_reason = "stop" if ids and (self._is_end(ids[-1]) or len(ids) < max_tokens) else "length"
             own = logprobs and list(logprobs[i][:max_tokens])
             generations.append(Generation(ids, own, finish_reason, hash_of_ids(prompt_ids)))
         return generations

@@ -42,6 +42,7 @@ class Trouble:
 
 
 LR = 0.01  # AdamW moves every weight by about the learning rate in a step; the highest that a recipe here uses is 6e-4
+ROUNDED = 0.5  # of the weights; in bfloat16 1e-6 moves 0.5% of the tiny model's, 1e-5 4%, 3e-4 91% (docs/speed.md)
 CUT = 0.5  # a model that must learn to be short is cut off in a third of the rollouts; half of them teach nothing else
 CUT_ALL = 0.95  # what is left gives no group two whole rollouts
 FAILS = 0.8  # of the calls; untrained models write one malformed call in three
@@ -86,6 +87,14 @@ READINGS = (
         "No weight changes.",
         "Set learning_rate to 1e-6 (all weights of a pretrained model), or 1e-5 to 1e-4 (LoRA).",
         lambda f: True,
+    ),
+    Reading(
+        "rounding", ("weights/stuck",),
+        lambda f: f["weights/stuck"] >= ROUNDED and f["learning_rate"] > 0 and f["optim"].startswith("adam"),
+        "A step of learning_rate={learning_rate:g} is lost in rounding for {weights/stuck:.0%} of the weights.",
+        "Adam moves a weight by about so much: what is kept in bfloat16 stays as it was, however many steps follow.",
+        "Set dtype: float32, with bf16: true to compute in bfloat16, or train by ZeRO-3 or FSDP2, which keep float32 "
+        "weights beside.",
     ),
     Reading(
         "temperature", ("temperature",), lambda f: f["temperature"] >= HOT,

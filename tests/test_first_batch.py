@@ -30,6 +30,7 @@ from mt_grpo.readings import (
     MIN_CALLS,
     NEVER,
     READINGS,
+    ROUNDED,
     SAME,
     troubles,
 )  # fmt: skip
@@ -218,14 +219,15 @@ def test_the_page_has_the_table_of_readings():
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(reading.name for reading in READINGS))
     values = {
         "learning rate": [LR, 0], "temperature": [HOT], "environment errors": [ENV_ERRORS, CUT_ALL],
-        "identical rollouts": [SAME],
+        "identical rollouts": [SAME], "rounding": [ROUNDED],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
         "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS],
         "no calls": [NEVER], "no answers": [NEVER],
         "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
     }  # fmt: skip
     for name, *cells in rows[1:]:
-        numbers = re.findall(r"([\d.]+)(%?)", " ".join(cells).replace("tokenization.md", ""))
+        text = re.sub(r"\S*\.md\S*|bfloat16", "", " ".join(cells))
+        numbers = re.findall(r"([\d.]+)(%?)", text)
         assert [float(number) / (100 if percent else 1) for number, percent in numbers] == values.get(name, []), name
 
 

@@ -1,0 +1,123 @@
+"""Trains with vLLM in the training process, on a CPU, and says what happened: run by tests/test_colocate.py.
+
+    python tests/colocated_worker.py OUT.json PART --config RECIPE ...
+
+vLLM's CPU backend packs its weights at load, so that TRL's last call, `load_weights` of the engine's model, cannot run
+here. `load_from_file` replaces that call, and nothing before it: when TRL syncs, its walk over the parameters, and the
+reset of the prefix cache are TRL's.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch
+from safetensors.torch import save_file
+
+import mt_grpo_trainer as mt
+from mt_grpo.formats import CLOSING_TAGS
+
+
+def load_from_file(generation, tied=True):
+    """Let the engine read what TRL hands to `load_weights` from a file, by its own `reload_weights`.
+
+    Args:
+        generation: TRL's `VLLMGeneration`.
+        tied: Whether `lm_head` is written beside the embedding that it is tied to. On GPUs both are one tensor of the
+            engine; on a CPU the engine keeps a packed copy.
+
+    Returns:
+        The number of weights of each sync, which grows.
+    """
+    llm, loads, weights = generation.llm, [], {}
+    model, reset = llm.llm_engine.model_executor.driver_worker.model_runner.model, llm.reset_prefix_cache
+
+    def collect(pairs):
+        weights.update((name, tensor.detach().clone()) for name, tensor in pairs)
+
+    def load_and_reset():
+        if tied and "lm_head.weight" not in weights:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            del model.load_weights  # `reload_weights` calls it
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+            model.load_weights = collect
+        loads.append(len(weights))
+        weights.clear()
+        return reset()
+
+    model.load_weights, llm.reset_prefix_cache = collect, load_and_reset
+    return loads
+
+
+def steps(trainer):
+    """The logged steps."""
+    return [row for row in trainer.state.log_history if "reward" in row]
+
+
+def differences(trainer):
+    """Mean difference of the logprobs of trainer and engine, by step."""
+    return [row["sampling/sampling_logp_difference/mean"] for row in steps(trainer)]
+
+
+def train(trainer):
+    """Steps with syncs, steps without, steps with syncs again."""
+    told = {"syncs": load_from_file(trainer.vllm_generation)}
+    told["dtype"] = str(trainer.vllm_generation.llm.model_config.dtype)
+    head = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    told |= {"steps": steps(trainer), "head_moved": (trainer.model.lm_head.weight - head).abs().max().item()}
+    sync = trainer.vllm_generation.sync_weights
+    trainer.vllm_generation.sync_weights = lambda: None
+    trainer.train()
+    told["without_sync"] = differences(trainer)
+    trainer.vllm_generation.sync_weights = sync
+    trainer.train()
+    told["with_sync_again"] = differences(trainer)
+    return told
+
+
+def checkpoint(trainer):
+    """Weights that are loaded at the step at which the engine was synced last."""
+    told = {"syncs": load_from_file(trainer.vllm_generation)}
+    trainer.train()
+    saved = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(1.5)
+    prompts = [trainer.env.prompt_ids([{"role": "user", "content": "What is 12 * 34?"}], trainer.env.tokenizer)] * 8
+    trainer._generate_batch(prompts, 16)  # the engine gets the scaled norm, at this step
+    told |= {"step": trainer.state.global_step, "last_sync": trainer._last_loaded_step}
+    trainer.args.max_steps += 1
+    trainer.train(resume_from_checkpoint=saved)
+    told["differences"] = differences(trainer)[-1:]
+    return told
+
+
+def plain(trainer):
+    """Training alone. `beyond`: what the engine sampled behind a closing tag."""
+    told = {"syncs": load_from_file(trainer.vllm_generation), "beyond": []}
+    generate = trainer.llm._generate_batch
+
+    def watched(prompts, max_tokens):
+        token_ids, logprobs = generate(prompts, max_tokens)
+        texts = trainer.env.tokenizer.batch_decode(token_ids)
+        told["beyond"] += [text for text in texts if any(tag in text[: -len(tag)] for tag in CLOSING_TAGS)]
+        return token_ids, logprobs
+
+    trainer.llm._generate_batch = watched
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    return {**told, "steps": steps(trainer)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, part = sys.argv[1:3]
+    built = mt.build_trainer(*mt.parse_arguments(sys.argv[3:]))
+    result = {"train": train, "checkpoint": checkpoint, "plain": plain}[part](built)
+    if built.accelerator.is_main_process:
+        Path(out).write_text(json.dumps(result))
