@@ -142,3 +142,34 @@ def test_a_batch_that_fills_its_limit_was_cut_off():
     assert (cut.finish_reason, whole.finish_reason) == ("length", "stop")
     (longer,) = InProcessBackend(lambda p, n: ([[7] * 4], None), lambda token: token == 2)._run([(0, [1], 3, None)])
     assert (longer.token_ids, longer.finish_reason) == ([7] * 3, "length")
+
+
+CPU_TAKES_NONE = (
+    "vllm_mode: colocate: vLLM on a CPU packs its weights and takes no new ones from TRL. Use a vLLM server"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [("'Parameter' object has no attribute 'weight_loader'", ValueError, CPU_TAKES_NONE),
+     ("'X' object has no attribute 'y'", AttributeError, "no attribute 'y'")],
+)  # fmt: skip
+def test_an_engine_that_takes_no_weights_is_named(said, error, message):
+    def generate(prompt_ids, max_tokens):
+        raise AttributeError(said)
+
+    backend = InProcessBackend(generate, lambda i: False)
+    with pytest.raises(error, match=message):
+        backend._run([(0, [5, 6], 8, None)])
+
+
+@pytest.mark.slow
+def test_without_the_replaced_call_a_cpu_run_says_why_it_ends(tmp_path):
+    pytest.importorskip("vllm")
+    keys = {"vllm_mode": "colocate", "vllm_max_model_length": 640, "vllm_server_host": None, "vllm_server_port": None,
+            "weight_sync": None, "max_steps": 1}  # fmt: skip
+    recipe = recipe_file(tmp_path, SERVED, **keys)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "mt_grpo_trainer.py", "--config", recipe], cwd=ROOT, env=environment,
+                          text=True, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert done.returncode == 1 and CPU_TAKES_NONE in done.stdout, done.stdout[-3000:]

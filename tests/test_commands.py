@@ -76,6 +76,7 @@ ARGUMENTS = {
         "bash scripts/test.sh": "is the suite that this test is in",
     },
     "docs/cluster.md": {
+        "python -m pytest tests/test_colocate.py": "minutes, as a slow test",
         "VLLM_SERVERS=2 bash scripts/train.sh": "two servers; test_servers.py trains by two",
         "bash scripts/serve.sh": "serves until it is stopped; test_slurm.py starts it by the job",
         "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
