@@ -97,8 +97,8 @@ from mt_grpo.rollout_log import log_rollouts
 from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
-from mt_grpo.server_errors import ServerError, hide_password, read_completion
-from mt_grpo.server_pool import ServerPool, server_urls
+from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
+from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
 from mt_grpo.token_checks import check_rollouts

@@ -25,7 +25,7 @@ class Group:
         if self.server not in pool.joined:
             if not pool.joined:
                 raise ServerLost(f"None of the vLLM servers at {pool.base_url} is left.")
-            # INVARIANT: ranks that share a group choose the same server. So equal loads are dealt out by its number.
+            # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
             place = {n: (n - self.number) % len(pool.servers) for n in pool.joined}
             chosen = min(pool.joined, key=lambda n: (pool.load[n], place[n]))
             if self.server is not None:
@@ -64,7 +64,7 @@ class Route:
 
         Raises `ServerError` if no server is left.
         """
-        pool = self.pool
+        pool, cancelled_before = self.pool, asyncio.current_task().cancelling()
         while True:
             number = self.group.choose()
             request = asyncio.ensure_future(
@@ -74,10 +74,11 @@ class Route:
             try:
                 generation = await request
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling() or number in pool.joined:
+                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
                     raise  # the conversation itself is cancelled
             except ServerError as error:
-                if pool.joined in ([], [number]):
+                is_last = pool.joined in ([], [number])
+                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
                     raise
                 pool.leave(number, error)
             else:
@@ -93,7 +94,7 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
 
     A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
     reports `version` when it is asked after its last answer. A server that reports anything else is lost, and so is
-    one that does not answer `pool.LOST_AFTER` times in a row while another one is left. A conversation whose last
+    one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
     server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
     no server is left, all open conversations are.
 
@@ -104,16 +105,16 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
     confirmed: dict[int, float] = {}  # server -> when it was asked, and said `version`
     misses = dict.fromkeys(range(len(pool.servers)), 0)
     tasks = [asyncio.ensure_future(conversation) for conversation in conversations]
+    for task, route in zip(tasks, routes):  # also of a task that is cancelled before it begins
+        task.add_done_callback(lambda _, group=route.group: group.end_conversation())
     given_up: set[int] = set()
 
     async def finish(index: int) -> None:
         try:
             results[index] = await tasks[index]
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError):  # one that is given up may fail as it is cancelled
             if index not in given_up:
                 raise
-        finally:
-            routes[index].group.end_conversation()
 
     def unproven(index: int) -> set[int]:
         """The servers whose last answer to this conversation is not proven yet."""
@@ -124,9 +125,9 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
     try:
         while True:
             await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
-            asked, done = time.monotonic(), running.done()
-            if done and pool.joined:
+            if running.done() and pool.joined:
                 running.result()
+            asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
             numbers = list(pool.joined)
             held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
             for n, answer in zip(numbers, held):
@@ -135,7 +136,7 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
                     confirmed[n] = asked
                 elif answer is not None:
                     pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and pool.joined != [n]:
+                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             lost = set(range(len(pool.servers))) - set(pool.joined)
             for index in range(len(tasks)):

@@ -61,6 +61,26 @@ def split_server_url(url: str) -> tuple[str, str | None]:
     return parts._replace(netloc=host).geturl().rstrip("/"), header
 
 
+def server_urls(value: str | list[str] | None) -> list[str]:
+    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
+
+    Raises `ValueError` for something else, and `ServerError` for no address or one that is named twice.
+
+    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
+    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
+    """
+    if not value:
+        return []
+    urls = value.split(",") if isinstance(value, str) else list(value)
+    if not all(isinstance(url, str) for url in urls):
+        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
+    urls = [url.strip() for url in urls]
+    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
+    if twice := [url for url in plain if plain.count(url) > 1]:
+        raise ServerError(f"vllm_server_base_url names {twice[0]} twice. Name each server once.")
+    return urls
+
+
 def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int) -> Generation:
     """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import time
@@ -13,28 +14,10 @@ import torch
 from mt_grpo.event_loop import start_in_background
 from mt_grpo.rollout import Generation
 from mt_grpo.routes import Group, Route, gather_proven
-from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
+from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.weight_transfer import at_once
 
 logger = logging.getLogger(__name__)
-
-
-def server_urls(value: str | list[str] | None) -> list[str]:
-    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
-
-    Raises `ValueError` for something else, and `ServerError` for no address or one that is named twice.
-
-    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
-    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
-    """
-    urls = value.split(",") if isinstance(value, str) else list(value or [])
-    if not all(isinstance(url, str) for url in urls):
-        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
-    urls = [url.strip() for url in urls]
-    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
-    if twice := [url for url in plain if plain.count(url) > 1]:
-        raise ServerError(f"vllm_server_base_url names {twice[0]} twice. Name each server once.")
-    return urls
 
 
 def engine_ranks(server: Any) -> list[int | None]:
@@ -67,7 +50,9 @@ class ServerPool:
     """
 
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
-    RETRY_SECONDS = 30.0  # before a server that was left out is asked again
+    RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
+    MOST_RETRY_SECONDS = 1800.0
+    NOTICE_SECONDS = 10.0  # between two log lines during a wait for any server
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
     def __init__(self, servers: list[Any]):
@@ -79,6 +64,7 @@ class ServerPool:
         self.moved = 0
         self._settings: dict[str, Any] | None = None
         self._not_before: dict[int, float] = {}  # of servers that were left out
+        self._losses = [0] * len(servers)  # in a row
 
     # -- what a single client has, too --
 
@@ -141,6 +127,9 @@ class ServerPool:
     def routes(self, numbers: list[int]) -> list[Route]:
         """A backend for each conversation, of the groups with these numbers."""
         groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
+        for group in groups.values():
+            if self.joined:  # in this order, so that ranks that share a group mostly choose alike
+                group.choose()
         return [Route(self, groups[number]) for number in numbers]
 
     def start_conversations(
@@ -153,18 +142,27 @@ class ServerPool:
 
     def leave(self, number: int, why: Any) -> None:
         """Leave a server out. Its open requests are cancelled, and so asked of another one."""
-        self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
         if number not in self.joined:
             return
         self.joined.remove(number)
+        wait = min(self.RETRY_SECONDS * 2 ** self._losses[number], self.MOST_RETRY_SECONDS)
+        self._not_before[number] = time.monotonic() + wait
+        self._losses[number] += 1
         for request in list(self.requests[number]):
             request.get_loop().call_soon_threadsafe(request.cancel)
         if len(self.servers) > 1:
-            logger.warning(
-                f"The vLLM server at {self.servers[number].base_url} is left out: {str(why)[:500].rstrip('.')}. The "
-                f"run goes on with {len(self.joined)} of {len(self.servers)} servers. It joins again "
-                "with a push of the weights."
+            rest = (
+                f"goes on with {len(self.joined)} of {len(self.servers)} servers" if self.joined else "waits for one"
             )
+            logger.warning(
+                f"The vLLM server at {self.servers[number].base_url} is left out. The run {rest}, and asks this one "
+                f"again in {wait:g} s. The reason: {str(why)[:500]}"
+            )
+
+    async def another_answers(self) -> bool:
+        """Whether a server that was left out says which weights it holds."""
+        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
+        return any(v is not None for v in await asyncio.gather(*(server.held_version() for server in others)))
 
     def _ask(self, question: Callable[[Any], Any], numbers: list[int]) -> dict[int, Any]:
         """The answers of these servers, which are asked at the same time. One that fails is left out.
@@ -178,9 +176,12 @@ class ServerPool:
             except ServerError as error:
                 return error
 
+        if not numbers:
+            raise ServerLost(f"None of the vLLM servers at {self.base_url} answers.")
         return self._without_errors(dict(zip(numbers, at_once(ask, numbers))))
 
     def _without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
+        """The answers that are no errors. Servers with an error are left out, but for the last ones: it is raised."""
         errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
         if errors and (len(errors) == len(answers) or not self.complete):
             raise next(iter(errors.values()))
@@ -188,34 +189,33 @@ class ServerPool:
             self.leave(number, error)
         return {number: answer for number, answer in answers.items() if number not in errors}
 
-    def _rejoin(self) -> None:
-        """Take in again what answers. Before all servers held the first weights, that is all of them."""
-        numbers = list(range(len(self.servers)))
-        if self.complete and len(numbers) > 1:
-            now = time.monotonic()
-            numbers = [n for n in numbers if n in self.joined or self._not_before.get(n, 0.0) <= now] or numbers
-            away = [n for n in numbers if n not in self.joined]
-            healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
-            for number, answers in healthy.items():
-                if answers:
-                    logger.warning(f"The vLLM server at {self.servers[number].base_url} is back.")
-                else:
-                    self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
-            numbers = [n for n in numbers if healthy.get(n, True)]
-        self.joined = numbers
+    def _rejoin(self) -> list[int]:
+        """Take in again what answers, and return its numbers."""
+        for number in self.joined:
+            self._losses[number] = 0
+        now = time.monotonic()
+        away = [n for n in range(len(self.servers)) if n not in self.joined and self._not_before.get(n, 0.0) <= now]
+        healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
+        back = [number for number, answers in healthy.items() if answers]
+        for number in away:
+            if number in back:
+                logger.warning(f"The vLLM server at {self.servers[number].base_url} is back.")
+            else:
+                self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
+        self.joined = sorted({*self.joined, *back})
+        return back
 
     # -- what a push of weights needs; called on rank 0 --
 
     def weight_version(self) -> str:
         """The version of the weights, where all that answer hold the same; else a text with all versions.
 
-        A server that is back has another one. Raises `ServerLost` if none answers.
+        Servers that are back join here. What they hold is not known, so that all get the weights. Raises `ServerLost`
+        if none answers.
         """
-        self._rejoin()
-        if not self.joined:
-            raise ServerLost(f"None of the vLLM servers at {self.base_url} answers.")
-        versions = self._ask(lambda server: server.weight_version(), self.joined)
-        if len(set(versions.values())) == 1:
+        back = self._rejoin()
+        versions = self._ask(lambda server: server.weight_version(), list(self.joined))
+        if len(set(versions.values())) == 1 and not back:
             return next(iter(versions.values()))
         return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
 
@@ -225,18 +225,23 @@ class ServerPool:
             for server in self.servers:
                 server.wait_until_healthy(unless)
             return
-        first, *others = self.servers
-        first.wait_until_healthy(lambda: unless() or any(server.healthy() for server in others))
+        began, said, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
         self._not_before.clear()
+        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
+            now = time.monotonic()
+            if now - began > timeout:
+                raise ServerError(f"None of the vLLM servers at {self.base_url} answers after {timeout:g} s.")
+            if now - said >= self.NOTICE_SECONDS:
+                said = now
+                logger.warning(f"Waiting up to {began + timeout - now:.0f} s more for one of {self.base_url}.")
+            time.sleep(1.0)
 
     def check_settings(self) -> None:
         """Compare the servers' settings with each other and with those of before.
 
         Raises `ServerError` for another setting; where other servers are left, theirs is left out instead.
         """
-        if not self.joined:
-            self._rejoin()
-        found = self._ask(lambda server: server.settings(), self.joined)
+        found = self._ask(lambda server: server.settings(), list(self.joined))
         before = self._settings
         expected = before or next(iter(found.values()))
         first = self.servers[0].base_url
@@ -252,14 +257,14 @@ class ServerPool:
                 key = others[0]
                 problems[number] = ServerError(
                     f"The vLLM servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at {first}. Start "
-                    "them with the same --model, --dtype, --max-model-len and --logprobs-mode."
+                    "them with the same --model, --dtype, --max-model-len, --logprobs-mode, --weight-transfer-config."
                 )
         self._without_errors({**found, **problems})
         self._settings = expected
 
     def dtype(self) -> str:
         """The type in which the servers compute, such as `torch.bfloat16`."""
-        return next(iter(self._ask(lambda server: server.settings()["dtype"], self.joined).values()))
+        return next(iter(self._ask(lambda server: server.settings()["dtype"], list(self.joined)).values()))
 
     def update_weights(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None,
@@ -267,10 +272,9 @@ class ServerPool:
     ) -> dict[str, float]:  # fmt: skip
         """As `VLLMServerClient.update_weights`: the weights are written once, and all servers load them at once.
 
-        A server that is lost meanwhile is left out. Raises the error of one if none is left.
+        A server that is lost meanwhile is left out. Raises the error of one if none is left. Always exhausts the
+        weights, as other ranks gather them too.
         """
-        if not self.joined:
-            self._rejoin()
         transfers = [self.servers[number].transfer for number in self.joined]
         seconds, failed = self.transfer.push(named_weights, version, expected, device, transfers)
         self._without_errors(dict(zip(self.joined, failed)))
@@ -278,7 +282,9 @@ class ServerPool:
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
         """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
-        return self._ask(lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)], self.joined)
+        return self._ask(
+            lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)], list(self.joined)
+        )
 
     def refuse(self, problems: dict[int, ServerError]) -> None:
         """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""

@@ -71,8 +71,8 @@ class ServerConnection:
         It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
-        call = self._call(method, url, timeout, kwargs)
-        future = asyncio.run_coroutine_threadsafe(call, background_loop(CONTROL_THREAD))
+        loop = background_loop(CONTROL_THREAD)
+        future = asyncio.run_coroutine_threadsafe(self._call(method, url, timeout, kwargs), loop)
         try:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -163,13 +163,14 @@ class ServerConnection:
         return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
 
     def settings(self) -> dict[str, Any]:
-        """The settings, besides the weights, that determine the server's samples and their length."""
-        config = self.server_info()["model_config"]
-        return {key: config.get(key) for key in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
+        """The settings that determine its samples, their length, and how weights get there."""
+        info, keys = self.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
+        backend = (info.get("weight_transfer_config") or {}).get("backend")
+        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend}
 
     def weight_version(self) -> str:
         """The version that the last push set. A restarted server has lost it."""
-        return self.request("GET", "/weight_info", read=lambda answer: answer["weight_version"])
+        return self.request("GET", "/weight_info", timeout=30.0, read=lambda answer: answer["weight_version"])
 
     def score(self, token_ids: list[int], rank: int | None = None) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
@@ -248,10 +249,9 @@ class ServerConnection:
     async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
         """The results of `coroutines` that are proven to come from the weights `version`; None for all others.
 
-        A restarted server has its first weights and no version. So a result is proven if the server reports `version`
-        when it is asked after the result was finished. If the server reports anything else, the open coroutines are
-        cancelled: they would sample from other weights. Raises the first error of a coroutine, and `ServerLost` if
-        the server does not report a version within `self.timeout` seconds after the last result.
+        A restarted server has no version. So a result is proven if the server reports `version` when it is asked after
+        the end. If it reports anything else, what is open is cancelled. Raises the first error of a coroutine, and
+        `ServerLost` if no version is reported within `self.timeout` after the last result.
         """
         finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
 

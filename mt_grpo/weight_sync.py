@@ -68,9 +68,13 @@ class WeightSync:
             ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
         """
         started, held, self.pushed = time.perf_counter(), self.pushed, None
+        joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
+        for number in set.union(*joined) - set.intersection(*joined):
+            self.servers.leave(number, "a rank lost it.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
-                new_server = held is None or on_main_process(self.servers.weight_version) != held
+                # Asked even if all get the weights anyway: it finds out who is there.
+                new_server = on_main_process(self.servers.weight_version) != held
                 if new_server:  # a restarted server is not in its NCCL group
                     on_main_process(lambda: [s.transfer.leave_nccl() for s in self.servers.servers] and None)
                 seconds, gap = self._push_and_check(version, new_server)

@@ -45,8 +45,11 @@ class WeightTransfer:
         group_port: Port of the NCCL group.
     """
 
+    SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers
+
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
+        self.pause_timeout = server.request_timeout  # seconds that a pause may take
         self._nccl = None  # TRL's client, which holds the NCCL group
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
@@ -65,6 +68,13 @@ class WeightTransfer:
             )
         return self.transport
 
+    def resolve_or_error(self, device: torch.device) -> str | ServerError:
+        """`resolve`, or its error."""
+        try:
+            return self.resolve(device)
+        except ServerError as error:
+            return error
+
     def push(
         self,
         named_weights: Iterator[tuple[str, torch.Tensor]],
@@ -77,11 +87,21 @@ class WeightTransfer:
 
         Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
         """
-        transfers = transfers or [self]
+        transfers = [self] if transfers is None else transfers
+        for transfer in transfers:
+            several = len(transfers) > 1  # one that hangs must not hold up the others
+            transfer.pause_timeout = self.SEVERAL_PAUSE_SECONDS if several else transfer.server.request_timeout
         try:
-            if {transfer.resolve(device) for transfer in transfers} == {"nccl"}:
-                return self.push_nccl(named_weights, version, expected, device, transfers)
-            return self.push_disk(named_weights, version, expected, transfers)
+            kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
+            able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
+            if not able:
+                raise kinds[0]
+            if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
+                seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
+            else:
+                seconds, errors = self.push_disk(named_weights, version, expected, able)
+            by_server = dict(zip(able, errors))
+            return seconds, [by_server.get(transfer, kind) for transfer, kind in zip(transfers, kinds)]
         finally:
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
@@ -238,7 +258,7 @@ class WeightTransfer:
 
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
         try:
-            self.server.request("POST", "/pause", timeout=self.server.request_timeout, params={"mode": "wait"})
+            self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "wait"})
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
             self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
             load()

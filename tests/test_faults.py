@@ -509,7 +509,8 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     version = trainer.client.weight_version()
     calls = [(r.payload or {}).get("new_version") or f"{r.path}?{r.query}" for r in proxy.requests
              if r.method == "POST" and r.path not in ("/tokenize", COMPLETIONS)]  # fmt: skip
-    assert calls == [*push(f"{version}-probe"), *push(version)]
+    # First the look whether the server sees the directory of the weights, before they are loaded.
+    assert calls == ["/collective_rpc?", *push(f"{version}-probe"), *push(version)]
     sampled = [r for r in proxy.requests if r.path == COMPLETIONS and "prompt_logprobs" not in r.payload]
     assert [r.path for r in proxy.requests[: proxy.requests.index(sampled[0])]].count("/resume") == 2
     assert len(sampled) >= 16
