@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
+from peft import PeftModel
 from safetensors.torch import load_file
 from test_first_batch import recipe_file
+from transformers import AutoModelForCausalLM
 
 import mt_grpo_trainer as mt
 from mt_grpo.refusals import check_sharding
@@ -80,12 +82,28 @@ def test_fsdp2_goes_on_exactly(trained):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
-    """Names, tied ones too; merged adapters; a scaled norm; a walk that one rank gives up holds up no other."""
+    """Names, tied ones too; merged adapters; a scaled norm. Where one rank fails or gives up, no other one waits."""
     monkeypatch.chdir(ROOT)
     keys = {"use_peft": True, "lora_r": 4, "lora_alpha": 16, "lora_target_modules": ["q_proj", "down_proj"]}
     path = recipe(tmp_path / "x", "out", max_steps=2, learning_rate=1e-2, **(keys if lora else {}))
     text = launch(FSDP2, [WORKER, "weights"], "--config", path)
     assert text.count("weights are equal") == 2, text[-3000:]
+    check_pushed(tmp_path / "x/out", lora)
+
+
+def check_pushed(out, lora):
+    """What both ranks would push is what was saved: the saved weights, with the saved adapter in them."""
+    first, second = (torch.load(out / f"pushed-{rank}.pt") for rank in (0, 1))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    if lora:
+        model = AutoModelForCausalLM.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model", dtype=torch.float32)
+        saved = PeftModel.from_pretrained(model, out).merge_and_unload().state_dict()
+    else:
+        saved = load_file(out / "model.safetensors")
+    saved.setdefault("lm_head.weight", saved["model.embed_tokens.weight"])
+    assert saved.keys() == first.keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
 
 
 def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
