@@ -2933,7 +2933,7 @@ GYM = [
         "tests/test_sharded.py::test_what_is_pushed_is_whole",
     ),
     Mutation(
-        "sharding: a failure behind the last weight is one rank"s own",
+        "sharding: a failure behind the last weight is one rank's own",
         "mt_grpo/weights.py",
         "            self._go_on()  # behind the last weight, too\n",
         "",

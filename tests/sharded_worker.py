@@ -178,7 +178,9 @@ def fail_once(name: str, rank: int) -> None:
 
         def push_disk(self, named_weights, *args):
             lost = next(pushes) == 3
-            return own_push(self, Failing(named_weights, ServerLost("lost")) if lost else named_weights, *args)
+            return own_push(
+                self, Failing(named_weights, ServerLost("lost after 5 weights")) if lost else named_weights, *args
+            )
 
         WeightTransfer.push_disk = push_disk
     if name == "no memory" and rank == 1:
