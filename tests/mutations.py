@@ -898,7 +898,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "lora is not merged",
         "mt_grpo/weights.py",
-        "                merged.merge()\n",
+        "        merged.merge()\n",
         "",
         "tests/test_trainer.py::test_weights_of_a_lora_are_exact_and_the_model_untouched",
     ),
@@ -2959,6 +2959,20 @@ GYM = [
         "if self._dist.fsdp_version == 1:",
         "if False:",
         "tests/test_trainer.py::test_fsdp_1_is_refused",
+    ),
+    Mutation(
+        "sharding: processes that take themselves for the only one train",
+        "mt_grpo/refusals.py",
+        "if launched != args.world_size:",
+        "if False:",
+        "tests/test_sharded.py::test_sharding_that_accelerate_does_not_do_is_refused",
+    ),
+    Mutation(
+        "sharding: a rank that was told leaves without the others",
+        "mt_grpo/weight_sync.py",
+        "            with suppress(GatherFailed):",
+        "            with suppress():",
+        "tests/test_server.py::test_a_push_that_fails_on_the_other_rank_ends_the_run",
     ),
     Mutation(
         "sharding: it is not asked whether it is done",
