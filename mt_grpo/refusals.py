@@ -217,7 +217,13 @@ def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
 
 
 def check_sharding(args: GRPOConfig) -> None:
-    """Raise `ValueError` if weights shall be sharded where accelerate 1.15 trains by DDP without a word: on a CPU."""
+    """Raise `ValueError` where accelerate 1.15 would train otherwise than it was launched, without a word."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != args.world_size:  # each would take itself for the only one
+        raise ValueError(
+            f"{launched} processes were launched, and accelerate finds no way between them: it counts "
+            f"{args.world_size}. Set use_cpu: true on a machine without GPUs."
+        )
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or args.fsdp
     if asked and args.device.type == "cpu":
         raise ValueError(

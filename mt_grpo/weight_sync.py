@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from accelerate.utils import gather_object
 from mt_grpo.ranks import on_main_process
 from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.server_pool import ServerPool
-from mt_grpo.weights import PolicyWeights
+from mt_grpo.weights import GatherFailed, PolicyWeights
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,9 @@ class WeightSync:
             return self.servers.update_weights(weights, version, self.weights.expected, device)
 
         if not self.accelerator.is_main_process and self.weights.sharded:
-            for _ in weights:  # gathering is collective
-                pass
+            with suppress(GatherFailed):  # rank 0 has the same error, and raises it on all ranks
+                for _ in weights:  # gathering is collective
+                    pass
         return on_main_process(push)
 
     def _check_that_pushes_arrive(self, version: str) -> None:

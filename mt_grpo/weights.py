@@ -5,27 +5,36 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 
-class PolicyWeights(VLLMGeneration):
-    """TRL's iteration over the parameters (FSDP 1 and 2, ZeRO-3, PEFT) without its vLLM client. Two things differ.
+class GatherFailed(RuntimeError):
+    """An iteration over the weights failed on some rank, or was closed there. Its message is the same on all ranks."""
 
-    1. With an unsharded PEFT model each adapted layer is merged in a copy. TRL merges and unmerges the whole model
-       itself, which in bf16 changes the frozen weights a little at every sync.
+
+class PolicyWeights(VLLMGeneration):
+    """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Three things differ from TRL's own.
+
+    1. Each adapted layer is merged in a copy. TRL merges and unmerges the whole model itself, which in bf16 changes
+       the frozen weights a little at every sync, and under ZeRO-3 needs memory for the whole model on each GPU.
     2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
        `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
+    3. An iteration that fails on one rank fails on all, and leaves no rank waiting in a gather.
     """
 
     def _init_vllm(self) -> None:
         """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
         model = self.model
+        if self._dist.fsdp_version == 1:
+            raise ValueError("FSDP 1 gathers no single parameters. Set fsdp_version: 2 in accelerate's configuration.")
         self.sharded = self._dist.is_fsdp or getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
         by_parameter: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -48,51 +57,84 @@ class PolicyWeights(VLLMGeneration):
     def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
-        Gathering shards is collective: every rank must iterate to the end. A generator that is closed early runs to
-        its end, so that no rank waits for ever and no adapter stays merged. `norm_scale` multiplies the final norm.
+        Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
+        they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
+        no parameter stays gathered. `norm_scale` multiplies the final norm.
         """
+        try:
+            yield from self._gather(norm_scale)
+            self._go_on()  # behind the last weight, too
+        except GatherFailed:
+            raise
+        except GeneratorExit as closed:
+            with suppress(GatherFailed):
+                self._go_on(closed)
+            raise
+        except BaseException as error:
+            self._go_on(error)
+            raise
+
+    def _gather(self, norm_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
         for module in self.model.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # a forward pass leaves the root's weights whole, and TRL expects shards
+            if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
-        exact = is_peft_model(self.model) and not self.sharded
-        source = self._merged_layer_by_layer() if exact else self._iter_named_params()
+        layers = self._adapted_layers() if is_peft_model(self.model) else {}
         scaled = self.final_norm and self._server_name(self.final_norm + ".weight").rpartition(".")[0]
         sent: set[str] = set()
-        try:
-            for name, tensor in source:
+        for path, parameter in self.model.named_parameters():
+            if self._is_adapter(path):
+                continue
+            name = self._server_name(path)
+            layer, _, inner = path.partition(".base_layer.")
+            needed = list(layers[layer].parameters()) if layer in layers else [parameter]
+            self._allocate_once(needed)
+            self._go_on()
+            with self._dist.gather_params(needed):  # of ZeRO-3, which changes no shard when it leaves
+                whole = {id(p): self._whole(p) for p in needed}
+                # INVARIANT: from here to the next `_go_on` nothing is collective, so that one rank may fail alone.
+                tensor = whole[id(parameter)]
+                if layer in layers:
+                    tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
                 if norm_scale != 1.0 and name.rpartition(".")[0] == scaled:
                     tensor = tensor * norm_scale
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:
                         sent.add(alias)
                         yield alias, tensor
-        finally:
-            for _ in source:
-                pass
-            if is_peft_model(self.model):
-                for module in self._adapted_layers().values():
-                    if module.merged:
-                        module.unmerge()
+
+    def _go_on(self, error: BaseException | None = None) -> None:
+        """Raise `GatherFailed` on all ranks if any rank has an error. Collective where weights are sharded."""
+        if not self.sharded:
+            return
+        failed = torch.tensor(int(error is not None), device=self.accelerator.device)
+        if self.accelerator.reduce(failed, "sum").item():
+            own = [] if error is None else [f"rank {self.accelerator.process_index}: {type(error).__name__}: {error}"]
+            raise GatherFailed("; ".join(gather_object(own)))
+
+    def _allocate_once(self, parameters: list[torch.Tensor]) -> None:
+        """Where there is no memory for whole parameters, fail before the other ranks wait in their gather."""
+        if self.sharded:
+            shapes = [(getattr(p, "ds_shape", p.shape), p.dtype) for p in parameters]
+            _ = [torch.empty(shape, dtype=dtype, device=self.accelerator.device) for shape, dtype in shapes]
+
+    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The full tensor. Collective where FSDP2 shards it."""
+        if not isinstance(parameter, DTensor):
+            return parameter.data
+        return parameter.detach().to(self.accelerator.device).full_tensor()  # it may be offloaded to the CPU
 
     def _adapted_layers(self) -> dict[str, Any]:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         return {name: module for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
 
-    def _merged_layer_by_layer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor). Adapted layers are merged in a copy, so that the policy's weights never change."""
-        layers = self._adapted_layers()
-        for name, parameter in self.model.named_parameters():
-            if self._is_adapter(name):
-                continue
-            layer, base, inner = name.partition(".base_layer.")
-            if base and layer in layers:
-                merged = copy.deepcopy(layers[layer])
-                merged.merge()
-                parameter = merged.get_base_layer().get_parameter(inner)
-            yield self._server_name(name), parameter.data
+    @staticmethod
+    def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:
+        """A merged copy of an adapted layer. `whole` has its whole parameters by their ids."""
+        copies = {key: torch.nn.Parameter(tensor.clone(), requires_grad=False) for key, tensor in whole.items()}
+        merged = copy.deepcopy(layer, copies)  # which takes these in place of the parameters
+        merged.merge()
+        return merged
 
 
 class WeightCounter(TrainerCallback):

