@@ -76,6 +76,7 @@ ARGUMENTS = {
         "bash scripts/test.sh": "is the suite that this test is in",
     },
     "docs/cluster.md": {
+        "python -m pytest tests/test_sharded.py": "the suite that this test is in, and a slow test of ten minutes",
         "python -m pytest tests/test_colocate.py": "minutes, as a slow test",
         "VLLM_SERVERS=2 bash scripts/train.sh": "two servers; test_servers.py trains by two",
         "bash scripts/serve.sh": "serves until it is stopped; test_slurm.py starts it by the job",
@@ -367,6 +368,9 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
 
         options, packages = create_command("install").parse_args(arguments[3:])
         assert packages
+    elif program == "python" and arguments[:2] == ["-m", "pytest"]:
+        file, *options = arguments[2:]
+        assert (ROOT / file).is_file() and options in ([], ["-m", ""])
     elif program == "hf":
         with tempfile.TemporaryDirectory() as folder:
             offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
