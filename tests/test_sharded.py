@@ -26,10 +26,16 @@ def launch(config, script, *arguments, fails=False, python=None, **env):
     """Two processes; what they print."""
     command = [python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(config),
                "--num_processes", "2", "--mixed_precision", "no", *script, *map(str, arguments)]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})  # fmt: skip
-    assert bool(done.returncode) == fails, done.stderr[-4000:]
-    return done.stdout + done.stderr
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", **env})  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its processes, which wait for each other, by SIGKILL after 30 s
+        process.communicate(timeout=60)
+        raise
+    assert bool(process.returncode) == fails, err[-4000:]
+    return out + err
 
 
 def recipe(folder, out, **changes):
