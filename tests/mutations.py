@@ -1110,7 +1110,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "mt_grpo/weight_sync.py",
         "new_server = on_main_process(self.servers.weight_version) != held",
         "new_server = held is None or on_main_process(self.servers.weight_version) != held",
-        "tests/test_servers.py::test_the_last_joined_server_dies_at_a_push_and_another_is_back",
+        "tests/test_servers.py::test_a_push_while_no_server_answers_waits_for_one",
     ),
     Mutation(
         "servers: what another rank lost stays",

@@ -113,6 +113,7 @@ def test_what_a_lost_server_sampled_without_proof_starts_over():
 
     assert run(pool, [0, 1, 1], converse) == [[0, 0, 0], None, None]
     assert pool.joined == [0] and pool.load == [0, 0]
+    assert Counter(pool.log) == {(0, 0): 3, (1, 1): 1, (1, 2): 1}  # they were ended, and sampled no more
 
 
 def test_what_was_proven_before_a_server_was_lost_goes_on():
