@@ -60,7 +60,7 @@ fi
 
 # The tests against servers wait for most of their time: they run beside the others, and print when those are over. Those
 # of the recipes are with them, so that both take about as long.
-second=(tests/test_faults.py tests/test_server.py tests/test_servers.py tests/test_recipes.py)
+second=(tests/test_{faults,server,servers,nodes,sharded,slurm,recipes}.py)
 log="$(mktemp)"
 "$python" -m pytest "${second[@]}" >"$log" 2>&1 &
 beside=$!
