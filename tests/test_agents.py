@@ -1074,6 +1074,37 @@ def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tm
     assert ends(int((tmp_path / "pid").read_text()))
 
 
+def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path):
+    """asyncio connects a process's pipes after it has started; this waits there, as on a busy machine."""
+    pid = tmp_path / "pid"
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+
+    async def cancelled():
+        loop = asyncio.get_running_loop()
+        connect, waits = loop.connect_write_pipe, asyncio.Event()
+
+        async def slow(*arguments):
+            while not pid.exists() or not pid.read_text():
+                await asyncio.sleep(0.02)
+            waits.set()
+            await asyncio.sleep(0.2)
+            return await connect(*arguments)
+
+        loop.connect_write_pipe = slow
+        try:
+            running = asyncio.ensure_future(CommandAgent(f"bash {tmp_path}/run.sh").run({}, NOWHERE, NOWHERE))
+            await waits.wait()
+            running.cancel()
+            await asyncio.wait([running], timeout=20)
+            assert running.cancelled()
+            await asyncio.sleep(0.5)
+        finally:
+            del loop.connect_write_pipe
+
+    asyncio.run(cancelled())
+    assert ends(int(pid.read_text()), seconds=20)
+
+
 TRAINER = """
 import asyncio, sys
 from mt_grpo.adapters.agent_commands import CommandAgent

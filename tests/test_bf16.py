@@ -161,11 +161,11 @@ def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
     client, sync = trainer.client, trainer.weight_sync
     trainer.client.update_weights(trainer.vllm_generation.named_weights(), "right")
 
-    def ignored(named_weights, version, expected=None, device="cpu"):
+    def ignored(named_weights, version, expected, device, transfers):
         client.request("POST", "/update_weight_version", json={"new_version": version})
-        return dict.fromkeys(len(list(named_weights)) * ["load"], 0.0)
+        return dict.fromkeys(len(list(named_weights)) * ["load"], 0.0), [None] * len(transfers)
 
-    client.update_weights = ignored
+    client.transfer.push = ignored
     assert sync._check_logprobs() < sync._logprob_tolerance()  # without the scaled norm nothing is noticed
     with pytest.raises(ServerError, match="A changed weight did not arrive .* the server's miss theirs by [12]"):
         trainer.train()

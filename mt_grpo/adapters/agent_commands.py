@@ -31,17 +31,18 @@ class CommandAgent:
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
         """The program's result. It is ended with all processes of its group when this is cancelled."""
         watched, held = os.pipe()  # closed with this process
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(LAUNCHER), str(watched), *self.arguments, pass_fds=[watched],
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, env=environment_of(server.address, session.key),
+        ))  # fmt: skip
+        starting.add_done_callback(lambda _: os.close(watched))
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(LAUNCHER), str(watched), *self.arguments, pass_fds=[watched],
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True, env=environment_of(server.address, session.key),
-            )  # fmt: skip
-        except OSError:
-            os.close(held)
+            # Shielded: asyncio kills a process whose start is cancelled, here the launcher, and so leaves the command.
+            process = await asyncio.shield(starting)
+        except BaseException:
+            release(held)
             raise
-        finally:
-            os.close(watched)
         sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))
         reading = [asyncio.ensure_future(read_end(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
@@ -53,7 +54,7 @@ class CommandAgent:
                         process.terminate()
                         await asyncio.wait_for(process.wait(), SECONDS_TO_END)
             finally:  # even where this is cancelled meanwhile
-                os.close(held)
+                release(held)
                 sending.cancel()
             await process.wait()
         output, errors = await asyncio.gather(*reading)
@@ -67,6 +68,13 @@ class CommandAgent:
             return json.loads(last) if last else None
         except ValueError:
             raise RuntimeError(f"the last line of the command is {last!r:.200}, expected JSON") from None
+
+
+def release(pipe: int) -> None:
+    """Let the launcher kill the command. A byte says it even where a forked process holds a copy of the pipe."""
+    with suppress(BrokenPipeError):  # the launcher has ended
+        os.write(pipe, b".")
+    os.close(pipe)
 
 
 def environment_of(address: str, key: str) -> dict[str, str]:
