@@ -165,8 +165,8 @@ def test_folders_of_all_are_its_own(loaded):
 
 
 def test_what_was_printed_is_read_when_the_time_is_over(sandbox):
-    module = sandbox(SECONDS=1)
-    assert said(module, "import time\nprint('one')\ntime.sleep(60)") == "one\n[stopped after 1 seconds]"
+    module = sandbox(SECONDS=6)
+    assert said(module, "import time\nprint('one')\ntime.sleep(60)") == "one\n[stopped after 6 seconds]"
     assert said(module, "import os\nprint('one')\nos._exit(0)") == "one"
 
 
@@ -230,9 +230,9 @@ def test_its_folder_is_nobody_elses(sandbox, monkeypatch, tmp_path):
 @as_root
 @pytest.mark.parametrize("allowed", [True, False], ids=["namespaces", "no namespaces"])
 def test_nothing_stays_behind(sandbox, allowed):
-    module = sandbox(allowed, SECONDS=1)
+    module = sandbox(allowed, SECONDS=6)
     assert said(module, LEAVES.format(seconds=0)) == "begun"
-    assert said(module, LEAVES.format(seconds=600)) == "begun\n[stopped after 1 seconds]"
+    assert said(module, LEAVES.format(seconds=600)) == "begun\n[stopped after 6 seconds]"
     assert all(ends(process.pid, 5) for process in left_over(own_users(module)))
 
 
@@ -402,7 +402,7 @@ def test_as_an_ordinary_user(open_folder):
     if subprocess.run([*AS_USER, "unshare", "--user", "--net", "true"]).returncode:
         pytest.skip("this machine lets no ordinary user make namespaces")
     programs = ["1 + 1", BOMB, "import os\nos.getuid()", LEAVES.format(seconds=600)]
-    env = {"PYTHONPATH": str(packages), "PATH": os.environ["PATH"], "PYTHON_SANDBOX_SECONDS": "2"}
+    env = {"PYTHONPATH": str(packages), "PATH": os.environ["PATH"], "PYTHON_SANDBOX_SECONDS": "6"}
     command = [*AS_USER, python, "-c", ORDINARY, json.dumps(programs)]
     lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0] == (
@@ -410,7 +410,7 @@ def test_as_an_ordinary_user(open_folder):
     )
     has, two, forks, user, left = json.loads(lines[1])
     assert (has, two, user) == (["network", "processes"], "2", "12345")
-    assert left == "begun\n[stopped after 2 seconds]"
+    assert left == "begun\n[stopped after 6 seconds]"
     assert 0 < int(forks) < 32
     of_user = [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == 12345]
     assert all(ends(process.pid, 5) for process in of_user)
