@@ -38,13 +38,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import dataclasses
 import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +56,7 @@ from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversat
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
-from mt_grpo.event_loop import gather_all, run_async, start_in_background
+from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
@@ -94,7 +93,7 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout
+from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout, staleness_metrics
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
@@ -952,7 +951,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        if self.args.overlap_rollouts and self.model.training:
+        if self.args.max_staleness and self.model.training:
             self._look_ahead()
         self._rows = inputs = with_prompts(inputs)
         try:
@@ -1023,7 +1022,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
         def finish() -> tuple[int, int, int]:
             missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
-            self._batch = self._take_prefetched(rows) or self._start_rollouts(rows, missing)
+            started = None if num_restarted else self._take_prefetched(rows)
+            self._batch = started or self._start_rollouts(rows, missing)
             for rollout in self._batch.wait():
                 if rollout is not None:
                     rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
@@ -1033,7 +1033,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
 
         while num_pushes < self.MAX_RESTARTS:
-            if self._prefetched is None or not self.model.training:
+            if num_restarted or not self._in_flight or not self.model.training:
                 self._stop_if_asked()  # before the push: the server may be gone as well
                 self._sync_weights()
             began = time.perf_counter()
@@ -1050,16 +1050,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if num_without:
                 num_pushes += 1
                 if self.weight_sync is not None:
-                    self.weight_sync.pushed = None
+                    self.weight_sync.doubted = True
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        staleness = sum(self._weight_counter.version - r.policy_version for r in rollouts) / len(rollouts)
         self._log_metrics({
             "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
-            "rollout/wait_seconds": waited, "rollout/staleness": staleness,
+            "rollout/wait_seconds": waited, **staleness_metrics(rollouts, self._weight_counter.version),
         })  # fmt: skip
-        if self.model.training and self._next_rows is not None:
-            self._prefetch(self._next_rows)
+        if self.model.training and self._next_rows:
+            self._prefetch()
         return rollouts
 
     def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
@@ -1088,12 +1087,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.weight_sync is None:
             return
         version = f"{self.client.instance}-{self._weight_counter.version}"
-        if self.weight_sync.pushed == version:
+        if self.weight_sync.pushed == version and not self.weight_sync.doubted:
             return
         if self._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
             self.weight_sync.model = self.vllm_generation.model = self.model
-        if self._prefetched is not None:  # INVARIANT: no conversation is open on any rank while weights change
-            self._on_all_ranks(self._prefetched.wait_until_over, "Rollouts")
         try:
             metrics = self.weight_sync.sync(version, lambda: self._stop_signal, self._stop_if_asked)
         except ServerError as error:
@@ -1114,16 +1111,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         finally:
             self.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
-    # -- 3.3 the next batch, ahead of its time (overlap_rollouts) --
+    # -- 3.3 the next batches, ahead of their time (max_staleness) --
 
-    def _prefetch(self, rows: list[dict[str, Any]]) -> None:
-        """Push the weights, and start the next batch's conversations. Raises `RunError` on all ranks."""
+    def _prefetch(self) -> None:
+        """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
+
+        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old.
+        """
         self._sync_weights()
-        self._next_rows = None
+        batches, self._next_rows = self._next_rows, []
 
         def start() -> None:
-            self._prefetched = self._start_rollouts(rows, list(range(len(rows))))
-            self._prefetched.prompts = [row["prompt"] for row in rows]
+            for rows in batches:
+                self._in_flight.append(self._start_rollouts(rows, list(range(len(rows)))))
+                self._in_flight[-1].prompts = [row["prompt"] for row in rows]
 
         self._on_all_ranks(start, "Rollouts")
 
@@ -1254,13 +1255,11 @@ class VLLMServerClient(ServerConnection):
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
 
-        return await self._post(
+        asked = self.policy_version
+        generation = await self._post(
             "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
         )
-
-    def start_conversations(self, conversations: list[Coroutine], version: str) -> concurrent.futures.Future:
-        """Run conversations in the background, each proven to come from the weights `version` (`gather_from`)."""
-        return start_in_background(self.gather_from(version, conversations))
+        return dataclasses.replace(generation, policy_versions=(asked, self.policy_version))
 
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
@@ -1408,7 +1407,8 @@ class MTGRPOConfig(GRPOConfig):
     vllm_request_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one generation request may take"}
     )
-    overlap_rollouts: bool = field(default=False, metadata={"help": "Roll out the next batch one step early"})
+    max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
+    overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
     tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
     print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})

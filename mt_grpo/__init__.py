@@ -3,6 +3,7 @@
 A module imports only from modules that stand above it in this list.
 
     rollout          dataclasses of a conversation: StopReason, ToolCall, Generation, Turn, Rollout
+    versions         names of pushed weights: which a server reports, which sampled a turn
     id_hashes        hashes of token ids
     protocols        the interfaces: Environment, ToolFormat, Backend
     tensors          rows of unequal length as tensors; statistics without NaN

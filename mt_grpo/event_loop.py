@@ -1,4 +1,4 @@
-"""An event loop in a background thread, and functions that run coroutines on it."""
+"""An event loop in a background thread, and functions that run on it, or in threads of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 import resource
 import threading
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -71,6 +71,14 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def at_once(function: Callable[[Any], Any], items: list) -> list:
+    """The results of `function` for all items, in threads of their own."""
+    if len(items) == 1:
+        return [function(items[0])]
+    with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
+        return list(threads.map(function, items))
 
 
 def allow_many_open_files(wanted: int = 65_535) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mt_grpo.rollout import Record, Rollout, Turn
+from mt_grpo.versions import versions_of
 
 TOKEN_COLUMNS = ("loss_mask", "advantages", "trainer_logprobs")  # of a turn, from the batch of the loss
 
@@ -125,7 +126,7 @@ def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None)
         "results": [{"text": result.text, "error": result.error, "seconds": result.seconds, "reward": result.reward}
                     for result in turn.results],
         "observation": further_text(turn), "num_tokens": len(turn.token_ids), "num_read": len(turn.observation_ids),
-        "num_trained": int(sum(columns["loss_mask"])), "reward": turn.reward,
+        "num_trained": int(sum(columns["loss_mask"])), "reward": turn.reward, "policy_versions": versions_of(turn),
         "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
         "min_logprob": min(logprobs, default=None),
     }  # fmt: skip

@@ -10,20 +10,19 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from mt_grpo.event_loop import gather_all, start_in_background
-from mt_grpo.in_process import ServedByCaller
 from mt_grpo.rollout import Rollout
 
 
 class RolloutBatch:
-    """The running conversations of this rank, all sampled from the same weights.
+    """The running conversations of this rank, begun with the same weights.
 
     Args:
         rollouts: They are filled by the conversations.
         converse: Makes a rollout's conversation with its backend.
-        llm: The backend. If it has `start_conversations`, it starts the conversations itself: `VLLMServerClient`
-            checks the version of the weights meanwhile, `InProcessBackend` generates in the thread that waits. If it
-            has `routes`, it gives each conversation a backend of its own: `ServerPool`, one server per group.
-        version: The version of the weights that the server must hold from start to end.
+        llm: The backend. `VLLMServerClient.gather_from` proves the version of the weights meanwhile.
+            `InProcessBackend.start_conversations` generates in the thread that waits. `ServerPool.routes` gives each
+            conversation a backend of its own, one server per group.
+        version: The version of the weights that the server holds at the start. Later ones may be pushed meanwhile.
         group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
 
     Attributes:
@@ -47,8 +46,10 @@ class RolloutBatch:
         conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
         if hasattr(llm, "routes"):
             self._future = llm.start_conversations(conversations, version, backends)
+        elif hasattr(llm, "gather_from"):
+            self._future = start_in_background(llm.gather_from(version, conversations))
         elif hasattr(llm, "start_conversations"):
-            self._future = llm.start_conversations(conversations, version)
+            self._future = llm.start_conversations(conversations)
         else:
             self._future = start_in_background(gather_all(conversations))
         self._future.add_done_callback(self._note_end)
@@ -75,28 +76,20 @@ class RolloutBatch:
             self.cancel()
             raise
 
-    def wait_until_over(self) -> None:
-        """Wait until no conversation is open. Raises no error of a conversation: `wait` does.
-
-        Returns at once with `InProcessBackend`, which generates only in `wait`.
-        """
-        if not isinstance(self._future, ServedByCaller):
-            concurrent.futures.wait([self._future])
-
     def cancel(self) -> None:
         self._future.cancel()
 
 
 class LookAhead:
-    """An iterator over an epoch's batches for `Trainer`, which can also return the next batch of rollouts early.
+    """An iterator over an epoch's batches for `Trainer`, which can also return the next batches of rollouts early.
 
     `every` is the number of forward passes per batch of rollouts. Each pass takes one item of `batches`.
 
     >>> epoch = LookAhead(iter("aabbcc"), every=2)  # a batch of rollouts lasts two forward passes
-    >>> next(epoch), epoch.next_rollouts(), next(epoch), next(epoch), epoch.next_rollouts(), next(epoch)
-    ('a', 'b', 'a', 'b', 'c', 'b')
-    >>> epoch.next_rollouts() is None, list(epoch)
-    (True, ['c', 'c'])
+    >>> next(epoch), epoch.next_rollouts(1), next(epoch), next(epoch), epoch.next_rollouts(2), next(epoch)
+    ('a', ['b'], 'a', 'b', ['c'], 'b')
+    >>> epoch.next_rollouts(2), list(epoch)
+    ([], ['c', 'c'])
     """
 
     def __init__(self, batches: Iterator, every: int):
@@ -112,13 +105,14 @@ class LookAhead:
         self._taken += 1
         return batch
 
-    def next_rollouts(self) -> Any | None:
-        """The inputs of the next batch of rollouts; None at the epoch's end. Call it once per batch of rollouts."""
+    def next_rollouts(self, count: int) -> list:
+        """The inputs of the next `count` batches of rollouts, fewer at the epoch's end. Once per batch of rollouts."""
         self._rollouts += 1
-        place = self._rollouts * self._every - self._taken
-        while len(self._ahead) <= place:
+        first = self._rollouts * self._every - self._taken
+        places = range(first, first + count * self._every, self._every)
+        while len(self._ahead) <= places[-1]:
             try:
                 self._ahead.append(next(self.source))
             except StopIteration:
-                return None
-        return self._ahead[place]
+                break
+        return [self._ahead[place] for place in places if place < len(self._ahead)]

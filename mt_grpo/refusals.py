@@ -67,7 +67,8 @@ COLOCATE_KEYS = (
 )  # fmt: skip
 SERVER_KEYS = (
     "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
-    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "overlap_rollouts",
+    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "max_staleness",
+    "overlap_rollouts",
 )  # fmt: skip
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -152,8 +153,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_scheduler(args)
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
-    if args.overlap_rollouts:
-        check_overlap(args)
+    check_staleness(args)
     estimator = estimators[args.credit_assignment]
     if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
         readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)
@@ -180,19 +180,22 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             )
 
 
-def check_overlap(args: GRPOConfig) -> None:
-    """Raise `ValueError` if the settings do not allow `overlap_rollouts`.
-
-    Its rollouts come from the weights before the last step. So training needs their importance ratio.
-    """
+def check_staleness(args: GRPOConfig) -> None:
+    """Set `max_staleness` where `overlap_rollouts` asks for it. Raise `ValueError` if the settings do not allow it."""
+    if args.overlap_rollouts and args.max_staleness > 1:
+        raise ValueError(f"overlap_rollouts is max_staleness: 1, got max_staleness={args.max_staleness}: remove one.")
+    args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
+    if not args.max_staleness:
+        return
+    key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"
     if not args.vllm_importance_sampling_correction:
         raise ValueError(
-            "overlap_rollouts trains on rollouts of the weights before the last step, which needs their importance "
-            "ratio. Set vllm_importance_sampling_correction: true, or remove overlap_rollouts."
+            f"{key} trains on rollouts of the weights before earlier steps, which needs their importance ratio. Set "
+            f"vllm_importance_sampling_correction: true, or remove {key.partition('=')[0]}."
         )
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
-            f"overlap_rollouts with several batches of rollouts in one optimizer step "
+            f"{key} with several batches of rollouts in one optimizer step "
             f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
             f"steps_per_generation to a multiple of gradient_accumulation_steps."

@@ -71,6 +71,7 @@ class Generation:
     logprobs: list[float] | None
     finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
     saw: bytes | None = None  # `hash_of_ids` of what the backend says it read
+    policy_versions: tuple[int, int] | None = None  # of the weights when it was asked for, and when it came
 
 
 class Parsed(typing.NamedTuple):
@@ -135,7 +136,6 @@ class Turn:
 
     @property
     def tool_seconds(self) -> float:
-        """The sum over its calls."""
         return sum(result.seconds for result in self.results)
 
     def per_token(self, value: int, masked: int) -> list[int]:
@@ -236,7 +236,7 @@ class Rollout(TurnTokens):
     index: int = 0  # position in the whole batch: rank * B + i
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason | None = None  # None: still open
-    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that sampled all its turns
+    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that it began with
     row: dict[str, Any] = field(default_factory=dict)  # of the dataset
     environment: Any = None  # this conversation's own, if it has one
     first_messages: list[Message] | None = None  # what the environment's `reset` made of the prompt

@@ -185,6 +185,7 @@ def rollout_features(folder: str | Path) -> Any:
         "calls": List({"name": text, "arguments": text, "error": text}),
         "results": List({"text": text, "error": text, "seconds": number, "reward": number}),
         "observation": text, "num_tokens": whole, "num_read": whole, "num_trained": whole, "reward": number,
+        "policy_versions": List(whole),
         "mean_logprob": number, "min_logprob": number,
     }  # fmt: skip
     if any("token_ids" in each for each in first["turns"]):

@@ -10,6 +10,7 @@ from typing import Any
 from mt_grpo.event_loop import gather_all
 from mt_grpo.rollout import Generation
 from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.versions import continues
 
 
 class Group:
@@ -49,12 +50,12 @@ class Route:
         group: The conversation's group.
 
     Attributes:
-        sampled: Server -> when its last answer came. All of them must be proven.
+        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
     """
 
     def __init__(self, pool: Any, group: Group):
         self.pool, self.group = pool, group
-        self.sampled: dict[int, float] = {}
+        self.sampled: dict[tuple[int, int], float] = {}
         self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
 
     async def generate(
@@ -67,6 +68,7 @@ class Route:
         pool, cancelled_before = self.pool, asyncio.current_task().cancelling()
         while True:
             number = self.group.choose()
+            asked = number, pool.servers[number].lineage
             request = asyncio.ensure_future(
                 pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
             )
@@ -82,7 +84,7 @@ class Route:
                     raise
                 pool.leave(number, error)
             else:
-                self.sampled[number] = time.monotonic()
+                self.sampled[asked] = time.monotonic()
                 return generation
             finally:
                 pool.requests[number].discard(request)
@@ -90,11 +92,11 @@ class Route:
 
 
 async def gather_proven(pool: Any, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
-    """The results that are proven to come from the weights `version`; None for all others.
+    """The results that are proven to come from the weights `version` and those pushed since; None for all others.
 
     A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
-    reports `version` when it is asked after its last answer. A server that reports anything else is lost, and so is
-    one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
+    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
+    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
     server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
     no server is left, all open conversations are.
 
@@ -102,7 +104,7 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
     `timeout` after the last result.
     """
     results: dict[int, Any] = {}
-    confirmed: dict[int, float] = {}  # server -> when it was asked, and said `version`
+    confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
     misses = dict.fromkeys(range(len(pool.servers)), 0)
     tasks = [asyncio.ensure_future(conversation) for conversation in conversations]
     for task, route in zip(tasks, routes):  # also of a task that is cancelled before it begins
@@ -116,8 +118,8 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
             if index not in given_up:
                 raise
 
-    def unproven(index: int) -> set[int]:
-        """The servers whose last answer to this conversation is not proven yet."""
+    def unproven(index: int) -> set[tuple[int, int]]:
+        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
         return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
 
     running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
@@ -128,25 +130,28 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
             if running.done() and pool.joined:
                 running.result()
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
-            numbers = list(pool.joined)
+            numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
             held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
             for n, answer in zip(numbers, held):
                 misses[n] = 0 if answer is not None else misses[n] + 1
-                if answer == version:
-                    confirmed[n] = asked
-                elif answer is not None:
+                holds = continues(answer, version, lineages[n])
+                if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
+                    continue
+                if holds:
+                    confirmed[n, lineages[n]] = asked
+                elif holds is False:
                     pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
                 elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
-            lost = set(range(len(pool.servers))) - set(pool.joined)
+            kept = {(n, pool.servers[n].lineage) for n in pool.joined}
             for index in range(len(tasks)):
-                if index not in results and index not in given_up and unproven(index) & lost:
+                if index not in results and index not in given_up and unproven(index) - kept:
                     given_up.add(index)
                     tasks[index].cancel()
             if not pool.joined:
                 break
             if done:
-                if not any(unproven(index) - lost for index in results):
+                if not any(unproven(index) & kept for index in results):
                     break
                 give_up = give_up or asked + pool.servers[pool.joined[0]].timeout
                 if asked > give_up:

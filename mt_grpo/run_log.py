@@ -11,6 +11,7 @@ import torch
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.tool_threads import HUNG
+from mt_grpo.versions import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,25 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
     }
     return metrics, int(prompt.sum() + trained.sum())
+
+
+def staleness_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
+    """How many weight changes lie between the weights that sampled a turn and `version`, over this rank's turns.
+
+    A turn during which weights were pushed counts from the older ones.
+
+    >>> from mt_grpo.rollout import Generation, Turn
+    >>> def turn(*versions):
+    ...     return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, versions)])
+    >>> staleness_metrics([Rollout([], [], turns=[turn(5, 5), turn(5, 6), turn(7, 7)])], 7)["rollout/staleness_max"]
+    2.0
+    """
+    turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.turns]
+    stale = version - torch.tensor(turns or [version], dtype=torch.float32)
+    return {
+        "rollout/staleness": stale.mean().item(), "rollout/staleness_p50": stale.quantile(0.5).item(),
+        "rollout/staleness_p99": stale.quantile(0.99).item(), "rollout/staleness_max": stale.max().item(),
+    }  # fmt: skip
 
 
 def num_errors(rollout: Rollout) -> tuple[int, int, int]:

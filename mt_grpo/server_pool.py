@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mt_grpo.event_loop import start_in_background
+from mt_grpo.event_loop import at_once, start_in_background
 from mt_grpo.rollout import Generation
 from mt_grpo.routes import Group, Route, gather_proven
 from mt_grpo.server_errors import ServerError, ServerLost
-from mt_grpo.weight_transfer import at_once
+from mt_grpo.versions import tagged
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def engine_ranks(server: Any) -> list[int | None]:
 
 
 class ServerPool:
-    """Servers with the same model. A server that is lost is left out; it joins again with the next push of weights.
+    """Servers with the same model. One that is lost is left out; it joins again with the next push of weights.
 
     Args:
         servers: One `VLLMServerClient` per server.
@@ -46,7 +46,7 @@ class ServerPool:
             loses one meanwhile leaves it out. Conversations go to these alone.
         complete: Whether all servers held the first weights. Before that no server may be missing.
         load: Open conversations by server, of this process.
-        moved: Requests that were asked of another server, since a reader last set it to 0.
+        moved: Requests asked of another server, since a reader last set it to 0.
     """
 
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
@@ -89,7 +89,7 @@ class ServerPool:
 
     @property
     def instance(self) -> str:
-        """Tells this run's pushes from another run's."""
+        """As a client's: tells this run's pushes from another run's."""
         return self.servers[0].instance
 
     @instance.setter
@@ -99,7 +99,7 @@ class ServerPool:
 
     @property
     def retries(self) -> int:
-        """Requests that were sent again, since a reader last set it to 0."""
+        """As a client's."""
         return self.moved + sum(server.retries for server in self.servers)
 
     @retries.setter
@@ -151,9 +151,8 @@ class ServerPool:
         for request in list(self.requests[number]):
             request.get_loop().call_soon_threadsafe(request.cancel)
         if len(self.servers) > 1:
-            rest = (
-                f"goes on with {len(self.joined)} of {len(self.servers)} servers" if self.joined else "waits for one"
-            )
+            count = f"{len(self.joined)} of {len(self.servers)} servers"
+            rest = f"goes on with {count}" if self.joined else "waits for one"
             logger.warning(
                 f"The vLLM server at {self.servers[number].base_url} is left out. The run {rest}, and asks this one "
                 f"again in {wait:g} s. The reason: {str(why)[:500]}"
@@ -210,14 +209,25 @@ class ServerPool:
     def weight_version(self) -> str:
         """The version of the weights, where all that answer hold the same; else a text with all versions.
 
-        Servers that are back join here. What they hold is not known, so that all get the weights. Raises `ServerLost`
-        if none answers.
+        Each is without its server's lineage. Raises `ServerLost` if none answers.
         """
-        back = self._rejoin()
-        versions = self._ask(lambda server: server.weight_version(), list(self.joined))
-        if len(set(versions.values())) == 1 and not back:
+        versions = self._ask(lambda s: s.weight_version().removesuffix(tagged("", s.lineage)), list(self.joined))
+        if len(set(versions.values())) == 1:
             return next(iter(versions.values()))
         return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
+
+    def find_restarted(self, held: str | None) -> bool:
+        """Whether any server holds other weights than `held`: it restarted, or is back and joins here.
+
+        Those begin a new lineage: what they sampled and nobody proved yet is lost. `ServerLost` if none answers.
+        """
+        new = self._rejoin()
+        versions = self._ask(lambda server: server.weight_version(), list(self.joined))
+        new += [n for n in versions if held is None or versions[n] != tagged(held, self.servers[n].lineage)]
+        for number in set(new) & set(versions):
+            self.servers[number].transfer.held = None
+            self.servers[number].lineage += int(self.complete)  # before that nothing was sampled
+        return bool(new)
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait for all servers before they held the first weights, then for any. As `ServerConnection` does."""
@@ -244,8 +254,7 @@ class ServerPool:
         found = self._ask(lambda server: server.settings(), list(self.joined))
         before = self._settings
         expected = before or next(iter(found.values()))
-        first = self.servers[0].base_url
-        problems = {}
+        problems, first = {}, self.servers[0].base_url
         for number, settings in found.items():
             url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
             if others and before:

@@ -62,7 +62,7 @@ RANGES = {
             "num_completions_to_print", "eval_delay", "neftune_noise_alpha", "router_aux_loss_coef", "epsilon",
             "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "entropy_coef",
             "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
-            "vllm_importance_sampling_clip_min", "off_policy_mask_threshold",
+            "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "max_staleness",
         ),
         "(0, inf)": (
             "temperature", "repetition_penalty", "tool_timeout", "agent_timeout", "environment_timeout",

@@ -19,6 +19,7 @@ import aiohttp
 from mt_grpo.event_loop import CONTROL_THREAD, allow_many_open_files, background_loop, close_on, gather_all, run_async
 from mt_grpo.sampling import sampling_defaults
 from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
+from mt_grpo.versions import continues
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class ServerConnection:
         self.base_url, credentials = split_server_url(base_url)
         self.timeout, self.request_timeout = timeout, request_timeout
         self.retries = 0  # requests that were sent again, since a reader last set it to 0
+        self.lineage = 0  # restarts that pushes found out; the same on all ranks after a push
+        self.policy_version = 0  # weight changes before the weights of the last push
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
@@ -247,10 +250,10 @@ class ServerConnection:
             return None
 
     async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
-        """The results of `coroutines` that are proven to come from the weights `version`; None for all others.
+        """The results proven to come from the weights `version` and those pushed since; None for all others.
 
-        A restarted server has no version. So a result is proven if the server reports `version` when it is asked after
-        the end. If it reports anything else, what is open is cancelled. Raises the first error of a coroutine, and
+        A result is proven if the server, asked after the end, reports a version that `continues` this one; a restarted
+        server has none. If it reports another, what is open is cancelled. Raises the first error of a coroutine, and
         `ServerLost` if no version is reported within `self.timeout` after the last result.
         """
         finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
@@ -260,20 +263,20 @@ class ServerConnection:
             finished[index] = time.monotonic(), result
 
         running = asyncio.ensure_future(gather_all([finish(i, c) for i, c in enumerate(coroutines)]))
-        confirmed, give_up = float("-inf"), None
+        lineage, confirmed, give_up = self.lineage, float("-inf"), None
         try:
             while True:
                 await asyncio.wait({running}, timeout=self.WATCH_SECONDS)
                 asked, done = time.monotonic(), running.done()
                 if done:
                     running.result()
-                held = await self.held_version()
-                if held == version:
+                holds = continues(await self.held_version(), version, lineage)
+                if self.lineage != lineage or holds is False:
+                    break
+                if holds:
                     confirmed = asked
                     if done:
                         break
-                elif held is not None:
-                    break
                 elif done:
                     give_up = give_up or asked + self.timeout
                     if asked > give_up:
@@ -281,11 +284,8 @@ class ServerConnection:
                     await asyncio.sleep(self.WATCH_SECONDS)
         finally:
             running.cancel()
-        unproven = float("inf"), None
-        return [
-            result if ended <= confirmed else None
-            for ended, result in (finished.get(i, unproven) for i in range(len(coroutines)))
-        ]
+        ended = [finished.get(i, (float("inf"), None)) for i in range(len(coroutines))]
+        return [result if when <= confirmed else None for when, result in ended]
 
     async def _close_session(self) -> None:
         if session := self._sessions.pop(asyncio.get_running_loop(), None):

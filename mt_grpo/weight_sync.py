@@ -47,12 +47,15 @@ class WeightSync:
         self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
         self.check_every, self._probe_ids = check_every, probe_ids
         self.pushed: str | None = None  # the version that the servers hold
+        self.doubted = False  # a server was lost: it is asked whether it holds this version before the next rollouts
         self.num_syncs = 0  # pushes so far
 
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
         """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
+
+        Conversations may run meanwhile: their requests wait, and go on with the new weights.
 
         Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
         no rank samples before the push is over, and all ranks then know which servers hold the weights.
@@ -75,7 +78,7 @@ class WeightSync:
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 # Asked even if all get the weights anyway: it finds out who is there.
-                new_server = on_main_process(self.servers.weight_version) != held
+                new_server = on_main_process(functools.partial(self.servers.find_restarted, held))
                 if new_server:  # a restarted server is not in its NCCL group
                     on_main_process(lambda: [s.transfer.leave_nccl() for s in self.servers.servers] and None)
                 seconds, gap = self._push_and_check(version, new_server)
@@ -88,8 +91,12 @@ class WeightSync:
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
         self.num_syncs += 1
-        self.pushed, self.servers.complete = version, True
-        self.servers.joined = on_main_process(lambda: self.servers.joined)
+        self.pushed, self.doubted, self.servers.complete = version, False, True
+        self.servers.joined, lineages = on_main_process(
+            lambda: (self.servers.joined, [server.lineage for server in self.servers.servers])
+        )
+        for server, lineage in zip(self.servers.servers, lineages):
+            server.lineage, server.policy_version = lineage, int(version.rpartition("-")[2])
         metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(self.servers.joined)}
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}

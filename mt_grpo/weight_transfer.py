@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import fcntl
 import os
 import shutil
@@ -20,19 +19,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from mt_grpo.event_loop import at_once
 from mt_grpo.locks import open_lock
 from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.versions import tagged
 from mt_grpo.vllm_server import ServerConnection
 
 Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, and per server its error or None
-
-
-def at_once(function: Callable[[Any], Any], items: list) -> list:
-    """The results of `function` for all items, in threads of their own."""
-    if len(items) == 1:
-        return [function(items[0])]
-    with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
-        return list(threads.map(function, items))
 
 
 class WeightTransfer:
@@ -50,6 +43,7 @@ class WeightTransfer:
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.pause_timeout = server.request_timeout  # seconds that a pause may take
+        self.held: str | None = None  # the version that the last whole push set; None: not known
         self._nccl = None  # TRL's client, which holds the NCCL group
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
@@ -62,11 +56,10 @@ class WeightTransfer:
             )
         if self.transport == "nccl" and self.server.sends_credentials:
             raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
-        if self.transport == "auto":
-            return (
-                "nccl" if device.type == "cuda" and config == "nccl" and not self.server.sends_credentials else "disk"
-            )
-        return self.transport
+        if self.transport != "auto":
+            return self.transport
+        able = device.type == "cuda" and config == "nccl" and not self.server.sends_credentials
+        return "nccl" if able else "disk"
 
     def resolve_or_error(self, device: torch.device) -> str | ServerError:
         """`resolve`, or its error."""
@@ -257,8 +250,15 @@ class WeightTransfer:
             raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
 
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
+        version, held, self.held = tagged(version, self.server.lineage), self.held, None
         try:
-            self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "wait"})
+            # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
+            self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "keep"})
+            # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
+            if held is not None and self.server.weight_version() != held:
+                raise ServerLost(
+                    f"{self.server.base_url} restarted before the push: it does not hold {held!r} any more"
+                )
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
             self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
             load()
@@ -268,6 +268,7 @@ class WeightTransfer:
                     f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
                 )
             self.server.request("POST", "/update_weight_version", json={"new_version": version})
+            self.held = version
         finally:
             self.server.request("POST", "/resume")
 

@@ -221,11 +221,31 @@ def test_an_answer_proves_only_what_was_finished_when_it_was_asked_for(proxy, cl
     assert proxy.counts == {"v": 1, "default": 1}
 
 
-@pytest.mark.parametrize("held", ["default", "v-10", "loading-v-1", "V-1", ""])
-def test_only_the_very_version_counts(proxy, client, held):
+@pytest.mark.parametrize(
+    "held, expected",
+    [("v-1", "result"), ("v-10", "result"), *((held, None) for held in ("default", "v-0", "V-1", ""))],
+)
+def test_only_this_version_and_later_ones_count(proxy, client, held, expected):
     client.WATCH_SECONDS = 0.2
     proxy.faults = lambda request: Fault("other", status=200, body=f'{{"weight_version": "{held}"}}'.encode())
-    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [None]
+    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
+
+
+@pytest.mark.parametrize("held, expected", [("loading-v-2", "result"), ("v-1+1", None)])
+def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
+    """Nothing is known meanwhile. A restart that the push found out makes what is unproven worthless."""
+    client.WATCH_SECONDS = 0.2
+
+    def rule(request):
+        first = sum(r.path == "/weight_info" for r in proxy.requests) < 3
+        if not first:
+            client.lineage = int("+" in held)  # what a rank hears of at the end of the push
+        version = held if first else held.removeprefix("loading-")
+        return Fault("other", status=200, body=f'{{"weight_version": "{version}"}}'.encode())
+
+    proxy.faults = rule
+    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
+    assert len(proxy.requests) >= 3
 
 
 # =====================================================================================================================

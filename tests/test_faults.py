@@ -31,8 +31,10 @@ import mt_grpo_trainer
 from mt_grpo.event_loop import background_loop, run_async
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.ranks import RunStopped
-from mt_grpo.rollout import StopReason
+from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.run_log import staleness_metrics
 from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.versions import versions_of
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -162,7 +164,7 @@ class Watched(MTGRPOEnvTrainer):
         return flight
 
     def _sync_weights(self):
-        self.synced_with_prefetched.append((self.model.training, self._prefetched is not None))
+        self.synced_with_prefetched.append((self.model.training, bool(self._in_flight)))
         super()._sync_weights()
 
     def _roll_out(self, prompts):
@@ -205,18 +207,32 @@ def logprobs_under(state, rollout):
 
 
 def assert_from_the_weights_of_its_version(trainer):
-    """Every sampled token has the logprob that the weights of the rollout's version give it, and no other's."""
+    """Every sampled token has the logprob that the weights of its turn's version give it, and no other's.
+
+    A turn during which weights were pushed has a first part from the old ones, and the rest from the new ones. Returns
+    how many turns there were of each kind: of the version that the rollout began with, of a later one, of two.
+    """
+    kinds = Counter()
     first_weights = {
         n: t.detach().clone() for n, t in AutoModelForCausalLM.from_pretrained(MODEL).state_dict().items()
     }
     apart = 0.0
     for rollout in (rollout for batch in trainer.batches + trainer.evaluated for rollout in batch):
         sampled = torch.tensor([p for p, m in zip(rollout.logprobs, rollout.loss_mask) if m])
-        expected = logprobs_under(trainer.weights[rollout.policy_version], rollout)
-        assert (sampled - expected).abs().max() < 1e-3, rollout.policy_version
+        at = 0
+        for turn in rollout.turns:
+            here = slice(at, at + len(turn.token_ids))
+            at = here.stop
+            asked, came = versions_of(turn)
+            old, new = (
+                (sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3 for v in (asked, came)
+            )
+            kinds["two" if asked != came else "first" if asked == rollout.policy_version else "later"] += 1
+            assert any(old[:i].all() and new[i:].all() for i in range(len(old) + 1)), (rollout.policy_version, turn)
         if rollout in trainer.batches[-1]:
             apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
     assert apart > 0.01  # tokens of the first weights would have shown
+    return kinds
 
 
 def assert_whole(rollouts, limit=CONTEXT):
@@ -503,7 +519,7 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     trainer.train()
 
     def push(version):
-        return ["/pause?mode=wait", f"loading-{version}", "/collective_rpc?", "/reset_prefix_cache?", version,
+        return ["/pause?mode=keep", f"loading-{version}", "/collective_rpc?", "/reset_prefix_cache?", version,
                 "/resume?"]  # fmt: skip
 
     version = trainer.client.weight_version()
@@ -725,7 +741,7 @@ def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
 
 @needs_vllm
 def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
-    """From one version each, the last batch leaves none in the air, and evaluation waits for those that are."""
+    """The last batch leaves none in the air, and an evaluation pushes its weights to those that are."""
 
     def seconds(expression):
         if len(trainer.set_off) != 3:
@@ -739,14 +755,114 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
                            overlap_rollouts=True, eval_strategy="steps", eval_steps=2,
                            per_device_eval_batch_size=16)  # fmt: skip
     trainer.train()
-    assert trainer.rows("rollout/staleness") == [0, 1, 1, 1, 1, 1]
-    assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]  # the push waited for what was in the air
+    assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
+    assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
-    assert trainer._prefetched is None and len(trainer.set_off) == 6
+    assert not trainer._in_flight and len(trainer.set_off) == 6
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
     assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["later"] > 0  # second turns of the third batch, after the evaluation's push
+    assert all(
+        set(versions_of(t)) == {r.policy_version} for batch in trainer.evaluated for r in batch for t in r.turns
+    )
+
+
+def test_a_turn_counts_from_its_oldest_weights():
+    """Four turns at version 7: of 7, of 5, of 4 and later 6 (two requests), and one of which nothing is known."""
+
+    def turn(*versions):
+        return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
+
+    first = Rollout([], [], turns=[turn((7, 7)), turn((5, 5)), turn((4, 5), (6, 6))], policy_version=3)
+    metrics = staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7)
+    assert {name.removeprefix("rollout/staleness"): round(value, 2) for name, value in metrics.items()} == {
+        "": 1.5, "_p50": 1.5, "_p99": 2.97, "_max": 3.0,
+    }  # fmt: skip
+
+
+@needs_vllm
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
+    """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
+
+    def seconds(expression):  # longer than a step, so that there is a push before the next turn
+        return 3.0 if int(expression.partition("*")[0]) % 2 == 0 else 0.0
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), max_steps=8, max_staleness=limit)
+    trainer.train()
+    # Batch b is asked for with the weights of step max(0, b - limit), and trained in step b.
+    assert [{r.policy_version for r in batch} for batch in trainer.batches] == [
+        {max(1, 1 + step - limit)} for step in range(8)
+    ]
+    assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(8)]
+    assert trainer.rows("rollout/restarted") == [0] * 8 and trainer.rows("rollout/retries") == [0] * 8
+    asked = [r.prompt_messages[-1]["content"] for batch in trainer.batches for r in batch]
+    assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer._in_flight
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
+
+
+@needs_vllm
+def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
+    """It held the right weights when it was asked, and others when it was paused: nobody knows what it sampled."""
+
+    restarts = []
+
+    def rule(request):
+        if request.path == "/pause" and len(pushed_versions(proxy)) == 2 and not restarts:
+            restarts.append(requests.post(f"{proxy.target}/update_weight_version", json={"new_version": "default"}))
+        return None
+
+    proxy.faults = rule
+    tool = slow_calculator(lambda expression: 3.0)
+    trainer = make_trainer(proxy.port, tmp_path, tool, max_steps=6, max_staleness=2)
+    trainer.train()
+    assert len(restarts) == 1 and trainer.client.lineage == 1
+    assert trainer.client.weight_version() == f"{trainer.weight_sync.pushed}+1"
+    restarted = trainer.rows("rollout/restarted")
+    assert sum(restarted) > 0 and restarted[:2] == [0, 0]
     assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+def test_flights_end_with_their_epoch(server, tmp_path):
+    """The prompts of the next epoch are asked for once it begins, and the last step leaves none in flight."""
+    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, per_device_train_batch_size=80)
+    trainer.train()  # 30 prompts, 10 to a batch: three batches to an epoch
+    assert trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
+    asked = [{r.prompt_messages[-1]["content"] for r in batch} for batch in trainer.batches]
+    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 30 and len(trainer.set_off) == 7
+
+
+@needs_vllm
+def test_a_stopped_run_asks_again_for_what_was_in_flight(server, tmp_path):
+    """Resumed at step 3, it trains the prompts that a run without a stop does, those that were in flight first."""
+
+    def prompts(trainer):
+        return [[r.prompt_messages[-1]["content"] for r in batch] for batch in trainer.batches]
+
+    class Stopped(Watched):
+        def _roll_out(self, rows):
+            if self.state.global_step == 3:
+                assert len(self._in_flight) == 2
+                self._stop_signal = signal.SIGTERM
+            return super()._roll_out(rows)
+
+    def make(folder, **kwargs):
+        return make_trainer(server.port, tmp_path / folder, max_steps=6, max_staleness=2, **kwargs)
+
+    whole = make("whole")
+    whole.train()
+    stopped = make("stopped", trainer_class=Stopped)
+    with stopped.stop_on_signals(), pytest.raises(RunStopped):
+        stopped.train()
+    assert "checkpoint-3" in stopped.save_where_it_stopped()
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-3"))
+    assert prompts(stopped) + prompts(resumed) == prompts(whole)
+    assert resumed.rows("rollout/staleness_max")[-3:] == [0, 1, 2]
 
 
 @needs_vllm
@@ -760,7 +876,7 @@ def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_pat
     trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
     with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
         trainer.train()
-    assert trainer.state.global_step == 1 and trainer._prefetched is None
+    assert trainer.state.global_step == 1 and not trainer._in_flight
 
 
 @needs_vllm
@@ -768,7 +884,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     trainer = None
 
     def stop():
-        while (False, True) not in trainer.synced_with_prefetched:  # an evaluation's push waits for the flight
+        while (False, True) not in trainer.synced_with_prefetched:  # an evaluation's push
             time.sleep(0.05)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -779,7 +895,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     threading.Thread(target=stop, daemon=True).start()
     with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
         trainer.train()
-    assert trainer._prefetched is None
+    assert not trainer._in_flight
 
 
 @needs_vllm
@@ -796,10 +912,10 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
                            overlap_rollouts=True)  # fmt: skip
     trainer.train()
     new[0].join()
-    assert trainer.state.global_step == 5 and trainer._prefetched is None
+    assert trainer.state.global_step == 5 and not trainer._in_flight
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
-    assert trainer.rows("rollout/staleness")[3] == pytest.approx(1 - restarted[3] / 16)
+    assert Counter(r.policy_version for r in trainer.batches[3])[4] == restarted[3]
     assert_from_the_weights_of_its_version(trainer)
 
 

@@ -40,7 +40,7 @@ from mt_grpo_trainer import VLLMServerClient
 class Stub:
     """A server that samples its own number, and holds the weights `version`."""
 
-    timeout, tokenizer, max_model_len, retries = 1.0, None, None, 0
+    timeout, tokenizer, max_model_len, retries, lineage = 1.0, None, None, 0, 0
 
     def __init__(self, number, log, version="v"):
         self.number, self.log, self.version = number, log, version
@@ -310,7 +310,7 @@ class Settled(Stub):
     def __init__(self, number, **values):
         super().__init__(number, [])
         self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
-        self.asked, self.engines = 0, 1
+        self.asked, self.engines, self.transfer = 0, 1, SimpleNamespace(held="v")
 
     def _if_up(self, value):
         self.asked += 1
@@ -372,7 +372,7 @@ def test_at_first_no_server_may_be_missing():
     servers = Settled(0), Settled(1)
     pool = settled_pool(*servers, complete=False)
     servers[1].up = False
-    for ask in (pool.weight_version, pool.check_settings, lambda: pool.scores([1, 2])):
+    for ask in (lambda: pool.find_restarted("v"), pool.check_settings, lambda: pool.scores([1, 2])):
         with pytest.raises(ServerLost, match="http://server1: refused"):
             ask()
     assert pool.joined == [0, 1]
@@ -382,14 +382,20 @@ def test_a_lost_server_joins_again_when_it_answers():
     servers = Settled(0), Settled(1)
     pool = settled_pool(*servers)
     servers[1].up = False
-    assert pool.weight_version() == "v" and pool.joined == [0]
+    assert not pool.find_restarted("v") and pool.joined == [0]
     assert pool.scores([1, 2, 3]) == {0: [[-1.0, -1.0]]}
     servers[1].up, servers[1].version = True, "default"
-    assert pool.weight_version() == "http://server0: v; http://server1: default"  # so all get the weights
+    assert pool.find_restarted("v")  # so all get the weights
+    assert [s.lineage for s in servers] == [0, 1] and servers[1].transfer.held is None
+    assert pool.weight_version() == "http://server0: v; http://server1: default"
+    servers[1].version = "v+1"
+    assert pool.weight_version() == "v" and not pool.find_restarted("v")
+    servers[1].version = "v"  # what it was called before it restarted
+    assert pool.find_restarted("v") and [s.lineage for s in servers] == [0, 2]
     assert pool.joined == [0, 1] and set(pool.scores([1, 2])) == {0, 1}
     servers[0].up = servers[1].up = False
     with pytest.raises(ServerLost):
-        pool.weight_version()
+        pool.find_restarted("v")
 
 
 def test_a_lost_server_is_not_asked_at_every_push():
@@ -397,13 +403,13 @@ def test_a_lost_server_is_not_asked_at_every_push():
     pool = settled_pool(*servers)
     pool.RETRY_SECONDS = 60.0
     servers[1].up = False
-    assert pool.weight_version() == "v"
+    assert not pool.find_restarted("v")
     asked = servers[1].asked
     for _ in range(3):
-        assert pool.weight_version() == "v"
+        assert not pool.find_restarted("v")
     assert servers[1].asked == asked
     pool.wait_until_healthy()  # a wait for any server asks all of them
-    assert pool.weight_version() == "v" and servers[1].asked > asked
+    assert not pool.find_restarted("v") and servers[1].asked > asked
 
 
 def test_every_engine_behind_an_address_is_probed():
@@ -497,6 +503,21 @@ def test_what_another_rank_lost_is_left_out(pushing, monkeypatch):
     gather = weight_sync.gather_object
     monkeypatch.setattr(weight_sync, "gather_object", lambda rows: gather(rows) + [[0, 2]] * (rows == [[0, 1, 2]]))
     assert push("v-1")["sync/servers"] == 2 and pool.joined == [0, 2]
+
+
+def test_a_restart_that_one_rank_found_is_known_to_all(pushing, monkeypatch):
+    """Rank 0 counts a server's restarts. The others prove their rollouts by the same count."""
+    push, pool, _ = pushing
+    push("v-0")
+    ask = weight_sync.on_main_process
+
+    def answer_of_rank_0(function):
+        answer = ask(function)
+        return (answer[0], [0, 3, 0]) if isinstance(answer, tuple) and isinstance(answer[1], list) else answer
+
+    monkeypatch.setattr(weight_sync, "on_main_process", answer_of_rank_0)
+    push("v-1")
+    assert [(server.lineage, server.policy_version) for server in pool.servers] == [(0, 1), (3, 1), (0, 1)]
 
 
 def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -752,13 +753,13 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self._prefetched, self._stop_signal = batch, signal.SIGTERM
+            self._in_flight, self._stop_signal = deque([batch]), signal.SIGTERM
             batch.prompts = [row["prompt"] for row in prompts]
             if taken:  # and started to wait for
-                self._batch, self._prefetched = batch, None
+                self._batch = self._in_flight.popleft()
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)
     with pytest.raises(RunStopped):
         trainer.train()
-    assert cancelled == [True] and trainer._prefetched is None and trainer._batch is None
+    assert cancelled == [True] and not trainer._in_flight and trainer._batch is None
