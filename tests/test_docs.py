@@ -600,7 +600,7 @@ def test_the_readme_leads_to_every_page():
 
 
 @pytest.mark.parametrize("name, function", [("rollout", "section"), ("overlap", "section"), ("step", "section"),
-                                            ("sync", "markdown"), ("bf16", "markdown"),
+                                            ("sync", "markdown"), ("bf16", "markdown"), ("tails", "section"),
                                             ("agents", "section")])  # fmt: skip
 def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/{name}_results.json").read_text())

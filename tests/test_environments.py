@@ -891,7 +891,7 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, over
     env = MultiTurnToolEnv([], None, environment=Asks)
     trainer = MTGRPOEnvTrainer(random_model, env, args=settings(tmp_path / "out"), train_dataset=data)
     assert len(trainer.train_dataset) == (4 if rows else 2)  # prompts of a batch
-    trainer.args.overlap_rollouts = overlap
+    trainer.args.max_staleness = int(overlap)
     Asks.asked = 0
     trainer.train()
     assert (trainer.state.global_step, Asks.asked) == (2, 8)

@@ -34,7 +34,7 @@ from mt_grpo.ranks import RunStopped
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run_log import staleness_metrics
 from mt_grpo.server_errors import ServerError, ServerLost
-from mt_grpo.versions import versions_of
+from mt_grpo.versions import tagged, versions_of
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -436,7 +436,8 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
     assert [r.index for r in trainer.batches[2]] == list(range(16))
     assert_whole(trainer.batches[2])
     assert_from_the_weights_of_its_version(trainer)
-    assert trainer.client.weight_version() == trainer.weight_sync.pushed and not paused(server)
+    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
+    assert trainer.client.lineage > 0 and not paused(server)
 
 
 @needs_vllm
@@ -469,7 +470,8 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert trainer.rows("rollout/restarted") == [0, 0, 0]
-    assert trainer.client.weight_version() == trainer.weight_sync.pushed and not paused(server)
+    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
+    assert trainer.client.lineage > 0 and not paused(server)
     assert_from_the_weights_of_its_version(trainer)
     trainer.client.close()
     assert not list(tmp_path.glob("*mt-grpo*"))

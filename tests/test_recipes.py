@@ -527,7 +527,7 @@ REFUSED = {
 REFUSED_BY_BACKEND = [
     *(("transformers", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
-        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
         ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
         ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
@@ -542,7 +542,7 @@ REFUSED_BY_BACKEND = [
     )),
     *(("colocate", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
-        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
         ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
         ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_server_port", 9000),
@@ -1372,3 +1372,25 @@ def test_main_prints_the_error_alone(tmp_path):
     recipe = write(tmp_path, read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"max_env_step": 2})
     with pytest.raises(SystemExit, match="^error: Unknown key 'max_env_step'"):
         mt.main(["--config", recipe])
+
+
+SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
+
+
+def test_how_many_batches_may_be_in_flight(tmp_path):
+    """`overlap_rollouts` is a name for one. What cannot follow older weights is refused with the reason."""
+
+    def made(**changes):
+        return mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
+
+    assert [made().max_staleness, made(overlap_rollouts=True).max_staleness] == [0, 1]
+    assert made(max_staleness=1, overlap_rollouts=True).max_staleness == 1 and made(max_staleness=4).max_staleness == 4
+    for changes, message in (
+        ({"max_staleness": 3, "overlap_rollouts": True}, "overlap_rollouts is max_staleness: 1, got max_staleness=3"),
+        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
+        ({"overlap_rollouts": True, "vllm_importance_sampling_correction": False}, "overlap_rollouts trains on"),
+        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
+        ({"max_staleness": -1}, "max_staleness=-1, expected a finite number of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(**changes)

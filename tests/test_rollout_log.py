@@ -20,7 +20,7 @@ from mt_grpo.rollout_log import read_rollouts, rollout_features, segments, write
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
 TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "observation", "num_tokens", "num_read",
-        "num_trained", "reward", "mean_logprob", "min_logprob"}  # fmt: skip
+        "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob"}  # fmt: skip
 TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
           "read_texts"}  # fmt: skip
 

@@ -1,0 +1,149 @@
+"""What `max_staleness` gains where a tool has a long tail, and from where on it costs learning.
+
+    python scripts/bench_tails.py            # 5 seeds of 40 steps for 0, 1, 2 and 4 batches in flight, about 2 hours
+    python scripts/bench_tails.py --short    # 1 seed of 40 steps, about 20 minutes
+    python scripts/bench_tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
+
+The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
+calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. One vLLM server on a core of its own, one
+training process on another. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from bench_common import ROOT, VLLMServer, machine, report, write_results
+
+RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+RESULTS = ROOT / "docs/tails_results.json"
+ROLLOUTS = 64
+LIMITS = (0, 1, 2, 4)
+LAST = 10  # steps whose mean says what was learned
+WAITS = random.Random(int(os.environ.get("BENCH_TAILS_SEED", 0)))
+
+
+def wait() -> float:
+    """Seconds before the next answer: 20 in 1 of 100 calls, else log-normal with a median of 0.1.
+
+    >>> sorted(round(wait(), 1) for _ in range(1000))[::499], 0.005 < sum(wait() == 20.0 for _ in range(9000)) / 9000
+    ([0.0, 0.1, 20.0], True)
+    """
+    return 20.0 if WAITS.random() < 0.01 else WAITS.lognormvariate(-2.3026, 0.5)
+
+
+async def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    from tools.calculator import calculator
+
+    await asyncio.sleep(wait())
+    return calculator(expression)
+
+
+TOOL_FUNCTIONS = [calculator]
+
+
+def train(server: VLLMServer, limit: int, seed: int, steps: int, core: int) -> list[dict[str, float]]:
+    """One run's log, a row per step. Raises `RuntimeError` with the end of its output if it fails."""
+    output = ROOT / f"runs/tails/{limit}-{seed}"
+    command = [
+        "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir",
+        str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps), "--seed", str(seed),
+        "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--disable_tqdm", "true",
+        "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
+    ]  # fmt: skip
+    place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    keys = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/staleness",
+            "rollout/staleness_p50", "rollout/staleness_p99", "rollout/staleness_max", "tools/timeout_frequency",
+            "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
+    return [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By limit: seconds per step over the whole of each run, staleness, exact match at its end.
+
+    >>> row = {"step_time": 2.0, "rewards/exact_match_reward_func/mean": 0.5, "rollout/staleness": 1.0,
+    ...        "rollout/staleness_p99": 1.0, "rollout/staleness_max": 2.0}
+    >>> summary([{"limit": 2, "seed": 0, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
+    {'seconds': [3.0], 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0}
+    """
+    by: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        of, rows = by.setdefault(str(run["limit"]), {"seconds": [], "exact_match": [], "staleness": []}), run["rows"]
+        of["seconds"].append(statistics.mean(row["step_time"] for row in rows))
+        of["exact_match"].append(statistics.mean(r["rewards/exact_match_reward_func/mean"] for r in rows[-LAST:]))
+        of["staleness"].append(statistics.mean(row["rollout/staleness"] for row in rows))
+        for name in ("p99", "max"):
+            of[name] = max(of.get(name, 0.0), *(row[f"rollout/staleness_{name}"] for row in rows))
+    return by
+
+
+def section(results: dict[str, Any]) -> str:
+    """The page's paragraph and table."""
+    total, place = results["summary"], results["machine"]
+    seconds = {limit: statistics.median(of["seconds"]) for limit, of in total.items()}
+    seeds = len(total["0"]["seconds"])
+    lines = [
+        f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, "
+        f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {place['cores']} cores ({place['cpu']}), the server on one and "
+        "the trainer on the other. A call waits 0.1 s in the median, and 20 s in 1 of 100.", "",
+        "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest | exact match |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for limit, of in total.items():
+        lines.append(
+            f"| {limit} | {seconds[limit]:.1f} s | {60 / seconds[limit]:.1f} | {seconds['0'] / seconds[limit]:.2f} "
+            f"times | {statistics.mean(of['staleness']):.1f}, {of['max']:.0f} | "
+            f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} |"
+        )
+    return "\n".join([*lines, "", f"Exact match: mean of the last {LAST} steps of each seed, at temperature 1."])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--seeds", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(argv)
+    if options.report:
+        return report("tails", RESULTS, section)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
+    began, runs = time.monotonic(), []
+    with VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
+                    cores={cores[1]}) as server:  # fmt: skip
+        for seed in range(options.seeds or (1 if options.short else 5)):
+            for limit in LIMITS if seed % 2 == 0 else LIMITS[::-1]:
+                runs.append(
+                    {"limit": limit, "seed": seed, "rows": train(server, limit, seed, options.steps, cores[0])}
+                )
+                of = summary(runs[-1:])[str(limit)]
+                print(f"max_staleness {limit} seed {seed}: {of['seconds'][0]:.2f} s per step, staleness "
+                      f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
+    runs.sort(key=lambda run: (run["limit"], run["seed"]))
+    results = {"machine": machine(), "steps": options.steps, "minutes": (time.monotonic() - began) / 60,
+               "summary": summary(runs), "runs": runs}  # fmt: skip
+    write_results(ROOT / "runs/bench_tails_short.json" if options.short else RESULTS, results)
+    print(section(results))
+
+
+if __name__ == "__main__":
+    main()
