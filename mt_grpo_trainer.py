@@ -53,6 +53,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
+from mt_grpo.ahead import AheadTrainer
 from mt_grpo.control_tokens import neutralise, neutralise_prompt
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
@@ -79,7 +80,7 @@ from mt_grpo.recipes import parse_recipe
 from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
 from mt_grpo.replies import read_reply
-from mt_grpo.resume import ResumableTrainer, train_or_save
+from mt_grpo.resume import train_or_save
 from mt_grpo.rollout import (
     Context,
     Generation,
@@ -799,7 +800,7 @@ def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.
 # =====================================================================================================================
 
 
-class MTGRPOEnvTrainer(ResumableTrainer):
+class MTGRPOEnvTrainer(AheadTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
     Args:
@@ -951,9 +952,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        if self.args.max_staleness and self.model.training:
-            self._look_ahead()
         self._rows = inputs = with_prompts(inputs)
+        if self.args.max_staleness and self.model.training:
+            self._rows = inputs = self._rows_of_step(inputs)
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -1038,7 +1039,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self._sync_weights()
             began = time.perf_counter()
             num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
-            waited += time.perf_counter() - began
+            waited += time.perf_counter() - began + self._batch.waited
             num_retries += retries
             if not num_missing:
                 break
@@ -1111,24 +1112,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         finally:
             self.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
-    # -- 3.3 the next batches, ahead of their time (max_staleness) --
-
-    def _prefetch(self) -> None:
-        """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
-
-        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old.
-        """
-        self._sync_weights()
-        batches, self._next_rows = self._next_rows, []
-
-        def start() -> None:
-            for rows in batches:
-                self._in_flight.append(self._start_rollouts(rows, list(range(len(rows)))))
-                self._in_flight[-1].prompts = [row["prompt"] for row in rows]
-
-        self._on_all_ranks(start, "Rollouts")
-
-    # -- 3.4 rewards --
+    # -- 3.3 rewards --
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
@@ -1177,7 +1161,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._logged_rewards = logged
         return logged
 
-    # -- 3.5 logging --
+    # -- 3.4 logging --
 
     def _log_step(
         self, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
@@ -1408,6 +1392,9 @@ class MTGRPOConfig(GRPOConfig):
         default=600.0, metadata={"help": "Seconds that one generation request may take"}
     )
     max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
+    late_groups: str = field(
+        default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
+    )
     overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
     tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
     tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})

@@ -36,7 +36,7 @@ A module imports only from modules that stand above it in this list.
     ranks            errors of one rank raised on all ranks
     weights          iteration over the policy's parameters
     weight_sync      push, check, push again after a restart
-    prefetch         running conversations; the next batch, started early
+    prefetch         running conversations; a later batch of the data, seen early
     progress         one line per log, and what the run is doing
     scoring          running reward functions, and checking what they return
     records          rollouts as rows of the loss, in passes
@@ -47,12 +47,14 @@ A module imports only from modules that stand above it in this list.
     rollout_log      rows of whole conversations, in segments
     metrics_log      a row per log
     checkpoints      whether a folder is a whole checkpoint
+    admission        groups in flight: which of them a step takes
     run_record       what determines the results of a run
     nodes            several nodes: one output directory, one checkpoint to resume, the same settings
     snapshots        the state at the end of a step, for a resumed run
     disk_room        whether the disk has room for what a run saves
     saving           checkpoints and the trained model on disks that may be full
     resume           stop on a signal or an error, save, continue
+    ahead            conversations in flight while the policy trains
     refusals         settings that are refused before a model is loaded
     preflight        checks that need model, data or server
     readings         what the first rollouts say of a run: the table of troubles

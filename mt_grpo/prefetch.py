@@ -28,6 +28,7 @@ class RolloutBatch:
     Attributes:
         prompts: The prompts of a batch that was started before its step. None for any other batch.
         seconds: Time from the start to the end of the last conversation.
+        waited: Seconds that training waited before it took these conversations.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class RolloutBatch:
         group_size: int,
     ):
         self.rollouts, self.prompts = rollouts, None
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
         self._began, self._ended = time.perf_counter(), threading.Event()
         groups = [rollout.index // group_size for rollout in rollouts]
         backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)

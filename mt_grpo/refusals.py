@@ -23,6 +23,7 @@ CHOICES = {
     "vllm_mode": ("server", "colocate"),
     "tool_format": ("xml", "hermes", "native"),
     "print_metrics": ("line", "all"),
+    "late_groups": ("wait", "admit"),
     "tokenization_sanity_check_mode": ("strict", "ignore_strippable", "off", "disable"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
@@ -68,7 +69,7 @@ COLOCATE_KEYS = (
 SERVER_KEYS = (
     "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
     "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "max_staleness",
-    "overlap_rollouts",
+    "overlap_rollouts", "late_groups",
 )  # fmt: skip
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
@@ -185,6 +186,8 @@ def check_staleness(args: GRPOConfig) -> None:
     if args.overlap_rollouts and args.max_staleness > 1:
         raise ValueError(f"overlap_rollouts is max_staleness: 1, got max_staleness={args.max_staleness}: remove one.")
     args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
+    if args.late_groups == "admit" and not args.max_staleness:
+        raise ValueError("late_groups: admit has no effect without max_staleness. Set max_staleness: 2, or remove it.")
     if not args.max_staleness:
         return
     key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"

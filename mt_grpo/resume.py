@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,8 @@ from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 
-from mt_grpo.data import with_prompts
 from mt_grpo.nodes import check_same_on_nodes, checkpoint_of_all_ranks, is_lost_peer
-from mt_grpo.prefetch import LookAhead, RolloutBatch
+from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.progress import ProgressLine
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.saving import SaveError, SavingTrainer
@@ -37,15 +34,12 @@ class ResumableTrainer(SavingTrainer):
     """`GRPOTrainer` whose runs can be stopped at any time. A resumed run trains exactly as one without a stop.
 
     A subclass sets `llm`, the backend. If `llm.collective` is true, no rank may stop while other ranks generate. A
-    subclass also sets `_batch`, the running conversations for this step, and fills `_in_flight`, those of later steps.
+    subclass also sets `_batch`, the running conversations for this step.
     """
 
     def __init__(self, *args, **kwargs):
         self._interruptible = False
         self._batch: RolloutBatch | None = None
-        self._in_flight: deque[RolloutBatch] = deque()  # of the next steps, in their order
-        self._batches: LookAhead | None = None
-        self._next_rows: list[list[dict[str, Any]]] = []  # of the batches of rollouts to start after this one
         super().__init__(*args, **kwargs)
 
     @contextmanager
@@ -135,10 +129,7 @@ class ResumableTrainer(SavingTrainer):
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            for batch in filter(None, (self._batch, *self._in_flight)):
-                batch.cancel()
-            self._batch = None
-            self._in_flight.clear()
+            self._cancel_rollouts()
             self.env.close()
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, ProgressLine):
@@ -155,35 +146,17 @@ class ResumableTrainer(SavingTrainer):
             )
         return result
 
+    def _cancel_rollouts(self) -> None:
+        """End all running conversations."""
+        if self._batch is not None:
+            self._batch.cancel()
+        self._batch = None
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """As `Trainer`'s; with `max_staleness` the iterator also shows the prompts that come after these."""
-        if self.state.global_step >= self.state.max_steps:  # resumed at its end: `Trainer` checks only after a step
+        """As `Trainer`'s, which does not notice that a run was resumed at its end before it took a step more."""
+        if self.state.global_step >= self.state.max_steps:
             return [], None
-        if self.args.max_staleness:
-            if self._batches is None or self._batches.source is not epoch_iterator:
-                every = self.args.steps_per_generation * self.num_iterations
-                self._batches = LookAhead(epoch_iterator, every)
-            epoch_iterator = self._batches
         return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def _look_ahead(self) -> None:
-        """Note the prompts of the batches to start after this one: up to `max_staleness` are in flight.
-
-        None is of another epoch, and none would be trained after the last step.
-        """
-        upcoming = self._batches.next_rollouts(self.args.max_staleness)
-        steps_per_batch = self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        last = math.ceil((self.state.max_steps - self.state.global_step) / steps_per_batch) - 1
-        started = max(len(self._in_flight) - 1, 0)  # the first one in flight is this step's
-        self._next_rows = [with_prompts(inputs) for inputs in upcoming[started:last]]
-
-    def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | None:
-        """The conversations that were started ahead of this batch, if there are any."""
-        if not self._in_flight or not self.model.training:
-            return None
-        if self._in_flight[0].prompts != [row["prompt"] for row in rows]:
-            raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
-        return self._in_flight.popleft()
 
     def save_where_it_stopped(self) -> str:
         """Save a checkpoint after a `RunError` or `ServerError`. Both are raised between two optimizer steps.

@@ -19,7 +19,7 @@ import aiohttp
 from mt_grpo.event_loop import CONTROL_THREAD, allow_many_open_files, background_loop, close_on, gather_all, run_async
 from mt_grpo.sampling import sampling_defaults
 from mt_grpo.server_errors import ServerError, ServerLost, split_server_url
-from mt_grpo.versions import continues
+from mt_grpo.versions import SharedQuestion, continues
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,12 @@ class ServerConnection:
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
-            raise ServerError(
-                f"{self.base_url}: got a password in vllm_server_base_url, and VLLM_API_KEY. A request has room for "
-                "one of them: remove the other."
-            )
+            got = "got a password in vllm_server_base_url, and VLLM_API_KEY"
+            raise ServerError(f"{self.base_url}: {got}. A request has room for one of them: remove the other.")
         authorization = f"Bearer {api_key}" if api_key else credentials
         self._headers = {"Authorization": authorization} if authorization else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self.held_version = SharedQuestion(self._ask_version).answer
         allow_many_open_files()
 
     @property
@@ -240,8 +239,8 @@ class ServerConnection:
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
-    async def held_version(self) -> str | None:
-        """The version of the weights that the server holds; None if it does not answer."""
+    async def _ask_version(self) -> str | None:
+        """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
         try:
             timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
             async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import mt_grpo_trainer
 from mt_grpo.event_loop import background_loop, run_async
 from mt_grpo.in_process import InProcessBackend
-from mt_grpo.ranks import RunStopped
+from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run_log import staleness_metrics
 from mt_grpo.server_errors import ServerError, ServerLost
@@ -155,9 +156,6 @@ class Watched(MTGRPOEnvTrainer):
         self.evaluated = []
 
     def _start_rollouts(self, prompts, which):
-        if self._weight_counter.version not in self.weights:
-            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-            self.weights[self._weight_counter.version] = state
         flight = super()._start_rollouts(prompts, which)
         if self.model.training:
             self.set_off.append((self.state.global_step, list(which)))
@@ -165,6 +163,9 @@ class Watched(MTGRPOEnvTrainer):
 
     def _sync_weights(self):
         self.synced_with_prefetched.append((self.model.training, bool(self._in_flight)))
+        if self._weight_counter.version not in self.weights:
+            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            self.weights[self._weight_counter.version] = state
         super()._sync_weights()
 
     def _roll_out(self, prompts):
@@ -918,6 +919,105 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
     assert Counter(r.policy_version for r in trainer.batches[3])[4] == restarted[3]
+    assert_from_the_weights_of_its_version(trainer)
+
+
+def prompts_of(trainer):
+    """Each batch's prompts, one per group."""
+    groups = [[batch[i : i + 8] for i in range(0, len(batch), 8)] for batch in trainer.batches]
+    assert all(len({r.prompt_messages[-1]["content"] for r in group}) == 1 for batch in groups for group in batch)
+    return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]
+
+
+def slow_for(*numbers, seconds=8.0):
+    """The calculator that is slow for prompts that begin with one of these numbers."""
+    return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
+
+
+@needs_vllm
+def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
+    """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
+    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 6)), max_steps=15, max_staleness=2,
+                           late_groups="admit")  # fmt: skip
+    trainer.train()  # an epoch: 30 prompts, two to a batch
+    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 30 and not trainer._in_flight
+    stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
+    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 15
+    assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
+    for batch in trainer.batches:
+        assert [r.index for r in batch] == list(range(16))
+        for rollout in batch:  # the row is of the prompt that was sampled from
+            left, right = re.findall(r"\d+", rollout.prompt_messages[-1]["content"])
+            assert rollout.row["answer"] == str(int(left) * int(right))
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["first"] > 0 and kinds["later"] > 0
+
+
+@needs_vllm
+def test_admitted_groups_end_with_their_epoch(server, tmp_path):
+    """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
+    trainer = make_trainer(server.port, tmp_path, slow_for(11, 12, 13, seconds=3.0), max_steps=7, max_staleness=2,
+                           per_device_train_batch_size=80, late_groups="admit")  # fmt: skip
+    trainer.train()
+    trained = prompts_of(trainer)
+    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [30, 30]
+    assert len(set(trained[6])) == 10 and not trainer._in_flight
+    assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
+
+
+@needs_vllm
+@pytest.mark.parametrize("per_batch, begun, step", [(1, 3, 3), (2, 4, 7)], ids=["between batches", "in a batch"])
+def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, begun, step):
+    """Stopped after three batches and resumed, it trains every prompt of the epoch once, the slow ones too."""
+
+    class Stopped(Watched):
+        def training_step(self, *args, **kwargs):
+            if len(self.batches) == begun and self.state.global_step == step:
+                self._stop_signal = signal.SIGTERM
+                self._stop_if_asked()
+            return super().training_step(*args, **kwargs)
+
+    def make(**kwargs):
+        return make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=6.0), max_steps=15 * per_batch,
+                            max_staleness=2, late_groups="admit", num_iterations=per_batch, **kwargs)  # fmt: skip
+
+    stopped = make(trainer_class=Stopped)
+    with stopped.stop_on_signals(), pytest.raises(RunStopped):
+        stopped.train()
+    whole = prompts_of(stopped)[:3]
+    said = stopped.save_where_it_stopped()
+    checkpoint = tmp_path / f"checkpoint-{step}"
+    assert str(checkpoint) in said
+    state = json.loads((checkpoint / "mt_grpo_in_flight.json").read_text())
+    assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 30
+    with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait\. Set late"):
+        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
+    with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4. Set the batch sizes"):
+        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2, late_groups="admit",
+                     per_device_train_batch_size=32).train(str(checkpoint))  # fmt: skip
+
+
+@needs_vllm
+def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
+    new = []
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 3:
+            new.append(replace_server(server))
+        return answered(completions, **kwargs)
+
+    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=3.0), reward, max_steps=15,
+                           max_staleness=2, late_groups="admit")  # fmt: skip
+    trainer.train()
+    new[0].join()
+    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 30
+    assert sum(trainer.rows("rollout/restarted")) > 0
     assert_from_the_weights_of_its_version(trainer)
 
 

@@ -27,6 +27,8 @@ LOGGING = {
     "delete_other_ranks",
     "mean_per_rollout",
     "num_errors",
+    "staleness_metrics",
+    "versions_of",
     "_mode",
     "_note_end",
 }
