@@ -1,23 +1,27 @@
-"""What `max_staleness` gains where a tool has a long tail, and from where on it costs learning.
+"""What `max_staleness` and `late_groups` gain where a tool has a long tail, and from where on they cost learning.
 
-    python scripts/bench_tails.py            # 5 seeds of 40 steps for 0, 1, 2 and 4 batches in flight, about 2 hours
-    python scripts/bench_tails.py --short    # 1 seed of 40 steps, about 20 minutes
+    python scripts/bench_tails.py            # one timed seed and four more, about 1.5 hours
+    python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
     python scripts/bench_tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
 
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
-calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. One vLLM server on a core of its own, one
-training process on another. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
+calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. The timed seed has the machine for itself:
+one vLLM server on a core of its own, one training process on another. The other seeds say what is learned; three run
+at the same time, each with a server of its own. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import queue
 import random
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from bench_common import ROOT, VLLMServer, machine, report, write_results
@@ -26,7 +30,11 @@ RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS = ROOT / "docs/tails_results.json"
 ROLLOUTS = 64
-LIMITS = (0, 1, 2, 4)
+CASES = {  # name -> max_staleness, late_groups
+    "0": (0, "wait"), "1": (1, "wait"), "2": (2, "wait"), "4": (4, "wait"),
+    "1 admit": (1, "admit"), "2 admit": (2, "admit"), "4 admit": (4, "admit"),
+}  # fmt: skip
+AT_ONCE = 3  # runs that are not timed
 LAST = 10  # steps whose mean says what was learned
 WAITS = random.Random(int(os.environ.get("BENCH_TAILS_SEED", 0)))
 
@@ -55,14 +63,15 @@ async def calculator(expression: str) -> str:
 TOOL_FUNCTIONS = [calculator]
 
 
-def train(server: VLLMServer, limit: int, seed: int, steps: int, core: int) -> list[dict[str, float]]:
-    """One run's log, a row per step. Raises `RuntimeError` with the end of its output if it fails."""
-    output = ROOT / f"runs/tails/{limit}-{seed}"
+def train(server: VLLMServer, case: str, seed: int, steps: int, core: int | None) -> dict[str, Any]:
+    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with the end of its output if it fails."""
+    limit, late = CASES[case]
+    output = ROOT / f"runs/tails/{limit}-{late}-{seed}"
     command = [
-        "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir",
-        str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps), "--seed", str(seed),
-        "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--disable_tqdm", "true",
-        "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
+        *([] if core is None else ["taskset", "-c", str(core)]), sys.executable, "mt_grpo_trainer.py", "--config",
+        RECIPE, "--output_dir", str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps),
+        "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
+        late, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
     ]  # fmt: skip
     place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts")}
     done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -72,21 +81,27 @@ def train(server: VLLMServer, limit: int, seed: int, steps: int, core: int) -> l
     keys = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/staleness",
             "rollout/staleness_p50", "rollout/staleness_p99", "rollout/staleness_max", "tools/timeout_frequency",
             "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
-    return [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
+    rows = [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
+    run = {"case": case, "seed": seed, "timed": core is not None, "rows": rows}
+    of = summary([run])[case]
+    print(f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
+          f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
+    return run
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By limit: seconds per step over the whole of each run, staleness, exact match at its end.
+    """By case: seconds per step of the timed run, staleness and, of the last steps, exact match of each seed.
 
     >>> row = {"step_time": 2.0, "rewards/exact_match_reward_func/mean": 0.5, "rollout/staleness": 1.0,
     ...        "rollout/staleness_p99": 1.0, "rollout/staleness_max": 2.0}
-    >>> summary([{"limit": 2, "seed": 0, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
-    {'seconds': [3.0], 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0}
+    >>> summary([{"case": "2", "seed": 0, "timed": True, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
+    {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0}
     """
     by: dict[str, dict[str, Any]] = {}
     for run in runs:
-        of, rows = by.setdefault(str(run["limit"]), {"seconds": [], "exact_match": [], "staleness": []}), run["rows"]
-        of["seconds"].append(statistics.mean(row["step_time"] for row in rows))
+        empty = {"seconds": None, "untimed": None, "exact_match": [], "staleness": []}
+        of, rows = by.setdefault(run["case"], empty), run["rows"]
+        of["seconds" if run["timed"] else "untimed"] = statistics.mean(row["step_time"] for row in rows)
         of["exact_match"].append(statistics.mean(r["rewards/exact_match_reward_func/mean"] for r in rows[-LAST:]))
         of["staleness"].append(statistics.mean(row["rollout/staleness"] for row in rows))
         for name in ("p99", "max"):
@@ -97,22 +112,24 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def section(results: dict[str, Any]) -> str:
     """The page's paragraph and table."""
     total, place = results["summary"], results["machine"]
-    seconds = {limit: statistics.median(of["seconds"]) for limit, of in total.items()}
-    seeds = len(total["0"]["seconds"])
+    seeds = len(total["0"]["exact_match"])
     lines = [
-        f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, "
-        f"{seeds} {'seed' if seeds == 1 else 'seeds'}, {place['cores']} cores ({place['cpu']}), the server on one and "
-        "the trainer on the other. A call waits 0.1 s in the median, and 20 s in 1 of 100.", "",
-        "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest | exact match |",
+        f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, {place['cores']} cores "
+        f"({place['cpu']}), the server on one and the trainer on the other. A call waits 0.1 s in the median, and "
+        "20 s in 1 of 100. `admit`: with `late_groups: admit`.", "",
+        "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest p99, largest | "
+        "exact match |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for limit, of in total.items():
+    for case, of in total.items():
+        seconds = of["seconds"]
         lines.append(
-            f"| {limit} | {seconds[limit]:.1f} s | {60 / seconds[limit]:.1f} | {seconds['0'] / seconds[limit]:.2f} "
-            f"times | {statistics.mean(of['staleness']):.1f}, {of['max']:.0f} | "
+            f"| {case} | {seconds:.1f} s | {60 / seconds:.1f} | {total['0']['seconds'] / seconds:.2f} times | "
+            f"{statistics.mean(of['staleness']):.1f}, {of['p99']:.0f}, {of['max']:.0f} | "
             f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} |"
         )
-    return "\n".join([*lines, "", f"Exact match: mean of the last {LAST} steps of each seed, at temperature 1."])
+    end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "
+    return "\n".join([*lines, "", f"{end}at temperature 1; the seconds are those of the first seed."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,18 +144,24 @@ def main(argv: list[str] | None = None) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
-    began, runs = time.monotonic(), []
-    with VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
-                    cores={cores[1]}) as server:  # fmt: skip
-        for seed in range(options.seeds or (1 if options.short else 5)):
-            for limit in LIMITS if seed % 2 == 0 else LIMITS[::-1]:
-                runs.append(
-                    {"limit": limit, "seed": seed, "rows": train(server, limit, seed, options.steps, cores[0])}
-                )
-                of = summary(runs[-1:])[str(limit)]
-                print(f"max_staleness {limit} seed {seed}: {of['seconds'][0]:.2f} s per step, staleness "
-                      f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
-    runs.sort(key=lambda run: (run["limit"], run["seed"]))
+    began, flags = time.monotonic(), ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(MODEL, *flags, cores={cores[1]}) as server:
+        runs = [train(server, case, 0, options.steps, cores[0]) for case in CASES]
+    wanted = [(case, seed) for seed in range(1, options.seeds or (1 if options.short else 5)) for case in CASES]
+    with ExitStack() as stack:
+        free: queue.Queue = queue.Queue()
+        for _ in range(min(AT_ONCE, len(wanted))):
+            free.put(stack.enter_context(VLLMServer(MODEL, *flags)))
+
+        def learn(case: str, seed: int) -> dict[str, Any]:
+            server = free.get()
+            try:
+                return train(server, case, seed, options.steps, None)
+            finally:
+                free.put(server)
+
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            runs += threads.map(learn, *zip(*wanted)) if wanted else []
     results = {"machine": machine(), "steps": options.steps, "minutes": (time.monotonic() - began) / 60,
                "summary": summary(runs), "runs": runs}  # fmt: skip
     write_results(ROOT / "runs/bench_tails_short.json" if options.short else RESULTS, results)
