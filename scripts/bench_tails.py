@@ -64,7 +64,7 @@ TOOL_FUNCTIONS = [calculator]
 
 
 def train(server: VLLMServer, case: str, seed: int, steps: int, core: int | None) -> dict[str, Any]:
-    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with the end of its output if it fails."""
+    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails."""
     limit, late = CASES[case]
     output = ROOT / f"runs/tails/{limit}-{late}-{seed}"
     command = [
