@@ -77,6 +77,7 @@ class AheadTrainer(ResumableTrainer):
         for batch in filter(None, (self._taken, *self._in_flight)):
             batch.cancel()
         self._in_flight.clear()
+        self._taken = None
 
     @property
     def _passes(self) -> int:

@@ -729,9 +729,9 @@ REWARDS_AND_CREDIT: list[Mutation] = [
 SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "prefetched rollouts stay open behind a stop",
-        "mt_grpo/resume.py",
-        "                batch.cancel()\n",
-        "                pass\n",
+        "mt_grpo/ahead.py",
+        "            batch.cancel()\n",
+        "            pass\n",
         "tests/test_trainer.py::test_a_stop_before_prefetched_rollouts_are_taken_cancels_them",
     ),
     Mutation(
@@ -799,7 +799,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "staleness: one batch too many is in flight",
-        "mt_grpo/resume.py",
+        "mt_grpo/ahead.py",
         "started = max(len(self._in_flight) - 1, 0)",
         "started = max(len(self._in_flight) - 2, 0)",
         "tests/test_faults.py::test_a_bound_on_staleness_is_hard",
@@ -813,10 +813,73 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "staleness: batches that no step takes are asked for",
-        "mt_grpo/resume.py",
-        "upcoming[started:last]",
+        "mt_grpo/ahead.py",
+        "upcoming[started : self._batches_left - 1]",
         "upcoming[started:]",
         "tests/test_faults.py::test_a_bound_on_staleness_is_hard",
+    ),
+    Mutation(
+        "admission: a step takes groups that are not complete",
+        "mt_grpo/admission.py",
+        "if own == kind and complete[i]) for kind in slots",
+        "if own == kind) for kind in slots",
+        "tests/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
+    ),
+    Mutation(
+        "admission: a group takes the place of one on another rank",
+        "mt_grpo/admission.py",
+        "if own == kind and complete[i]) for kind in slots",
+        "if complete[i]) for kind in slots",
+        "tests/test_faults.py::test_two_ranks_take_the_same_groups",
+    ),
+    Mutation(
+        "admission: each rank takes what is complete on itself",
+        "mt_grpo/ahead.py",
+        'self.accelerator.reduce(flags, "sum") == num_ranks',
+        "flags == 1",
+        "tests/test_faults.py::test_two_ranks_take_the_same_groups",
+    ),
+    Mutation(
+        "admission: the step's rows are those of the data's order",
+        "mt_grpo/ahead.py",
+        "        return self._taken.rows\n",
+        "        return rows\n",
+        "tests/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
+    ),
+    Mutation(
+        "admission: rollouts keep the places of the batch they began in",
+        "mt_grpo/admission.py",
+        "            rollout.index = index\n",
+        "            pass\n",
+        "tests/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
+    ),
+    Mutation(
+        "admission: a checkpoint forgets what is in flight",
+        "mt_grpo/admission.py",
+        "prompts = [*in_flight, *self.again]",
+        "prompts = list(self.again)",
+        "tests/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
+    ),
+    Mutation(
+        "admission: a batch that is half trained is forgotten",
+        "mt_grpo/ahead.py",
+        "if self._prompts is not None and self._step % self._passes == 0:",
+        "if self._prompts is not None:",
+        "tests/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
+    ),
+    Mutation(
+        "admission: a checkpoint of other batches is taken",
+        "mt_grpo/admission.py",
+        'if prompts and state["per_batch"] != num_prompts:',
+        "if False:",
+        "tests/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
+    ),
+    Mutation(
+        "admission: an answer is shared with who asks after it was sent",
+        "mt_grpo/versions.py",
+        "        self._unsent = None  # who comes from here on asks anew\n        return await self._ask()\n",
+        "        answer = await self._ask()\n        self._unsent = None\n        return answer\n",
+        "tests/test_client.py::test_an_answer_is_shared_by_who_asked_before_it_was_sent",
     ),
     Mutation(
         "staleness: a turn counts from the newer weights",
@@ -855,7 +918,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "rollouts of other prompts are taken",
-        "mt_grpo/resume.py",
+        "mt_grpo/ahead.py",
         'if self._in_flight[0].prompts != [row["prompt"] for row in rows]:',
         "if len(self._in_flight[0].prompts) != len(rows):",
         "tests/test_faults.py::test_rollouts_in_the_air_are_of_the_prompts_that_are_trained",
@@ -1575,7 +1638,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "prefetched rows without a prompt have no key for it",
-        "mt_grpo/resume.py",
+        "mt_grpo/ahead.py",
         "[with_prompts(inputs) for inputs in",
         "[inputs for inputs in",
         "tests/test_environments.py::test_an_environment_may_bring_the_prompts",
@@ -2164,8 +2227,8 @@ STOPPING_AND_RESUMING: list[Mutation] = [
     Mutation(
         "a resumed run trains on beyond its last step",
         "mt_grpo/resume.py",
-        "        if self.state.global_step >= self.state.max_steps:  # resumed",
-        "        if self.state.global_step > self.state.max_steps:  # resumed",
+        "        if self.state.global_step >= self.state.max_steps:\n",
+        "        if self.state.global_step > self.state.max_steps:\n",
         "tests/test_trainer.py::test_a_run_that_is_resumed_at_its_end_does_nothing_more",
     ),
     Mutation(

@@ -1391,3 +1391,84 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
     assert [row["step"] for row in rows] == [1, 2]
     assert in_process or all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert rows[0]["rollout/seconds"] > 0
+
+
+ADMITTING_RANKS = """
+import json, os, time
+import mt_grpo_trainer as m
+
+original = m.MTGRPOEnvTrainer._calculate_rewards
+
+
+def note(self, inputs, *args):
+    rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
+            for row, rollout in zip(inputs, self._rollouts)]
+    with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
+        file.write(json.dumps(rows) + "\\n")
+    return original(self, inputs, *args)
+
+
+m.MTGRPOEnvTrainer._calculate_rewards = note
+m.main()
+"""
+SLOW_FOR_SOME = """
+import re, time
+
+
+def calculator(expression: str) -> str:
+    \"\"\"Evaluate an arithmetic expression.
+
+    Args:
+        expression: Such as `6 * 7`.
+    \"\"\"
+    time.sleep(5.0 if int(re.findall(r"[0-9]+", expression)[0]) % 4 == 0 else 0.0)
+    return "1"
+
+
+TOOL_FUNCTIONS = [calculator]
+"""
+
+
+@needs_vllm
+def test_two_ranks_take_the_same_groups(server, tmp_path):
+    """Three groups of four on two ranks of six: the second one is on both. Each prompt of an epoch is trained once."""
+    (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
+    (tmp_path / "tool.py").write_text(SLOW_FOR_SOME)
+    arguments = recipe_arguments(
+        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
+        "--max_steps", "8", "--dataset_size", "24", "--per_device_train_batch_size", "6", "--num_generations", "4",
+        "--max_staleness", "2", "--late_groups", "admit", "--tools_script", tmp_path / "tool.py", "--tool_timeout",
+        "30", "--credit_assignment", "gigpo", "--save_strategy", "no",
+    )  # fmt: skip
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
+    (tmp_path / "notes").mkdir()
+    env = {**os.environ, "NOTES": str(tmp_path / "notes"), "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
+    asked, late = [], 0
+    for step, (one, other) in enumerate(zip(*ranks, strict=True)):
+        rows = one + other
+        assert len(one) == len(other) == 6 and [index for _, _, index, _ in rows] == list(range(12))
+        assert all(question == prompt for question, prompt, _, _ in rows)
+        groups = [rows[i : i + 4] for i in (0, 4, 8)]
+        assert all(len({(question, version) for question, _, _, version in group}) == 1 for group in groups)
+        asked += [group[0][0] for group in groups]
+        late += sum(step + 1 - group[0][3] > 2 for group in groups)
+    assert len(ranks[0]) == 8 and len(asked) == len(set(asked)) == 24
+    assert late > 0  # the bound of `wait` would not have let them
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_slow_prompts_are_trained_as_often_as_others(server, tmp_path, late_groups):
+    """One prompt in ten has a tool that takes 50 times as long: 200 steps train each of the 30 prompts alike."""
+    tool = slow_calculator(lambda expression: 2.5 if int(expression.partition("*")[0]) % 10 == 1 else 0.05)
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=210, max_staleness=2, late_groups=late_groups)
+    trainer.train()
+    trained = Counter(prompt for batch in prompts_of(trainer) for prompt in batch)
+    assert set(trained.values()) == {14} and len(trained) == 30

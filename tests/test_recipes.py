@@ -528,6 +528,7 @@ REFUSED_BY_BACKEND = [
     *(("transformers", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
         ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
+        ("late_groups", "admit"),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
         ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
         ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
@@ -543,6 +544,7 @@ REFUSED_BY_BACKEND = [
     *(("colocate", key, value) for key, value in (
         ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
         ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
+        ("late_groups", "admit"),
         ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
         ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_server_port", 9000),
@@ -1390,6 +1392,8 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
         ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
         ({"overlap_rollouts": True, "vllm_importance_sampling_correction": False}, "overlap_rollouts trains on"),
         ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
+        ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness. Set max_staleness: 2"),
+        ({"late_groups": "drop", "max_staleness": 1}, "late_groups='drop' is not known. Expected one of: wait, admit"),
         ({"max_staleness": -1}, "max_staleness=-1, expected a finite number of at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
