@@ -3,6 +3,7 @@
     python scripts/soak.py                       # 200 steps, about 17 minutes on 2 cores
     python scripts/soak.py --steps 40 --kills 1  # a short one
     python scripts/soak.py --servers 3           # three servers, of which one at a time is killed
+    python scripts/soak.py --max-staleness 2     # batches in flight all the time; --late-groups admit, too
 
 A vLLM server, a proxy in front of it that answers 429, 500 and 503 and closes connections in mid-answer, a tool that
 now and then hangs for longer than its time limit, and `kill -9` for the server, which is then started again on the
@@ -10,7 +11,8 @@ same port. Two training processes, as the recipe has them. The run must finish, 
 problems, and show no growth in memory, threads, sockets or files. Exit code 1 and a list of what failed otherwise.
 
 What it measured goes to docs/soak_results.json and docs/soak.png (runs/ with fewer than 200 steps); with several
-servers to docs/soak_servers_results.json and docs/soak_servers.png (runs/ with fewer than 80).
+servers to docs/soak_servers_results.json and docs/soak_servers.png (runs/ with fewer than 80), and with batches in
+flight to docs/soak_staleness_results.json and docs/soak_staleness.png (runs/ with fewer than 80).
 """
 
 import argparse
@@ -174,6 +176,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "--vllm_server_base_url", ",".join(proxy.url for proxy in proxies),
             "--tools_script", str(output / "tools.py"), "--tool_timeout", "2",
             "--lr_scheduler_type", "linear", "--disable_tqdm", "true",
+            "--max_staleness", str(options.max_staleness), "--late_groups", options.late_groups,
         ]  # fmt: skip
         try:
             for server in servers:
@@ -249,6 +252,10 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         "requests_retried": sum(row["rollout/retries"] for row in rows),
         "tool_timeouts": sum(row["tools/timeout_frequency"] * row["tools/call_frequency"] * 64 for row in rows),
         "sampling_logp_difference": max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=None),
+        "push_logp_difference": max((row["sync/logprob_difference"] for row in rows
+                                     if "sync/logprob_difference" in row), default=None),
+        "staleness": statistics.mean(row["rollout/staleness"] for row in rows) if rows else None,
+        "staleness_max": max((row["rollout/staleness_max"] for row in rows), default=None),
         "step_seconds": statistics.median(row["step_time"] for row in rows) if rows else None,
         "growth": {
             name: [growth([s["ranks"][rank][name] for s in whole], figure) for rank in range(ranks)]
@@ -269,8 +276,14 @@ def problems(result: dict[str, Any], options: argparse.Namespace) -> list[str]:
         found.append(f"exact match of the last 20 steps is {result['exact_match_last']}, expected above 0.9")
     if options.servers > 1 and result["servers"][-1:] != [options.servers]:
         found.append(f"servers that held the weights: {result['servers']}, expected up to {options.servers}")
-    if not (result["sampling_logp_difference"] or 1) < 1e-4:
-        found.append(f"trainer and server disagreed by {result['sampling_logp_difference']} in a step")
+    # What older weights sampled has other logprobs: there the comparison behind a push says whether it arrived.
+    difference = result["push_logp_difference" if options.max_staleness else "sampling_logp_difference"]
+    if not (difference or 1) < 1e-4:
+        found.append(f"trainer and server disagreed by {difference} in a step")
+    if options.late_groups == "wait" and not 0 <= (result["staleness_max"] or 0) <= options.max_staleness:
+        found.append(f"staleness was {result['staleness_max']}, expected at most {options.max_staleness}")
+    if options.max_staleness and not (result["staleness"] or 0) > options.max_staleness / 2:
+        found.append(f"staleness was {result['staleness']} in the mean: hardly anything was in flight")
     if len(result["server_kills"]) < options.kills:
         found.append(f"the server was killed {len(result['server_kills'])} times, not {options.kills}")
     for name, (_, limit) in MAY_GROW.items():
@@ -312,6 +325,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--kills", type=int, default=4, help="how often the server is killed")
     parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--max-staleness", type=int, default=0, help="batches in flight")
+    parser.add_argument("--late-groups", choices=("wait", "admit"), default="wait")
     parser.add_argument("--hang-every", type=int, default=2000, help="one tool call in so many hangs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -322,6 +337,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     result = run(options)
     name, whole = ("soak", 200) if options.servers == 1 else ("soak_servers", 80)
+    if options.max_staleness:
+        name, whole = "soak_staleness", 80
     folder = ROOT / ("docs" if options.steps >= whole else "runs")
     write_results(folder / f"{name}_results.json", result)
     if result["samples"]:
