@@ -6,8 +6,9 @@
 
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
 calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. The timed seed has the machine for itself:
-one vLLM server on a core of its own, one training process on another. The other seeds say what is learned; three run
-at the same time, each with a server of its own. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
+one vLLM server on a core of its own, one training process on another. The other seeds say what is learned; two run at
+the same time, each with a server of its own, and those that wait for late groups do so for a tenth of the time: they
+are k batches stale however long that is. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
 """
 
 import argparse
@@ -34,9 +35,10 @@ CASES = {  # name -> max_staleness, late_groups
     "0": (0, "wait"), "1": (1, "wait"), "2": (2, "wait"), "4": (4, "wait"),
     "1 admit": (1, "admit"), "2 admit": (2, "admit"), "4 admit": (4, "admit"),
 }  # fmt: skip
-AT_ONCE = 3  # runs that are not timed
+AT_ONCE = 2  # runs that are not timed
 LAST = 10  # steps whose mean says what was learned
 WAITS = random.Random(int(os.environ.get("BENCH_TAILS_SEED", 0)))
+SCALE = float(os.environ.get("BENCH_TAILS_SCALE", 1.0))  # of the waits
 
 
 def wait() -> float:
@@ -45,7 +47,7 @@ def wait() -> float:
     >>> sorted(round(wait(), 1) for _ in range(1000))[::499], 0.005 < sum(wait() == 20.0 for _ in range(9000)) / 9000
     ([0.0, 0.1, 20.0], True)
     """
-    return 20.0 if WAITS.random() < 0.01 else WAITS.lognormvariate(-2.3026, 0.5)
+    return SCALE * (20.0 if WAITS.random() < 0.01 else WAITS.lognormvariate(-2.3026, 0.5))
 
 
 async def calculator(expression: str) -> str:
@@ -73,7 +75,8 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int | None
         "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
         late, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
     ]  # fmt: skip
-    place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts")}
+    place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),
+             "BENCH_TAILS_SCALE": "0.1" if core is None and late == "wait" else "1"}  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
