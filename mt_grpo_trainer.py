@@ -1243,7 +1243,7 @@ class VLLMServerClient(ServerConnection):
         generation = await self._post(
             "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
         )
-        return dataclasses.replace(generation, policy_versions=(asked, self.policy_version))
+        return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None

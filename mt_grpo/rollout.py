@@ -71,7 +71,7 @@ class Generation:
     logprobs: list[float] | None
     finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
     saw: bytes | None = None  # `hash_of_ids` of what the backend says it read
-    policy_versions: tuple[int, int] | None = None  # of the weights when it was asked for, and when it came
+    policy_versions: tuple[int, int] | None = None  # of the oldest and newest weights it may be from
 
 
 class Parsed(typing.NamedTuple):

@@ -46,7 +46,7 @@ def continues(held: str | None, version: str, lineage: int) -> bool | None:
 
 
 def versions_of(turn: Any) -> list[int] | None:
-    """Weight changes before the weights of a turn: when its first request was sent, and when its last answer came.
+    """Weight changes before the weights of a turn: when its first request was sent, and the newest until it came.
 
     None where the backend does not know them: nothing is pushed while it generates.
     """

@@ -46,13 +46,14 @@ class ServerConnection:
         self.retries = 0  # requests that were sent again, since a reader last set it to 0
         self.lineage = 0  # restarts that pushes found out; the same on all ranks after a push
         self.policy_version = 0  # weight changes before the weights of the last push
+        self.newest_version = 0  # and of the last one that was begun
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
             got = "got a password in vllm_server_base_url, and VLLM_API_KEY"
             raise ServerError(f"{self.base_url}: {got}. A request has room for one of them: remove the other.")
-        authorization = f"Bearer {api_key}" if api_key else credentials
-        self._headers = {"Authorization": authorization} if authorization else {}
+        credentials = f"Bearer {api_key}" if api_key else credentials
+        self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.held_version = SharedQuestion(self._ask_version).answer
         allow_many_open_files()

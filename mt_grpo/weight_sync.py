@@ -72,9 +72,12 @@ class WeightSync:
             ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
         """
         started, held, self.pushed = time.perf_counter(), self.pushed, None
+        number = int(version.rpartition("-")[2])
+        for server in self.servers.servers:
+            server.newest_version = number  # before ranks meet: from here on an answer may be of the new weights
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
-        for number in set.union(*joined) - set.intersection(*joined):
-            self.servers.leave(number, "a rank lost it.")
+        for lost in set.union(*joined) - set.intersection(*joined):
+            self.servers.leave(lost, "a rank lost it.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 # Asked even if all get the weights anyway: it finds out who is there.
@@ -96,7 +99,7 @@ class WeightSync:
             lambda: (self.servers.joined, [server.lineage for server in self.servers.servers])
         )
         for server, lineage in zip(self.servers.servers, lineages):
-            server.lineage, server.policy_version = lineage, int(version.rpartition("-")[2])
+            server.lineage, server.policy_version = lineage, number
         metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(self.servers.joined)}
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}

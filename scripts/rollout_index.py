@@ -32,7 +32,8 @@ KNOWN = set(
 )
 KNOWN_OF_TURN = set(
     "text answer finish_reason seconds calls results observation num_tokens num_read num_trained reward mean_logprob "
-    "min_logprob token_ids token_texts logprobs loss_mask advantages trainer_logprobs read_ids read_texts".split()
+    "min_logprob policy_versions token_ids token_texts logprobs loss_mask advantages trainer_logprobs read_ids "
+    "read_texts".split()
 )
 LARGEST = 2**63  # of SQLite's whole numbers
 SORTED_BY = ("step", "reward", "turns", "tokens", "seconds")

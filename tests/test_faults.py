@@ -177,7 +177,9 @@ class Watched(MTGRPOEnvTrainer):
         return [row[key] for row in self.state.log_history if key in row]
 
 
-def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched, **changes):
+def make_trainer(
+    port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched, prompts=30, **changes
+):
     values = dict(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
@@ -186,7 +188,7 @@ def make_trainer(port, tmp_path, tool=calculator, reward=answered, evaluates=Fal
         weight_sync_dir=str(tmp_path),
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
-            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
+            for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
     tmp_path.mkdir(exist_ok=True)
     return trainer_class(
         str(MODEL), MultiTurnToolEnv([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
@@ -225,11 +227,14 @@ def assert_from_the_weights_of_its_version(trainer):
             here = slice(at, at + len(turn.token_ids))
             at = here.stop
             asked, came = versions_of(turn)
-            old, new = (
-                (sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3 for v in (asked, came)
-            )
+            fits = [(sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3
+                    for v in range(asked, came + 1)]  # fmt: skip
+            version = 0  # the oldest that the next token can be from
+            for token in range(len(turn.token_ids)):
+                while version < len(fits) and not fits[version][token]:
+                    version += 1
             kinds["two" if asked != came else "first" if asked == rollout.policy_version else "later"] += 1
-            assert any(old[:i].all() and new[i:].all() for i in range(len(old) + 1)), (rollout.policy_version, turn)
+            assert version < len(fits), (rollout.policy_version, asked, came, token, turn)
         if rollout in trainer.batches[-1]:
             apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
     assert apart > 0.01  # tokens of the first weights would have shown
@@ -790,10 +795,10 @@ def test_a_turn_counts_from_its_oldest_weights():
 def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
 
-    def seconds(expression):  # longer than a step, so that there is a push before the next turn
-        return 3.0 if int(expression.partition("*")[0]) % 2 == 0 else 0.0
-
-    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), max_steps=8, max_staleness=limit)
+    # The call ends in the step of the oldest batch in flight. Then a push is before the next turn.
+    tool = calculator_until(lambda: trainer, lambda trainer: len(trainer.set_off) - limit,
+                            lambda number: number % 2 == 0, then=1.0)  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=8, max_staleness=limit)
     trainer.train()
     # Batch b is asked for with the weights of step max(0, b - limit), and trained in step b.
     assert [{r.policy_version for r in batch} for batch in trainer.batches] == [
@@ -832,11 +837,11 @@ def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
 @needs_vllm
 def test_flights_end_with_their_epoch(server, tmp_path):
     """The prompts of the next epoch are asked for once it begins, and the last step leaves none in flight."""
-    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, per_device_train_batch_size=80)
-    trainer.train()  # 30 prompts, 10 to a batch: three batches to an epoch
+    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6)
+    trainer.train()  # two prompts to a batch: three batches to an epoch
     assert trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
     asked = [{r.prompt_messages[-1]["content"] for r in batch} for batch in trainer.batches]
-    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 30 and len(trainer.set_off) == 7
+    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 6 and len(trainer.set_off) == 7
 
 
 @needs_vllm
@@ -929,6 +934,21 @@ def prompts_of(trainer):
     return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]
 
 
+def calculator_until(trainer_of, step_of, is_slow, then=0.0):
+    """The calculator that answers some calls only at the step `step_of(trainer)`, and `then` seconds later."""
+
+    def seconds(expression):
+        trainer, began = trainer_of(), time.monotonic()
+        wanted = step_of(trainer)
+        if len(trainer.set_off) == 1 or not is_slow(int(expression.partition("*")[0])):
+            return 0.0  # the first step itself waits for the calls of its batch
+        while trainer.state.global_step < wanted and time.monotonic() < began + 25:
+            time.sleep(0.05)
+        return then
+
+    return slow_calculator(seconds)
+
+
 def slow_for(*numbers, seconds=8.0):
     """The calculator that is slow for prompts that begin with one of these numbers."""
     return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
@@ -937,13 +957,14 @@ def slow_for(*numbers, seconds=8.0):
 @needs_vllm
 def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
-    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 6)), max_steps=15, max_staleness=2,
-                           late_groups="admit")  # fmt: skip
-    trainer.train()  # an epoch: 30 prompts, two to a batch
+    tool = calculator_until(lambda: trainer, lambda trainer: min(trainer.state.global_step + 4, 8),
+                            lambda number: number in (11, 18, 25), then=1.0)  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=11, max_staleness=2, late_groups="admit", prompts=22)
+    trainer.train()  # an epoch: two prompts to a batch
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 30 and not trainer._in_flight
+    assert len(trained) == len(set(trained)) == 22 and not trainer._in_flight
     stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
-    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 15
+    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 11
     assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
     for batch in trainer.batches:
         assert [r.index for r in batch] == list(range(16))
@@ -957,12 +978,12 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
 @needs_vllm
 def test_admitted_groups_end_with_their_epoch(server, tmp_path):
     """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
-    trainer = make_trainer(server.port, tmp_path, slow_for(11, 12, 13, seconds=3.0), max_steps=7, max_staleness=2,
-                           per_device_train_batch_size=80, late_groups="admit")  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, slow_for(11, 12, seconds=3.0), max_steps=7, max_staleness=2,
+                           prompts=6, late_groups="admit")  # fmt: skip
     trainer.train()
     trained = prompts_of(trainer)
-    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [30, 30]
-    assert len(set(trained[6])) == 10 and not trainer._in_flight
+    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
+    assert len(set(trained[6])) == 2 and not trainer._in_flight
     assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
 
 
@@ -979,8 +1000,10 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
             return super().training_step(*args, **kwargs)
 
     def make(**kwargs):
-        return make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=6.0), max_steps=15 * per_batch,
-                            max_staleness=2, late_groups="admit", num_iterations=per_batch, **kwargs)  # fmt: skip
+        return make_trainer(
+            server.port, tmp_path, slow_for(*range(11, 31, 4), seconds=4.0), max_steps=8 * per_batch,
+            max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16, **kwargs,
+        )  # fmt: skip
 
     stopped = make(trainer_class=Stopped)
     with stopped.stop_on_signals(), pytest.raises(RunStopped):
@@ -994,7 +1017,7 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
     resumed = make()
     resumed.train(resume_from_checkpoint=str(checkpoint))
     trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 30
+    assert len(trained) == len(set(trained)) == 16
     with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait\. Set late"):
         make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
     with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4. Set the batch sizes"):
@@ -1011,12 +1034,12 @@ def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
             new.append(replace_server(server))
         return answered(completions, **kwargs)
 
-    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=3.0), reward, max_steps=15,
-                           max_staleness=2, late_groups="admit")  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=3.0), reward, max_steps=8,
+                           max_staleness=2, late_groups="admit", prompts=16)  # fmt: skip
     trainer.train()
     new[0].join()
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 30
+    assert len(trained) == len(set(trained)) == 16
     assert sum(trainer.rows("rollout/restarted")) > 0
     assert_from_the_weights_of_its_version(trainer)
 
@@ -1398,9 +1421,12 @@ import json, os, time
 import mt_grpo_trainer as m
 
 original = m.MTGRPOEnvTrainer._calculate_rewards
+STEPS = 0
 
 
 def note(self, inputs, *args):
+    global STEPS
+    STEPS = self.state.global_step + 1
     rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
             for row, rollout in zip(inputs, self._rollouts)]
     with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
@@ -1412,7 +1438,7 @@ m.MTGRPOEnvTrainer._calculate_rewards = note
 m.main()
 """
 SLOW_FOR_SOME = """
-import re, time
+import re, sys, time
 
 
 def calculator(expression: str) -> str:
@@ -1421,7 +1447,11 @@ def calculator(expression: str) -> str:
     Args:
         expression: Such as `6 * 7`.
     \"\"\"
-    time.sleep(5.0 if int(re.findall(r"[0-9]+", expression)[0]) % 4 == 0 else 0.0)
+    worker, began = sys.modules["__main__"], time.monotonic()
+    wanted = min(worker.STEPS + 4, 5)
+    is_slow = int(re.findall(r"[0-9]+", expression)[0]) % 8 == 0
+    while is_slow and worker.STEPS < wanted and time.monotonic() < began + 20:
+        time.sleep(0.05)
     return "1"
 
 

@@ -520,6 +520,22 @@ def test_a_restart_that_one_rank_found_is_known_to_all(pushing, monkeypatch):
     assert [(server.lineage, server.policy_version) for server in pool.servers] == [(0, 1), (3, 1), (0, 1)]
 
 
+def test_what_comes_during_a_push_may_be_of_its_weights(pushing):
+    """A server goes on before this process knows that the push is whole. So a turn's versions are an interval."""
+    push, pool, _ = pushing
+    push("v-4")
+    original, seen = pool.update_weights, []
+
+    def update_weights(*args):
+        seen.append([(server.policy_version, server.newest_version) for server in pool.servers])
+        return original(*args)
+
+    pool.update_weights = update_weights
+    push("v-5")
+    assert seen == [[(4, 5)] * 3]
+    assert [(server.policy_version, server.newest_version) for server in pool.servers] == [(5, 5)] * 3
+
+
 def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):
     """30 s, then 60 s; it starts anew where it was there from one push to the next."""
     push, pool, _ = pushing

@@ -36,7 +36,7 @@ def turn(text, calls=(), results=(), **more):
         "calls": [{"name": name, "arguments": arguments, "error": None} for name, arguments in called],
         "results": [{"text": said, "error": error, "seconds": 0.25, "reward": None} for said, error in results],
         "observation": None, "num_tokens": 3, "num_read": 4, "num_trained": 3, "reward": None, "mean_logprob": -0.5,
-        "min_logprob": -1.0, **more,
+        "min_logprob": -1.0, "policy_versions": [3, 4], **more,
     }  # fmt: skip
 
 
@@ -643,7 +643,8 @@ def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     assert kinds == ["given", "given", "policy", "call", "call", "result", "error"]
     text = " ".join(text for _, text in parts)
     for said in ("What is 19 - 3?", "policy, turn 0", "advantage -1.00", "turn reward 0.10", "call calculator",
-                 '{"expression": "19 - 3"}', "error: call", "logprob -0.50, least -1.00"):  # fmt: skip
+                 '{"expression": "19 - 3"}', "error: call", "logprob -0.50, least -1.00",
+                 "weights 3 to 4"):  # fmt: skip
         assert said in text
     assert "exact 0.25, style - (without their weights)" in page.inner_text("article")
     page.click("text=all fields")

@@ -446,6 +446,8 @@ function turnParts(item, k, colour, scale) {
     typeof row.turn_rewards?.[k] === "number" && `turn reward ${number(row.turn_rewards[k])}`,
     typeof turn.reward === "number" && `the environment's ${number(turn.reward)}`,
     typeof turn.mean_logprob === "number" && `logprob ${number(turn.mean_logprob)}, least ${number(turn.min_logprob)}`,
+    turn.policy_versions?.length === 2 && turn.policy_versions[0] !== turn.policy_versions[1]
+      && `weights ${turn.policy_versions[0]} to ${turn.policy_versions[1]}`,
     turn.num_trained === 0 && "out of the loss"];
   if (colour && turn.token_texts) {
     return [
