@@ -2,6 +2,7 @@
 
     python scripts/bench_tails.py            # one timed seed and four more, about 1.5 hours
     python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
+    python scripts/bench_tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
     python scripts/bench_tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
 
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
@@ -20,6 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -101,7 +103,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0}
     """
     by: dict[str, dict[str, Any]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run["seed"]):  # seeds of a case may end in another order
         empty = {"seconds": None, "untimed": None, "exact_match": [], "staleness": []}
         of, rows = by.setdefault(run["case"], empty), run["rows"]
         of["seconds" if run["timed"] else "untimed"] = statistics.mean(row["step_time"] for row in rows)
@@ -110,6 +112,19 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name in ("p99", "max"):
             of[name] = max(of.get(name, 0.0), *(row[f"rollout/staleness_{name}"] for row in rows))
     return by
+
+
+def cost(exact_match: list[float], without: list[float]) -> str:
+    """Mean difference of the same seeds from `max_staleness: 0`, and its standard error.
+
+    >>> cost([0.9, 0.7, 0.8], [0.9, 0.9, 0.9])
+    '-0.10 ± 0.06'
+    """
+    differences = [mine - other for mine, other in zip(exact_match, without)]
+    if len(differences) < 2:
+        return ""
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.2f} ± {error:.2f}"
 
 
 def section(results: dict[str, Any]) -> str:
@@ -121,18 +136,20 @@ def section(results: dict[str, Any]) -> str:
         f"({place['cpu']}), the server on one and the trainer on the other. A call waits 0.1 s in the median, and "
         "20 s in 1 of 100. `admit`: with `late_groups: admit`.", "",
         "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest p99, largest | "
-        "exact match |",
-        "|---|---|---|---|---|---|",
+        "exact match by seed | its mean | from that of 0 |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for case, of in total.items():
         seconds = of["seconds"]
         lines.append(
             f"| {case} | {seconds:.1f} s | {60 / seconds:.1f} | {total['0']['seconds'] / seconds:.2f} times | "
             f"{statistics.mean(of['staleness']):.1f}, {of['p99']:.0f}, {of['max']:.0f} | "
-            f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} |"
+            f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} | {statistics.mean(of['exact_match']):.2f} | "
+            f"{cost(of['exact_match'], total['0']['exact_match'])} |"
         )
     end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "
-    return "\n".join([*lines, "", f"{end}at temperature 1; the seconds are those of the first seed."])
+    end += "at temperature 1; from that of 0: mean difference of the same seeds ± its standard error; "
+    return "\n".join([*lines, "", f"{end}the seconds are those of the first seed."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,34 +158,50 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=None)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(argv)
     if options.report:
         return report("tails", RESULTS, section)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
-    began, flags = time.monotonic(), ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
-    with VLLMServer(MODEL, *flags, cores={cores[1]}) as server:
-        runs = [train(server, case, 0, options.steps, cores[0]) for case in CASES]
-    wanted = [(case, seed) for seed in range(1, options.seeds or (1 if options.short else 5)) for case in CASES]
+    flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
+    path = ROOT / "runs/bench_tails_short.json" if options.short else RESULTS
+    results = {"machine": machine(), "steps": options.steps, "minutes": 0.0, "runs": []}
+    if options.resume:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    there = {(run["case"], run["seed"]) for run in results["runs"]}
+    seeds = range(options.seeds or (1 if options.short else 5))
+    wanted = [(case, seed) for seed in seeds for case in CASES if (case, seed) not in there]
+    timed, began, lock = [case for case, seed in wanted if seed == 0], time.monotonic(), threading.Lock()
+
+    def keep(run: dict[str, Any]) -> None:
+        nonlocal began
+        with lock:
+            results["runs"].append(run)
+            results["minutes"], began = results["minutes"] + (time.monotonic() - began) / 60, time.monotonic()
+            write_results(path, {**results, "summary": summary(results["runs"])})
+
+    with ExitStack() as stack:
+        server = stack.enter_context(VLLMServer(MODEL, *flags, cores={cores[1]})) if timed else None
+        for case in timed:
+            keep(train(server, case, 0, results["steps"], cores[0]))
+    wanted = [(case, seed) for case, seed in wanted if seed]
     with ExitStack() as stack:
         free: queue.Queue = queue.Queue()
         for _ in range(min(AT_ONCE, len(wanted))):
             free.put(stack.enter_context(VLLMServer(MODEL, *flags)))
 
-        def learn(case: str, seed: int) -> dict[str, Any]:
+        def learn(case: str, seed: int) -> None:
             server = free.get()
             try:
-                return train(server, case, seed, options.steps, None)
+                keep(train(server, case, seed, results["steps"], None))
             finally:
                 free.put(server)
 
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            runs += threads.map(learn, *zip(*wanted)) if wanted else []
-    results = {"machine": machine(), "steps": options.steps, "minutes": (time.monotonic() - began) / 60,
-               "summary": summary(runs), "runs": runs}  # fmt: skip
-    write_results(ROOT / "runs/bench_tails_short.json" if options.short else RESULTS, results)
-    print(section(results))
+            list(threads.map(learn, *zip(*wanted)) if wanted else [])  # raises what a run raised
+    print(section({**results, "summary": summary(results["runs"])}))
 
 
 if __name__ == "__main__":
