@@ -1227,7 +1227,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "servers: what another rank lost stays",
         "mt_grpo/weight_sync.py",
-        '            self.servers.leave(number, "a rank lost it.")\n',
+        '            self.servers.leave(lost, "a rank lost it.")\n',
         "            pass\n",
         "tests/test_servers.py::test_what_another_rank_lost_is_left_out",
     ),

@@ -55,7 +55,7 @@ TOOL_FUNCTIONS = [calculator]
 '''
 UNSURE_TOOL = FAILING.replace(
     '    raise ConnectionError("no server at 127.0.0.1:9")\n',
-    '    if next(CALLS) % 2:\n        raise ConnectionError("busy")\n    return "1"\n',
+    '    if next(CALLS) % 3:\n        raise ConnectionError("busy")\n    return "1"\n',
 ).replace("\ndef", "\nimport itertools\n\nCALLS = itertools.count()\n\n\ndef", 1)
 # Leaves system messages out.
 NO_SYSTEM = (
@@ -251,9 +251,9 @@ def broken(name, folder):
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
                            "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9 "
                            ".*Mend the", 1),
-        "every second call fails": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
+        "two of three calls fail": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
                                     "failing tools",
-                                    "[456]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
+                                    "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
         "no learning rate": ({"learning_rate": 0.0}, "learning rate", "learning_rate is 0. No weight changes", 1),
         "too hot": ({"temperature": 1.6}, "temperature", "temperature is 1.6. .*Set temperature: 1.0", 0),
         "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
@@ -264,7 +264,7 @@ def broken(name, folder):
 
 
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "a constant reward",
-         "a failing tool", "every second call fails", "no learning rate", "too hot", "a learning rate of 1",
+         "a failing tool", "two of three calls fail", "no learning rate", "too hot", "a learning rate of 1",
          "no temperature", "one choice"]  # fmt: skip
 
 
