@@ -28,7 +28,9 @@ A module imports only from modules that stand above it in this list.
     sampling         the sampling parameters of a request, and its room
     server_errors    errors of a server; checks of its address and answers
     vllm_server      connection to the server: retries, time limits, proof of the weights' version
+    nccl_group       weights sent to one server over NCCL, within a time limit
     weight_transfer  transfer of weights to servers: disk, NCCL
+    server_members   which of several servers hold the weights
     routes           conversations over several servers, and what is proven of them
     server_pool      one or several servers as one backend
     shared_folder    whether the server sees the directory of the weights

@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_grpo.event_loop import gather_all
 from mt_grpo.rollout import Generation
-from mt_grpo.server_errors import ServerError, ServerLost
+from mt_grpo.server_errors import NoServerLeft, ServerError, ServerLost
 from mt_grpo.versions import continues
 
 
@@ -21,14 +21,17 @@ class Group:
         self.server: int | None = None
 
     def choose(self) -> int:
-        """The group's server; where that is lost, another one: the one with the fewest open conversations."""
-        pool = self.pool
-        if self.server not in pool.joined:
-            if not pool.joined:
-                raise ServerLost(f"None of the vLLM servers at {pool.base_url} is left.")
+        """The group's server; where that is lost, another one: the one with the fewest open conversations.
+
+        Raises `NoServerLeft` where none holds the weights.
+        """
+        pool, joined = self.pool, self.pool.joined
+        if self.server not in joined:
+            if not joined:
+                raise NoServerLeft(f"None of the vLLM servers at {pool.base_url} is left.")
             # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
-            place = {n: (n - self.number) % len(pool.servers) for n in pool.joined}
-            chosen = min(pool.joined, key=lambda n: (pool.load[n], place[n]))
+            place = {n: (n - self.number) % len(pool.servers) for n in joined}
+            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
             if self.server is not None:
                 pool.load[self.server] -= self.size
             pool.load[chosen] += self.size
@@ -98,7 +101,8 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
     reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
     so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
     server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
-    no server is left, all open conversations are.
+    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
+    loads has none.
 
     Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
     `timeout` after the last result.
@@ -114,6 +118,8 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
     async def finish(index: int) -> None:
         try:
             results[index] = await tasks[index]
+        except NoServerLeft:  # also where one has joined again by now
+            given_up.add(index)
         except (Exception, asyncio.CancelledError):  # one that is given up may fail as it is cancelled
             if index not in given_up:
                 raise
@@ -133,7 +139,7 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
             numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
             held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
             for n, answer in zip(numbers, held):
-                misses[n] = 0 if answer is not None else misses[n] + 1
+                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
                 holds = continues(answer, version, lineages[n])
                 if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
                     continue
@@ -153,8 +159,8 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
             if done:
                 if not any(unproven(index) & kept for index in results):
                     break
-                give_up = give_up or asked + pool.servers[pool.joined[0]].timeout
-                if asked > give_up:
+                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
+                if give_up is not None and asked > give_up:
                     raise ServerLost(f"{pool.base_url}: a server does not say which weights it holds: see its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
     finally:

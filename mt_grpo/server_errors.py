@@ -19,6 +19,10 @@ class ServerLost(ServerError):
     """The server does not answer, answers with 5xx, or lost the pushed weights. It may come back."""
 
 
+class NoServerLeft(ServerLost):
+    """None of several servers holds the weights now. A push may bring some back."""
+
+
 class BadAnswer(ValueError):
     """An answer that cannot be a sample: the ids and logprobs do not match, or a logprob is NaN."""
 

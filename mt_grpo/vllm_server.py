@@ -46,7 +46,7 @@ class ServerConnection:
         self.retries = 0  # requests that were sent again, since a reader last set it to 0
         self.lineage = 0  # restarts that pushes found out; the same on all ranks after a push
         self.policy_version = 0  # weight changes before the weights of the last push
-        self.newest_version = 0  # and of the last one that was begun
+        self.newest_version, self.pushing = 0, False  # of the last push that was begun; whether one is under way
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
@@ -254,7 +254,7 @@ class ServerConnection:
 
         A result is proven if the server, asked after the end, reports a version that `continues` this one; a restarted
         server has none. If it reports another, what is open is cancelled. Raises the first error of a coroutine, and
-        `ServerLost` if no version is reported within `self.timeout` after the last result.
+        `ServerLost` if no version is reported within `self.timeout` after the last result, pushes apart.
         """
         finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
 
@@ -278,8 +278,8 @@ class ServerConnection:
                     if done:
                         break
                 elif done:
-                    give_up = give_up or asked + self.timeout
-                    if asked > give_up:
+                    give_up = None if self.pushing else give_up or asked + self.timeout
+                    if give_up is not None and asked > give_up:
                         raise ServerLost(f"{self.base_url} does not say which weights it holds: see its log.")
                     await asyncio.sleep(self.WATCH_SECONDS)
         finally:

@@ -71,10 +71,32 @@ class WeightSync:
         Raises:
             ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
         """
-        started, held, self.pushed = time.perf_counter(), self.pushed, None
-        number = int(version.rpartition("-")[2])
+        started, number = time.perf_counter(), int(version.rpartition("-")[2])
         for server in self.servers.servers:
             server.newest_version = number  # before ranks meet: from here on an answer may be of the new weights
+        self.servers.pushing = True
+        try:
+            seconds, gap = self._push_until_it_arrives(version, stop_requested, stop_if_requested)
+            self.servers.complete = True
+            joined, lineages = on_main_process(
+                lambda: (self.servers.admit(), [server.lineage for server in self.servers.servers])
+            )
+            for server, lineage in zip(self.servers.servers, lineages):
+                server.lineage, server.policy_version = lineage, number
+            self.servers.joined = joined  # INVARIANT: behind the lineages, with which requests are marked
+        finally:
+            self.servers.pushing = False
+        self.num_syncs += 1
+        self.pushed, self.doubted = version, False
+        metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(joined)}
+        metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
+        return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
+
+    def _push_until_it_arrives(
+        self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
+    ) -> tuple[dict[str, float], float | None]:
+        """As `_push_and_check`, again where the servers are lost meanwhile. Arguments and errors as `sync`."""
+        held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
         for lost in set.union(*joined) - set.intersection(*joined):
             self.servers.leave(lost, "a rank lost it.")
@@ -82,10 +104,9 @@ class WeightSync:
             try:
                 # Asked even if all get the weights anyway: it finds out who is there.
                 new_server = on_main_process(functools.partial(self.servers.find_restarted, held))
-                if new_server:  # a restarted server is not in its NCCL group
-                    on_main_process(lambda: [s.transfer.leave_nccl() for s in self.servers.servers] and None)
-                seconds, gap = self._push_and_check(version, new_server)
-                break
+                if new_server:
+                    on_main_process(self.servers.leave_nccl_groups)
+                return self._push_and_check(version, new_server)
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
@@ -93,16 +114,6 @@ class WeightSync:
                 held = None
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
-        self.num_syncs += 1
-        self.pushed, self.doubted, self.servers.complete = version, False, True
-        self.servers.joined, lineages = on_main_process(
-            lambda: (self.servers.joined, [server.lineage for server in self.servers.servers])
-        )
-        for server, lineage in zip(self.servers.servers, lineages):
-            server.lineage, server.policy_version = lineage, number
-        metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(self.servers.joined)}
-        metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
-        return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
         """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import shutil
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 from mt_grpo.event_loop import at_once
 from mt_grpo.locks import open_lock
+from mt_grpo.nccl_group import NCCLGroup
 from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.versions import tagged
 from mt_grpo.vllm_server import ServerConnection
@@ -44,7 +44,7 @@ class WeightTransfer:
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.pause_timeout = server.request_timeout  # seconds that a pause may take
         self.held: str | None = None  # the version that the last whole push set; None: not known
-        self._nccl = None  # TRL's client, which holds the NCCL group
+        self._nccl: NCCLGroup | None = None
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
     def resolve(self, device: torch.device) -> str:
@@ -88,7 +88,7 @@ class WeightTransfer:
             kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
             able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
             if not able:
-                raise kinds[0]
+                raise next(iter(kinds), ServerLost("None of the vLLM servers is left to push weights to."))
             if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
                 seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
             else:
@@ -206,42 +206,17 @@ class WeightTransfer:
         self, metadata: list[tuple], tensors: dict[str, torch.Tensor], version: str, device: torch.device
     ) -> ServerError | None:
         """Send weights to the server over NCCL. Returns its error, if it has one."""
-
-        def load() -> None:
-            try:
-                self._nccl.update_named_params(metadata, ((name, t.to(device)) for name, t in tensors.items()))
-            except Exception as error:  # TRL's client raises whatever its requests do
-                raise ServerLost(f"{self.server.base_url} did not take the weights: {error}") from error
-
         try:
-            self._join_nccl(device)
-            self._while_paused(version, load)
+            self._nccl = self._nccl or NCCLGroup(self.server, self.group_port, device)
+            self._while_paused(version, lambda: self._nccl.send(metadata, tensors))
         except ServerError as error:
             return error
         return None
 
-    def _join_nccl(self, device: torch.device) -> None:
-        """Make a group with the server, unless there is one. Raises `ServerLost` if it cannot be made."""
-        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
-
-        if self._nccl is not None:
-            return
-        try:
-            client = VLLMClient(
-                self.server.base_url, group_port=self.group_port, connection_timeout=self.server.timeout
-            )
-            client.init_communicator(device=device)
-        except Exception as error:  # TRL's client raises whatever its requests do
-            raise ServerLost(
-                f"{self.server.base_url} forms no NCCL group on port {self.group_port} (vllm_group_port): {error}"
-            ) from error
-        self._nccl = client
-
     def leave_nccl(self) -> None:
         """Close the NCCL group, which a restarted server cannot rejoin. The next push creates a new group."""
         if self._nccl is not None:
-            atexit.unregister(self._nccl.close_communicator)  # else it keeps the group and its port
-            self._nccl.close_communicator()
+            self._nccl.close()
             self._nccl = None
 
     @staticmethod

@@ -29,6 +29,7 @@ from mt_grpo.event_loop import run_async
 from mt_grpo.rollout import Generation
 from mt_grpo.server_errors import ServerError, ServerLost, server_urls
 from mt_grpo.server_pool import ServerPool
+from mt_grpo.versions import tagged
 from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import VLLMServerClient
 
@@ -40,7 +41,7 @@ from mt_grpo_trainer import VLLMServerClient
 class Stub:
     """A server that samples its own number, and holds the weights `version`."""
 
-    timeout, tokenizer, max_model_len, retries, lineage = 1.0, None, None, 0, 0
+    timeout, tokenizer, max_model_len, retries, lineage, pushing = 1.0, None, None, 0, 0, False
 
     def __init__(self, number, log, version="v"):
         self.number, self.log, self.version = number, log, version
@@ -392,7 +393,8 @@ def test_a_lost_server_joins_again_when_it_answers():
     assert pool.weight_version() == "v" and not pool.find_restarted("v")
     servers[1].version = "v"  # what it was called before it restarted
     assert pool.find_restarted("v") and [s.lineage for s in servers] == [0, 2]
-    assert pool.joined == [0, 1] and set(pool.scores([1, 2])) == {0, 1}
+    assert pool.joined == [0] and pool.joining == [1] and set(pool.scores([1, 2])) == {0, 1}
+    assert pool.admit() == pool.joined == [0, 1] and pool.joining == []
     servers[0].up = servers[1].up = False
     with pytest.raises(ServerLost):
         pool.find_restarted("v")
@@ -559,6 +561,120 @@ def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
         pool.refuse({0: ServerError("disagree by 0.7")})
 
 
+class Versioned(Pushed):
+    """A server whose answers say which weights they are of. A push takes 0.3 s."""
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params, index):
+        version = self.version
+        await asyncio.sleep(0.01)
+        return Generation([self.number, version], [-1.0], "stop")
+
+    @staticmethod
+    def push(weights, version, expected, device, transfers):
+        time.sleep(0.3)
+        for server in (transfer.server for transfer in transfers):
+            server.version = tagged(version, server.lineage)
+        return {"load": 0.0}, [None] * len(transfers)
+
+
+@pytest.fixture
+def in_flight(pushing):
+    """(push, pool, a future of what three conversations read, events: the second one goes on; all end)."""
+    push, pool, _ = pushing
+    pool.servers[:], pool.WATCH_SECONDS = [Versioned(n) for n in range(3)], 0.02
+    push("v-0")
+    goes_on, over, routes = threading.Event(), threading.Event(), pool.routes([0, 1, 2])
+
+    async def converse(route, index):
+        read = []
+        while not over.is_set():
+            if index != 1 or not read or goes_on.is_set():
+                read.append(tuple((await route.generate([1], 8, None, index)).token_ids))
+            await asyncio.sleep(0.01)
+        return read
+
+    conversations = [converse(route, index) for index, route in enumerate(routes)]
+    yield push, pool, pool.start_conversations(conversations, "v-0", routes), goes_on, over
+    over.set()
+
+
+def test_a_server_joins_again_while_conversations_run(in_flight):
+    """Until the push is over it holds the weights of a new process. No watch leaves it out again for that."""
+    push, pool, running, goes_on, over = in_flight
+    goes_on.set()
+    time.sleep(0.2)
+    pool.servers[1].version = "default"
+    while pool.joined != [0, 2]:
+        time.sleep(0.01)
+    assert push("v-1")["sync/servers"] == 3
+    time.sleep(0.1)
+    assert pool.joined == [0, 1, 2] and pool._losses[1] == 1
+    over.set()
+    read = [versions for versions in running.result(20) if versions is not None]
+    assert len(read) >= 2 and {version for versions in read for _, version in versions} == {"v-0", "v-1"}
+
+
+def test_a_server_that_restarted_gets_no_conversation_before_its_weights(in_flight):
+    """The push finds the restart. A conversation whose turns there are proven goes on meanwhile, at another server."""
+    push, pool, running, goes_on, over = in_flight
+    time.sleep(0.3)  # the first turn of the second conversation is proven; it is in a slow tool
+    pool.WATCH_SECONDS = 60.0
+    time.sleep(0.1)  # from here on no watch sees a restart
+    pool.servers[1].version = "default"
+    threading.Timer(0.1, goes_on.set).start()  # in the middle of the push
+    assert push("v-1")["sync/servers"] == 3 and pool.joined == [0, 1, 2] and pool.servers[1].lineage == 1
+    time.sleep(0.1)
+    over.set()
+    read = running.result(20)
+    assert read[1][0] == (1, "v-0") and {number for number, _ in read[1][1:]} <= {0, 2}
+    assert {version for versions in read for _, version in versions} == {"v-0", "v-1"}
+
+
+def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
+    """The background loop leaves server 0 while the weights are on their way to both."""
+    push, pool, _ = pushing
+    push("v-0")
+
+    def push_and_lose(weights, version, expected, device, transfers):
+        pool.leave(0, "it did not answer 3 times in a row")
+        return {}, [ServerLost("http://server0: refused"), None, None]
+
+    pool.servers[0].transfer.push = push_and_lose
+    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    assert pool.joined == [1, 2]
+    pool.servers[0].transfer.push = lambda *_: ({}, [None, ServerLost("http://server2: refused")])
+    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    assert pool.joined == [1]
+
+
+def test_a_push_without_servers_says_so_and_walks_to_the_end():
+    """Other ranks gather the weights too."""
+    client, weights = VLLMServerClient(base_url="http://127.0.0.1:9"), iter({"w": torch.ones(2)}.items())
+    with pytest.raises(ServerLost, match="None of the vLLM servers is left to push weights to"):
+        client.transfer.push(weights, "v-1", {"w"}, torch.device("cpu"), [])
+    assert list(weights) == []
+
+
+def test_a_server_that_loads_weights_is_not_lost():
+    """It says nothing meanwhile, for longer than its time limit. Afterwards silence counts again."""
+    pool = make_pool(2)
+    for server in pool.servers:
+        server.version, server.timeout = None, 0.2
+    pool.pushing = True
+    routes = pool.routes([0, 1])
+    running = pool.start_conversations([two_turns(r, i) for i, r in enumerate(routes)], "v", routes)
+    time.sleep(1.0)
+    assert pool.joined == [0, 1] and not running.done()
+    for server in pool.servers:
+        server.version = "v"
+    assert running.result(20) == [[0, 0], [1, 1]]
+    for server in pool.servers:
+        server.version = None
+    pool.pushing = False
+    with pytest.raises(ServerLost, match="does not say which weights it holds"):
+        run(pool, [0, 1], two_turns)
+
+
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -571,42 +687,6 @@ def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
 def test_addresses_that_cannot_work(value, error):
     with pytest.raises((ValueError, ServerError), match=error):
         server_urls(value)
-
-
-def test_an_nccl_push_reaches_each_server_by_its_own_group(monkeypatch):
-    """TRL's client is replaced; what each server is asked for, and in which order, is ours."""
-    sent = []
-
-    class Client:
-        def __init__(self, url, group_port, connection_timeout):
-            self.place = url, group_port
-
-        def init_communicator(self, device):
-            if self.place[0].endswith(":11"):
-                raise OSError("Address already in use")
-
-        def update_named_params(self, metadata, weights):
-            sent.append((*self.place, metadata, {name: tensor.tolist() for name, tensor in weights}))
-
-        def close_communicator(self):
-            pass
-
-    monkeypatch.setattr("trl.generation.vllm_client.VLLMClient", Client)
-    clients = [VLLMServerClient(base_url=f"http://127.0.0.1:{10 + n}", group_port=500 + n) for n in range(3)]
-    for client in clients:
-        monkeypatch.setattr(client.transfer, "_while_paused", lambda version, load: load())
-        monkeypatch.setattr(client.transfer, "resolve", lambda device: "nccl")
-    pool = ServerPool(clients)
-    weights = {"w": torch.tensor([1.0, 2.0])}
-    with pytest.raises(ServerLost, match=r"127.0.0.1:11 forms no NCCL group on port 501 \(vllm_group_port\)"):
-        pool.update_weights(iter(weights.items()), "v", {"w"}, torch.device("cpu"))
-    pool.complete = True
-    sent.clear()
-    seconds = pool.update_weights(iter(weights.items()), "v", {"w"}, torch.device("cpu"))
-    metadata, values = [("w", "float32", [2])], {"w": [1.0, 2.0]}
-    assert sent == [("http://127.0.0.1:10", 500, metadata, values), ("http://127.0.0.1:12", 502, metadata, values)]
-    assert pool.joined == [0, 2] and set(seconds) == {"gather", "load"}
-    pool.close()
 
 
 # =====================================================================================================================

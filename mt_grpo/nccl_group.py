@@ -1,0 +1,108 @@
+"""Weights sent to one server over NCCL, by TRL's client, within a time limit."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mt_grpo.server_errors import ServerLost
+from mt_grpo.vllm_server import ServerConnection
+
+
+class NCCLGroup:
+    """A group of this process and the workers of one server.
+
+    NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
+    NCCL's calls run in a thread of their own. It is given up, and the group aborted, where the server is not healthy
+    any more, or after the server's `request_timeout`.
+
+    Args:
+        server: The client of the server.
+        port: Where this process listens for the workers.
+        device: This process's GPU.
+
+    Raises:
+        ServerLost: The group cannot be made.
+    """
+
+    LOST_AFTER = 3  # health checks without an answer, in a row
+    WATCH_SECONDS = 5.0  # between two health checks
+    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
+
+    def __init__(self, server: ServerConnection, port: int, device: torch.device):
+        self.server, self.port, self.device = server, port, device
+        self._client: Any = None  # TRL's, which holds the communicator
+        self._within_limits(self._join, f"forms no NCCL group on port {port} (vllm_group_port)")
+
+    def send(self, metadata: list[tuple], tensors: dict[str, torch.Tensor]) -> None:
+        """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
+
+        Args:
+            metadata: (name, dtype, shape) of each.
+            tensors: By name, on the CPU. Each is on the GPU only while it is packed.
+        """
+
+        def send() -> None:
+            self._client.update_named_params(metadata, ((name, t.to(self.device)) for name, t in tensors.items()))
+
+        if self._client is None:
+            raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
+        self._within_limits(send, "did not take the weights")
+
+    def _join(self) -> None:
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
+
+        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
+        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
+        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        client.session.request = functools.partial(client.session.request, timeout=limits)
+        self._client = client
+        client.init_communicator(device=self.device)
+
+    def _within_limits(self, function: Callable[[], None], what: str) -> None:
+        """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
+        ended, errors = threading.Event(), []
+
+        def run() -> None:
+            try:
+                if self.device.index is not None:  # which device is the current one is a thread's own
+                    torch.cuda.set_device(self.device)
+                function()
+            except Exception as error:  # TRL's client raises whatever its requests do
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="mt-grpo-nccl", daemon=True).start()
+        began, misses, problem = time.monotonic(), 0, None
+        try:
+            while not ended.wait(self.WATCH_SECONDS):
+                misses = 0 if self.server.healthy() else misses + 1
+                if misses == self.LOST_AFTER:
+                    problem = f"it did not answer {misses} health checks in a row"
+                    break
+                if time.monotonic() - began > self.server.request_timeout:
+                    problem = f"it took more than vllm_request_timeout={self.server.request_timeout:g} s"
+                    break
+        except BaseException:
+            self.close()
+            raise
+        if errors or problem:
+            self.close()
+            cause = errors[0] if errors else None
+            raise ServerLost(f"{self.server.base_url} {what}: {problem or cause}") from cause
+
+    def close(self) -> None:
+        """Abort the group: what waits in it ends, on both sides."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
+        if client.communicator is not None:
+            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
+        client.close_communicator()
