@@ -63,7 +63,7 @@ class SavingTrainer(GRPOTrainer):
         model, checkpoint = bytes_to_save(self.model, args.optim, self._is_sharded)
         saves = args.save_strategy != "no"
         weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.model.parameters())
-        pushes = self.backend == "server" and args.weight_sync_dir and args.weight_sync != "nccl"
+        pushes = self.backend == "server" and args.weight_sync_dir and self.accelerator.is_main_process
         try:
             if args.should_save:
                 one = model if args.save_only_model else checkpoint
@@ -73,7 +73,7 @@ class SavingTrainer(GRPOTrainer):
                 what = "a checkpoint and the trained model" if saves else "the trained model"
                 least = model + (one if saves else 0)
                 check_room(args.output_dir, least, model + max(checkpoint, one * count), what, "output_dir")
-            if pushes and self.accelerator.is_main_process:
+            if pushes and self.client.transfer.resolve_or_error(self.accelerator.device) == "disk":
                 check_room(args.weight_sync_dir, weights, weights, "a push of the weights", "weight_sync_dir")
         except ValueError as raised:
             error = str(raised)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,25 @@ from safetensors.torch import save_file
 
 from mt_grpo.server_errors import ServerError, ServerLost
 
-OF_THE_WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.S)
+FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
+OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
+
+
+def error_of_worker(answer: str) -> str | None:
+    """What a worker raised, by vLLM's answer to a failed `/collective_rpc`. None: the answer says something else.
+
+    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
+
+    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
+    'No "x".'
+    """
+    if not (found := FAILED_CALL.search(answer)):
+        return None
+    said = found[1]
+    with suppress(ValueError):  # of an answer that was cut off
+        said = json.loads(f'"{said}"')
+    quoted = OF_SEVERAL_WORKERS.search(said)
+    return quoted[1] if quoted else said
 
 
 def check_shared_directory(client: Any, directory: str | None) -> None:
@@ -40,13 +60,13 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
     except OSError as error:
         raise ServerError(f"{said}: {error}. Expected a writable directory that the vLLM server sees too.") from error
     except ServerLost as error:
-        if not (answer := OF_THE_WORKER.search(str(error))):
+        if (said_there := error_of_worker(str(error))) is None:
             raise
-        if "unexpected keyword argument" in answer[1]:  # an older vLLM cannot be asked: the first push shows it
+        if "unexpected keyword argument" in said_there:  # an older vLLM cannot be asked: the first push shows it
             return
         raise ServerError(
             f"The vLLM server at {client.base_url} cannot read what the trainer writes. {said}: the trainer wrote "
-            f"{folder / 'model.safetensors'}, and the server cannot open it: {answer[1]} Set weight_sync_dir to a "
+            f"{folder / 'model.safetensors'}, and the server cannot open it: {said_there} Set weight_sync_dir to a "
             "directory that both see under the same path, such as one of a shared file system, or, on GPUs, "
             "weight_sync: nccl."
         ) from error

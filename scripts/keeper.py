@@ -3,22 +3,26 @@
     keeper.py MARK SECONDS < PIPE
 
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
-input the launcher tells, one per line, what it starts and makes:
+input the launcher tells, one per line, what it starts:
 
     process NAME PID    the first process of a session
-    folder PATH         a folder that a killed trainer cannot remove: the weights on their way to the server
 
 The pipe reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every
-process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Last, the folders are removed.
-Only psutil is imported, so that the keeper is ready within a tenth of a second.
+process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Last, the weights that were on their
+way to a server are removed: a killed trainer cannot do it.
+Of libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -26,18 +30,14 @@ MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
 Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
 
 
-def read_pipe(lines: Iterable[str]) -> tuple[list[Leader], list[str]]:
-    """(leaders, folders) that the launcher told until it ended."""
-    leaders, folders = [], []
+def read_pipe(lines: Iterable[str]) -> list[Leader]:
+    """The leaders that the launcher told until it ended."""
+    leaders = []
     for line in lines:
-        kind, rest = line.rstrip("\n").split(" ", 1)
-        if kind == "folder":
-            folders.append(rest)
-            continue
-        name, pid = rest.split(" ")
+        _, name, pid = line.split()
         with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
             leaders.append((name, psutil.Process(int(pid))))
-    return leaders, folders
+    return leaders
 
 
 def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
@@ -92,17 +92,32 @@ def send(method: str, processes: list[psutil.Process]) -> None:
             getattr(process, method)()
 
 
+def remove_weights() -> None:
+    """Remove the folders of weights that killed trainers of this user left where trainers put them by default.
+
+    A running trainer holds the lock of its folder. The next trainer would remove them too (`WeightTransfer`), but that
+    may be long after, and /dev/shm is memory.
+    """
+    for parent in {"/dev/shm", tempfile.gettempdir()}:
+        for folder in Path(parent).glob("mt-grpo-weights-*"):
+            with contextlib.suppress(OSError):  # a running trainer has it, or it is gone
+                status = folder.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    with open(lock):  # closes it
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
 def say(text: str, stream=None) -> None:
     with contextlib.suppress(OSError):  # nobody reads any more; the rest must be done all the same
         print(f"train: {text}", file=stream or sys.stdout, flush=True)
 
 
 def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
-    """Wait for the end of the lines, then end the processes and remove the folders that they named."""
-    leaders, folders = read_pipe(lines)
-    end(leaders, mark, seconds)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Wait for the end of the lines, then end the processes that they named and remove the weights that these left."""
+    end(read_pipe(lines), mark, seconds)
+    remove_weights()
 
 
 if __name__ == "__main__":

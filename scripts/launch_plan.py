@@ -23,6 +23,7 @@ from mt_grpo.data import check_no_data, load_rows
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt, rows_of_environment
+from mt_grpo.recipes import read_recipe
 from mt_grpo.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
 from mt_grpo.scoring import check_reward_columns, weights_of
 
@@ -38,16 +39,34 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def share_gpus(gpus: list[str], servers: int, per_server: int) -> tuple[list[str], list[str]]:
-    """(GPUs that train, the GPUs of each server): the last ones generate.
+def data_parallel_size() -> int:
+    """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
+
+    vLLM gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", dest="size", default="1")
+    text = os.environ.get("VLLM_ARGS", "")
+    try:
+        size = parser.parse_known_args(text.split())[0].size
+    except argparse.ArgumentError:  # nothing follows
+        size = ""
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {size!r}, expected a whole number, 1 or more.")
+    return int(size)
+
+
+def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1) -> tuple[list[str], list[str]]:
+    """(GPUs that train, the GPUs of each server): the last ones generate. Each server has so many engines.
 
     >>> share_gpus(["0", "1", "2"], 1, 1), share_gpus(["0"], 0, 1), share_gpus([], 2, 1)
     ((['0', '1'], ['2']), (['0'], []), ([], ['', '']))
-    >>> share_gpus(list("01234567"), 2, 2)
-    (['0', '1', '2', '3'], ['4,5', '6,7'])
+    >>> share_gpus(list("01234567"), 2, 2), share_gpus(list("01234"), 1, 2, engines=2)
+    ((['0', '1', '2', '3'], ['4,5', '6,7']), (['0'], ['1,2,3,4']))
     """
     if not servers or not gpus:
         return gpus, [""] * servers
+    per_server = per_engine * engines
     taken = servers * per_server
     if len(gpus) <= taken and taken == 1:
         raise ValueError(
@@ -56,11 +75,16 @@ def share_gpus(gpus: list[str], servers: int, per_server: int) -> tuple[list[str
         )
     if len(gpus) <= taken:
         raise ValueError(
-            f"VLLM_SERVERS={servers} with VLLM_TP={per_server} take {taken} GPUs, and {len(gpus)} are visible. "
-            "Expected at least one more, which trains: lower one of the two."
+            f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
+            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains: lower one of these numbers."
         )
     generating = gpus[-taken:]
     return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
+
+
+def and_engines(engines: int) -> str:
+    """The engines of a server, for messages about its GPUs."""
+    return f" and --data-parallel-size {engines} (VLLM_ARGS)" if engines > 1 else ""
 
 
 def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
@@ -85,6 +109,11 @@ def without(argv: list[str], key: str) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}")
     return parser.parse_known_args(argv)[1]
+
+
+def is_given(argv: list[str], key: str) -> bool:
+    """Whether the command line or the recipe, which it begins with, sets a key."""
+    return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)
 
 
 def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig) -> int:
@@ -134,12 +163,13 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     uses_server = backend_of(args) == "server"
     starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
     use_cpu = str(option(argv, "use_cpu")).lower() in ("true", "1", "yes")
-    num_servers, per_server = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
-    if not starts_server and (num_servers, per_server) != (1, 1):
+    num_servers, per_engine = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
+    if not starts_server and (num_servers, per_engine) != (1, 1):
         raise ValueError(
-            f"VLLM_SERVERS={num_servers}, VLLM_TP={per_server}: for this recipe no server is started. Remove them."
+            f"VLLM_SERVERS={num_servers}, VLLM_TP={per_engine}: for this recipe no server is started. Remove them."
         )
-    trainers, servers = share_gpus([] if use_cpu else visible_gpus(), num_servers * starts_server, per_server)
+    gpus = [] if use_cpu else visible_gpus()
+    trainers, servers = share_gpus(gpus, num_servers * starts_server, per_engine, data_parallel_size())
     num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
@@ -150,7 +180,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     plan = {
         "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
-        "server_gpus": servers, "tensor_parallel": per_server,
+        "server_gpus": servers, "tensor_parallel": per_engine,
         "deepspeed": importlib.util.find_spec("deepspeed") is not None,
     }  # fmt: skip
     # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
@@ -159,12 +189,13 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if starts_server:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
+        uses_nccl = bool(servers[0]) and args.weight_sync != "disk"
         plan |= {
             "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
             "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
             "max_model_len": server_context(script_args, args, model_args, whole),
             "dtype": server_dtype(args, model_args) if servers[0] else "float32", "weight_sync": args.weight_sync,
-            "weight_sync_dir": args.weight_sync_dir or "",
+            "wanted_group_port": args.vllm_group_port if uses_nccl and not is_given(argv, "vllm_group_port") else None,
         }  # fmt: skip
     return plan
 

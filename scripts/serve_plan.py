@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from evaluate import load_recipe, option
-from launch_plan import server_context, server_dtype, visible_gpus
+from launch_plan import and_engines, data_parallel_size, server_context, server_dtype, visible_gpus
 
 from mt_grpo.refusals import backend_of
 
@@ -21,16 +21,20 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     script_args, args, model_args = load_recipe(recipe, arguments)
     if backend_of(args) != "server":
         raise ValueError(f"{recipe} trains without a vLLM server. Expected use_vllm: true and vllm_mode: server.")
-    size = int(os.environ.get("VLLM_TP") or 1)
+    per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()
+    size = per_engine * engines
     use_cpu = str(option(["--config", recipe, *arguments], "use_cpu")).lower() in ("true", "1", "yes")
     gpus = [] if use_cpu else visible_gpus()
     if gpus and len(gpus) < size:
-        raise ValueError(f"VLLM_TP={size}: {len(gpus)} GPUs are visible ({','.join(gpus)}).")
+        raise ValueError(
+            f"VLLM_TP={per_engine}{and_engines(engines)}: {len(gpus)} GPUs are visible ({','.join(gpus)}). Expected "
+            f"{size} or more: make more visible, or lower the number."
+        )
     return {
         "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
         "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
         "max_model_len": server_context(script_args, args, model_args, args), "weight_sync": args.weight_sync,
-        "dtype": server_dtype(args, model_args) if gpus else "float32", "tensor_parallel": size,
+        "dtype": server_dtype(args, model_args) if gpus else "float32", "tensor_parallel": per_engine,
         "server_gpus": ",".join(gpus[:size]),
     }  # fmt: skip
 

@@ -4,7 +4,8 @@
     bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
 
 With GPUs the last one generates and the others train, one process each. Without, both share the CPU. With
-VLLM_SERVERS and VLLM_TP the last VLLM_SERVERS * VLLM_TP GPUs generate.
+VLLM_SERVERS and VLLM_TP the last VLLM_SERVERS * VLLM_TP GPUs generate. With --data-parallel-size N in VLLM_ARGS these
+are N times as many.
 Recipes that use no server (use_vllm: false, vllm_mode: colocate, a server elsewhere) are only launched.
 
 Environment:
@@ -99,8 +100,11 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
             arguments += ["--vllm_server_port", *ports]
         else:
             arguments += ["--vllm_server_base_url", ",".join(f"http://127.0.0.1:{port}" for port in ports)]
-        if not plan["weight_sync_dir"]:
-            arguments += ["--weight_sync_dir", launch.make_folder()]
+        if wanted := plan["wanted_group_port"]:
+            group_port = lock_ports(wanted, len(servers))
+            if group_port != wanted:
+                say(f"port {wanted} is taken: the weights travel by {group_port} (vllm_group_port)")
+            arguments += ["--vllm_group_port", str(group_port)]
         for server in servers:
             server.wait(limits["SERVER_TIMEOUT"])
     status = train(launch, trainer_command(python, plan, arguments), servers, limits["SERVER_RESTARTS"])
@@ -313,13 +317,6 @@ class Launch:
         self.tell(f"process {name} {process.pid}")
         return process
 
-    def make_folder(self) -> str:
-        """A folder for weights on their way to the server, in memory if that is possible; the keeper removes it."""
-        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        folder = tempfile.mkdtemp(prefix="mt-grpo-sync.", dir=parent)
-        self.tell(f"folder {folder}")
-        return folder
-
     def end(self) -> None:
         """Let the keeper end what is left, and wait for it."""
         for number in STOP_SIGNALS:
@@ -386,14 +383,30 @@ def lock_port(wanted: int) -> tuple[int, int]:
 
     Two launches that start together both see the same port free. Whoever has its lock may use it, as long as it lives.
     """
-    folder = Path(tempfile.gettempdir())
     for port in range(wanted, 2**16):
-        lock = lock_file(folder / f"mt-grpo-{os.getuid()}-port-{port}.lock")
+        lock = lock_file(lock_path(port))
         if lock is not None:
             if is_free(port):
                 return port, lock
             os.close(lock)
-    fail(f"no port from {wanted} on is free on 127.0.0.1 and can be locked by a file in {folder}", 1)
+    fail(f"no port from {wanted} on is free on this machine and can be locked by a file in {tempfile.gettempdir()}", 1)
+
+
+def lock_path(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
+
+
+def lock_ports(wanted: int, count: int) -> int:
+    """The first of `count` ports in a row, as `lock_port` finds them. Their locks end with this process."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        port, lock = lock_port(found[-1][0] + 1 if found else wanted)
+        if found and port != found[-1][0] + 1:  # one between them is taken
+            for _, other in found:
+                os.close(other)
+            found.clear()
+        found.append((port, lock))
+    return found[0][0]
 
 
 def lock_file(path: Path) -> int | None:
@@ -416,10 +429,10 @@ def lock_file(path: Path) -> int | None:
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens there on 127.0.0.1."""
+    """Whether nothing listens there, on any address: NCCL's group does not use 127.0.0.1."""
     with contextlib.suppress(OSError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("", port))
         return True
     return False
 

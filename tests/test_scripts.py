@@ -1,6 +1,7 @@
 """The scripts: evaluation of a random tiny model, and train.sh with stand-ins for the server and the trainer."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -14,10 +15,12 @@ import time
 from pathlib import Path
 
 import evaluate as ev
+import keeper
 import launch_plan
 import psutil
 import pytest
 import quickstart
+import serve_plan
 import train
 import warm_python
 from bench_common import free_port
@@ -360,6 +363,46 @@ def test_a_server_needs_a_gpu_of_its_own():
         launch_plan.share_gpus(list("0123"), 2, 2)
 
 
+@pytest.mark.parametrize("flags", ["--data-parallel-size 2", "--data_parallel_size=2", "--seed 3 -dp 2 -dpb mp"])
+def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags):
+    """vLLM's data parallelism: several engines behind one address."""
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    monkeypatch.setenv("VLLM_TP", "2")
+    for module in (launch_plan, serve_plan):
+        monkeypatch.setattr(module, "visible_gpus", lambda: list("01234"))
+    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
+    assert (plan["trainer_gpus"], plan["server_gpus"], plan["tensor_parallel"]) == ("0", ["1,2,3,4"], 2)
+    plan = serve_plan.make_plan(recipe, ["--use_cpu", "false"])
+    assert (plan["server_gpus"], plan["tensor_parallel"]) == ("0,1,2,3", 2)
+    monkeypatch.setenv("VLLM_TP", "3")
+    what = r"VLLM_TP=3 and --data-parallel-size 2 \(VLLM_ARGS\)"
+    with pytest.raises(ValueError, match=rf"VLLM_SERVERS=1 with {what} take 6 GPUs, and 5 are visible. Expected .* 7"):
+        launch_plan.make_plan(recipe, ["--use_cpu", "false"])
+    with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\). Expected 6 or more"):
+        serve_plan.make_plan(recipe, ["--use_cpu", "false"])
+    assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
+
+
+@pytest.mark.parametrize("flags, got", [("-dp two", "'two'"), ("--data-parallel-size", "''"), ("-dp 0", "'0'")])
+def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': --data-parallel-size is {got}, expected a whole"):
+        launch_plan.data_parallel_size()
+
+
+def test_the_plan_of_the_group_port(recipe, tmp_path, monkeypatch):
+    """With servers on GPUs it is the first one to try, unless the user set it."""
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
+    flags = ["--use_cpu", "false"]
+    assert launch_plan.make_plan(recipe, flags)["wanted_group_port"] == 51216
+    assert launch_plan.make_plan(recipe, [])["wanted_group_port"] is None
+    assert launch_plan.make_plan(recipe, [*flags, "--weight_sync", "disk"])["wanted_group_port"] is None
+    for given in (["--vllm_group_port", "51216"], ["--vllm-group-port=600"]):
+        assert launch_plan.make_plan(recipe, [*flags, *given])["wanted_group_port"] is None
+    (tmp_path / "own.yaml").write_text(f"{Path(recipe).read_text()}vllm_group_port: 51216\n")
+    assert launch_plan.make_plan(str(tmp_path / "own.yaml"), flags)["wanted_group_port"] is None
+
+
 def test_the_plan_of_several_servers(recipe, monkeypatch):
     monkeypatch.setenv("VLLM_SERVERS", "3")
     monkeypatch.setenv("VLLM_TP", "2")
@@ -372,7 +415,7 @@ def test_the_plan_of_several_servers(recipe, monkeypatch):
 
 
 STAND_IN = f"""#!{sys.executable}
-import http.server, json, os, signal, subprocess, sys, threading, time
+import fcntl, http.server, json, os, signal, subprocess, sys, tempfile, threading, time
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 if sys.argv[1].endswith("/train.py"):
@@ -388,11 +431,14 @@ if kind == "plan":
         "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
         "deepspeed": False, "model": "m", "revision": "main",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
-        "dtype": "float32", "weight_sync": "auto", "weight_sync_dir": "", "float32_for_ddp": False}}))
+        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False,
+        "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
     if os.environ.get("STAND_IN_SERVER") == "dies":
         sys.exit("no memory left")
+    if os.environ.get("STAND_IN_SERVER") == "loads long":
+        time.sleep(600)
     engine = subprocess.Popen(SLEEP)
     if os.environ.get("STAND_IN_DEAF"):  # its title is written over its environment, as by setproctitle
         with open(out + "/deaf", "a") as deaf:
@@ -415,6 +461,12 @@ elif kind == "vllm":
         sys.exit()
     server.serve_forever()
 elif kind == "accelerate":
+    weights = tempfile.mkdtemp(prefix=".mt-grpo-")
+    lock = open(weights + "/lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(weights, weights.replace("/.mt-grpo-", "/mt-grpo-weights-"))  # as WeightTransfer makes it
+    with open(out + "/weights", "w") as file:
+        print(weights.replace("/.mt-grpo-", "/mt-grpo-weights-"), end="", file=file)
     if os.environ.get("STAND_IN_TRAINER") == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if "STAND_IN_TRAINER" in os.environ:
@@ -470,8 +522,9 @@ class Launch:
                 continue
         return found
 
-    def sync_dir(self):
-        return Path(self.calls.read_text().split("--weight_sync_dir ")[1].split()[0])
+    def weights(self):
+        """The folder in which the trainer's weights are on their way to a server."""
+        return Path((self.calls.parent / "weights").read_text())
 
     def wait_until_nothing_lives(self):
         deadline = time.monotonic() + 20
@@ -503,7 +556,7 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
     launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
     launch.wait_for("training\n")
     deaf = [psutil.Process(int(pid)) for pid in (tmp_path / "deaf").read_text().split()]
-    assert len(deaf) == 2 and launch.sync_dir().is_dir()
+    assert len(deaf) == 2 and launch.weights().is_dir()
     time.sleep(1)  # until both ignore SIGTERM
     launch.process.kill()
     try:
@@ -514,7 +567,7 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
         for process in deaf:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    assert not launch.sync_dir().exists()
+    assert not launch.weights().exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
@@ -542,7 +595,30 @@ def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, r
     keeper.kill()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
-    assert not launch.sync_dir().exists()
+    assert not launch.weights().exists()
+
+
+def test_weights_of_a_running_trainer_and_of_others_stay(tmp_path, monkeypatch):
+    """The keeper of another launch removes what a killed trainer left, and nothing else."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = "dead", "held", "no lock", "file", "a link's lock"
+    dead, held, unknown, file, linked = folders = [tmp_path / f"mt-grpo-weights-{name}" for name in names]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").write_text("")
+    file.write_text("")
+    (tmp_path / "mt-grpo-weights-link").symlink_to(tmp_path / "elsewhere")
+    for folder in (dead, held, unknown, linked):
+        folder.mkdir()
+    (linked / "lock").symlink_to(tmp_path / "elsewhere/lock")
+    (dead / "lock").write_text("")
+    (dead / "model.safetensors").write_text("")
+    with open(held / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        keeper.remove_weights()
+    assert [folder.exists() for folder in folders] == [False, True, True, True, True]
+    assert (tmp_path / "elsewhere/lock").exists()
+    keeper.remove_weights()
+    assert not held.exists()
 
 
 @pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
@@ -555,8 +631,8 @@ def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
     assert [call.split()[0] for call in calls] == ["plan", "vllm", "health", "health", "accelerate"]
     assert calls[2:4] == ["health 503", "health 200"]
     assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
-    arguments, sync_dir = calls[-1].rsplit(" --weight_sync_dir ", 1)
-    assert arguments.endswith(f"--max_steps 2 --vllm_server_port {launch.port}") and not Path(sync_dir).exists()
+    assert calls[-1].endswith(f"--max_steps 2 --vllm_server_port {launch.port}")  # it chooses the folder for weights
+    assert not launch.weights().exists()
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n"
 
 
@@ -599,7 +675,7 @@ def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
     assert len(ports) == 3 and len(set(ports)) == 2
     (trainer,) = (call for call in calls if call.startswith("accelerate"))
     urls = ",".join(f"http://127.0.0.1:{port}" for port in sorted(set(ports), key=int))
-    assert f"--vllm_server_base_url {urls} " in trainer and "--vllm_server_port" not in trainer
+    assert trainer.endswith(f"--vllm_server_base_url {urls}") and "--vllm_server_port" not in trainer
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
     logs = [(tmp_path / f"vllm_server.{n}.log").read_text().count("the server speaks") for n in (0, 1)]
@@ -613,18 +689,39 @@ def test_a_number_of_servers_is_one_or_more(tmp_path, recipe):
 
 
 def test_two_launches_take_two_ports(tmp_path, recipe):
-    """Both want the same one."""
-    launches, port = [], str(free_port())
+    """Both want the same ones, for their server and for the group in which its weights travel."""
+    launches, port, group_port = [], str(free_port()), str(free_port())
     for name in "ab":
         (tmp_path / name).mkdir()
-        launches.append(Launch(tmp_path / name, recipe, STAND_IN_PORT=port))
+        launches.append(Launch(tmp_path / name, recipe, STAND_IN_PORT=port, STAND_IN_GROUP_PORT=group_port))
     for launch in launches:
         launch.wait_for("training\n")
-    ports = [launch.calls.read_text().split("--port ")[1].split()[0] for launch in launches]
+    calls = [launch.calls.read_text() for launch in launches]
     for launch in launches:
         launch.process.send_signal(signal.SIGTERM)
         assert launch.end()[0] == 143
-    assert len(set(ports)) == 2
+    for key in ("--port", "--vllm_group_port"):
+        assert len({text.split(f"{key} ")[1].split()[0] for text in calls}) == 2
+    assert any(f"--vllm_group_port {group_port}" in text for text in calls)
+
+
+def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypatch):
+    """The trainer counts up from the first. A listener counts on any address: the group does not use 127.0.0.1."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.2", 0))
+            listener.listen()
+            middle = listener.getsockname()[1]
+            others = middle - 1, *range(middle + 1, middle + 5)
+            if others[-1] < 2**16 and all(map(train.is_free, others)):
+                assert train.lock_ports(middle - 1, 2) == middle + 1
+                break
+    released, lock = train.lock_port(middle - 1)  # it was no use
+    assert released == middle - 1
+    assert train.lock_ports(middle - 1, 1) == middle  # the next one's turn: nobody listens there any more
+    assert train.lock_ports(middle + 1, 2) == middle + 3
+    os.close(lock)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -646,7 +743,7 @@ GPU_PLAN = {
     "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": ["2"],
     "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
-    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True,
+    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
 }  # fmt: skip
 
 
@@ -690,6 +787,53 @@ def test_a_missing_interpreter_is_reported():
     assert done.stderr == (
         "train: error: /nowhere/python is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n"
     )
+
+
+def start_server(folder, recipe, host, port, **environment):
+    """scripts/serve.sh with stand-ins for the plan and for vLLM."""
+    text = STAND_IN.replace('"/train.py"', '"/serve.py"').replace('"launch_plan"', '"serve_plan"')
+    (folder / "python").write_text(re.sub(r'"server_gpus": .*?, "tensor', '"server_gpus": "", "tensor', text))
+    (folder / "python").chmod(0o755)
+    environment |= {"PYTHON": str(folder / "python"), "STAND_IN_LOG": str(folder / "calls"), "STAND_IN_PORT": "8000",
+                    "STAND_IN_OUT": str(folder)}  # fmt: skip
+    return subprocess.Popen(
+        ["bash", "scripts/serve.sh", recipe, "--host", host, "--port", str(port)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("host, port, problem", [
+    ("127.0.0.1", None, "another process listens there already"),
+    ("192.0.2.1", 8000, "Cannot assign requested address"),  # no machine has this address
+    ("127.0.0.1", 70000, "port must be 0-65535"),
+])  # fmt: skip
+def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe, host, port, problem):
+    """vLLM would end with a traceback that does not name the port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = port or listener.getsockname()[1]
+        said, errors = start_server(tmp_path, recipe, host, port).communicate(timeout=60)
+    assert said == ""
+    assert re.search(f"^serve: error: the server cannot listen on {host}, port {port}: .*{problem}", errors)
+    assert "Choose another one with --port" in errors
+    assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
+
+
+def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, recipe):
+    """Neither listens yet. The lock is the server's own: it ends with it."""
+    port = free_port()
+    server = start_server(tmp_path, recipe, "127.0.0.1", port, STAND_IN_SERVER="loads long")
+    try:
+        assert f"http://127.0.0.1:{port}" in server.stdout.readline()
+        assert server.stdout.readline() == "the server speaks\n" and train.is_free(port)
+        path = train.lock_path(port)
+        said, errors = start_server(tmp_path, recipe, "127.0.0.1", port).communicate(timeout=60)
+        assert said == "" and f"port {port}: a server that starts or runs has locked {path}. Expected" in errors
+    finally:
+        server.kill()
+        server.communicate()
+    os.close(train.lock_file(path))
 
 
 def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):

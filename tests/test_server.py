@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mt_grpo.data import read_jsonl
 from mt_grpo.preflight import check_server
 from mt_grpo.rollout import StopReason
-from mt_grpo.server_errors import ServerError
+from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.shared_folder import check_shared_directory
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -433,6 +433,37 @@ def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, c
     with pytest.raises(ServerError, match="weight_sync_dir='/no/such': .*No such file.*Expected a writable directory"):
         check_shared_directory(client, "/no/such")
     assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())
+
+
+SEVERAL_WORKERS = "Worker failed with error '{}', please check the stack trace above for the root cause"
+
+
+@pytest.mark.parametrize("by_executor", ["{}", SEVERAL_WORKERS], ids=["one worker", "several workers"])
+def test_the_answer_of_an_engine_with_one_worker_is_understood_too(by_executor, tmp_path, monkeypatch):
+    """The texts of vLLM 0.31: an engine with one GPU does not quote what its worker raised. The CPU's engine does."""
+    client = VLLMServerClient("127.0.0.1", 9)
+
+    def answers(problem):
+        error = {"message": f"Call to collective_rpc method failed: {by_executor.format(problem)}",
+                 "type": "InternalServerError", "param": None, "code": 500}  # fmt: skip
+        body = json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+
+        async def call(*_):
+            return 500, body
+
+        monkeypatch.setattr(client, "_call", call)
+
+    answers("Repo id must be in the form 'repo_name': '/mnt/\"a\" b'. Use `repo_type` argument if needed.")
+    what = rf"{client.base_url} cannot .* weight_sync_dir='{tmp_path}': the trainer wrote {tmp_path}/\S+ and"
+    said = "Repo id must be in the form 'repo_name': '/mnt/\"a\" b'. Use `repo_type` argument if needed. Set weight_"
+    with pytest.raises(ServerError, match=f"{what} the server cannot open it: {said}"):
+        check_shared_directory(client, str(tmp_path))
+    answers("Worker.reload_weights() got an unexpected keyword argument 'weights_path'")  # of an older vLLM
+    check_shared_directory(client, str(tmp_path))
+    monkeypatch.setattr(client, "request", lambda *_, **__: (_ for _ in ()).throw(ServerLost("503 EngineDeadError")))
+    with pytest.raises(ServerLost, match="^503 EngineDeadError$"):
+        check_shared_directory(client, str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
