@@ -58,17 +58,22 @@ if (($#)); then
     exit
 fi
 
-# The tests against servers wait for most of their time: they run beside the others, and print when those are over. Those
-# of the recipes are with them, so that both take about as long.
-second=(tests/test_{faults,server,servers,nodes,sharded,slurm,recipes}.py)
-log="$(mktemp)"
-"$python" -m pytest "${second[@]}" >"$log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
-printf 'test: pytest, with %s beside it\n' "${second[*]}"
+# Tests against servers wait for most of their time. So three groups run side by side, and the last two print when all are
+# over. Each takes about as long.
+faults=(tests/test_{faults,ahead}.py)
+servers=(tests/test_{server,servers,nccl,nodes,sharded,slurm,recipes}.py)
+logs=("$(mktemp)" "$(mktemp)")
+"$python" -m pytest "${faults[@]}" >"${logs[0]}" 2>&1 &
+groups=("$!")
+"$python" -m pytest "${servers[@]}" >"${logs[1]}" 2>&1 &
+groups+=("$!")
+trap 'kill "${groups[@]}" 2>/dev/null || true; rm -f "${logs[@]}"' EXIT
+printf 'test: pytest, and two more beside it: %s\n' "${faults[*]} ${servers[*]}"
 status=0
-"$python" -m pytest "${everything[@]}" "${second[@]/#/--ignore=}" || status=$?
-wait "$beside" || status=$?
-printf 'test: pytest %s\n' "${second[*]}"
-cat "$log"
+"$python" -m pytest "${everything[@]}" "${faults[@]/#/--ignore=}" "${servers[@]/#/--ignore=}" || status=$?
+for i in 0 1; do
+    wait "${groups[i]}" || status=$?
+    printf 'test: pytest, group %s\n' $((i + 2))
+    cat "${logs[i]}"
+done
 exit "$status"
