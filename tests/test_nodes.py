@@ -7,17 +7,21 @@ import re
 import signal
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import warm_python
-from bench_common import free_port
+from bench_common import VLLMServer, free_port
+from processes import ends
 from safetensors.torch import load_file
 
 from mt_grpo.checkpoints import checkpoint_to_resume
+from mt_grpo_trainer import VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
 PLUGIN = """
 import os
@@ -43,7 +47,10 @@ ARGUMENTS = [
 class Nodes:
     """A run on two nodes: a launcher for each, with one process. Both are on this machine."""
 
-    def __init__(self, folder, *arguments, outputs=("out", "out"), seconds_per_step=0.0, python=None, more=((), ())):
+    def __init__(
+        self, folder, *arguments, recipe=ARGUMENTS[1], outputs=("out", "out"), seconds_per_step=0.0, python=None,
+        more=((), ()),
+    ):  # fmt: skip
         folder.mkdir(exist_ok=True)
         (folder / "reward.py").write_text(PLUGIN)
         self.folder, port = folder, free_port()
@@ -54,7 +61,7 @@ class Nodes:
                 python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(CPU),
                 "--num_machines", "2", "--machine_rank", str(rank), "--num_processes", "2",
                 "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
-                "mt_grpo_trainer.py", *ARGUMENTS, "--reward_fn", str(folder / "reward.py"),
+                "mt_grpo_trainer.py", "--config", recipe, *ARGUMENTS[2:], "--reward_fn", str(folder / "reward.py"),
                 "--output_dir", str(folder / output), *map(str, arguments), *own,
             ]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_PER_STEP": str(seconds_per_step)}
@@ -135,8 +142,9 @@ def assert_went_on_exactly(whole, resumed):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def stop_and_go_on(whole, folder, stop, *arguments, outputs=("out", "out")):
-    with Nodes(folder, *arguments, outputs=outputs, seconds_per_step=0.7) as nodes:
+def stopped_by(stop, folder, *arguments, outputs=("out", "out"), **options):
+    """A run that is stopped after its second step, and saves one checkpoint in each directory."""
+    with Nodes(folder, *arguments, outputs=outputs, seconds_per_step=0.7, **options) as nodes:
         nodes.wait_for(f"{outputs[0]}/metrics.jsonl", '"step": 2')
         stopped = time.monotonic()
         stop(nodes)
@@ -147,6 +155,11 @@ def stop_and_go_on(whole, folder, stop, *arguments, outputs=("out", "out")):
         said = nodes.said(rank)
         assert "stopped by SIGTERM" in said and f"--resume_from_checkpoint {saved}\n" in said, said[-3000:]
     assert "exitcode  : 143" in nodes.said(0) + nodes.said(1)
+    return nodes
+
+
+def stop_and_go_on(whole, folder, stop, *arguments, outputs=("out", "out")):
+    stopped_by(stop, folder, *arguments, outputs=outputs)
     train(folder, *arguments, "--resume_from_checkpoint", "last", outputs=outputs)
     assert_went_on_exactly(whole, folder / outputs[0])
 
@@ -160,6 +173,34 @@ def test_a_signal_to_one_node_stops_both_and_they_go_on_exactly(whole, tmp_path)
 @pytest.mark.parametrize("stop", OTHERS)
 def test_whichever_node_gets_the_signal(whole, tmp_path, stop):
     stop_and_go_on(whole, tmp_path, OTHERS[stop])
+
+
+def rewarded(folder):
+    """The rows of the steps in a folder's history."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [row for row in history if "reward" in row]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
+def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
+    """Between the two runs it gets weights of somebody else, and so has to get those of the checkpoint."""
+    flags = "--max-model-len", "640", "--logprobs-mode", "processed_logprobs"
+    with VLLMServer(MODEL, *flags, log=tmp_path / "vllm.log", python=warm_python.executable()) as server:
+        arguments, recipe = ("--vllm_server_port", server.port), "hf_recipes/tiny/calculator-vllm.yaml"
+        first = stopped_by(OTHERS["SIGTERM to the launcher of node 1"], tmp_path, *arguments, recipe=recipe)
+        trainers = [first.trainer(rank) for rank in range(2)]
+        (saved,) = (tmp_path / "out").glob("checkpoint-*")
+        before = rewarded(saved)
+        client, weights = VLLMServerClient(base_url=server.url), load_file(MODEL / "model.safetensors")
+        client.update_weights(iter((name, 1.1 * tensor) for name, tensor in weights.items()), "of somebody else")
+        client.close()
+        second = train(tmp_path, *arguments, "--resume_from_checkpoint", "last", recipe=recipe)
+        trainers += [second.trainer(rank) for rank in range(2)]
+    rows = rewarded(tmp_path / "out")
+    assert saved.name == f"checkpoint-{len(before)}" and 2 <= len(before) < 4 and rows[: len(before)] == before
+    assert [row["step"] for row in rows] == list(steps(tmp_path / "out")) == [1, 2, 3, 4]
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert len(set(trainers)) == 4 and all(ends(trainer, 10) for trainer in trainers)
 
 
 @pytest.mark.slow
