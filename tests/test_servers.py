@@ -77,6 +77,13 @@ def run(pool, groups, converse):
     return pool.start_conversations(conversations, "v", routes).result(20)
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 async def two_turns(route, index):
     return [(await route.generate([1], 8, None, index)).token_ids[0] for _ in range(2)]
 
@@ -270,10 +277,7 @@ def test_a_batch_that_is_cancelled_at_once_leaves_no_load():
     for _ in range(50):
         routes = pool.routes([0, 0, 1])
         pool.start_conversations([two_turns(route, 0) for route in routes], "v", routes).cancel()
-    deadline = time.monotonic() + 10
-    while pool.load != [0, 0] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert pool.load == [0, 0]
+    wait_until(lambda: pool.load == [0, 0])
 
 
 def test_an_error_of_a_conversation_ends_all_of_them():
@@ -604,8 +608,7 @@ def test_a_server_joins_again_while_conversations_run(in_flight):
     goes_on.set()
     time.sleep(0.2)
     pool.servers[1].version = "default"
-    while pool.joined != [0, 2]:
-        time.sleep(0.01)
+    wait_until(lambda: pool.joined == [0, 2])
     assert push("v-1")["sync/servers"] == 3
     time.sleep(0.1)
     assert pool.joined == [0, 1, 2] and pool._losses[1] == 1
