@@ -61,7 +61,7 @@ fi
 # Tests against servers wait for most of their time. So three groups run side by side, and the last two print when all are
 # over. Each takes about as long.
 faults=(tests/test_{faults,ahead}.py)
-servers=(tests/test_{server,servers,nccl,nodes,sharded,slurm,recipes}.py)
+servers=(tests/test_{server,servers,weight_transfer,nodes,sharded,slurm,recipes}.py)
 logs=("$(mktemp)" "$(mktemp)")
 "$python" -m pytest "${faults[@]}" >"${logs[0]}" 2>&1 &
 groups=("$!")

@@ -1,4 +1,4 @@
-"""Weights over NCCL, without GPUs: TRL's own client, real HTTP, and a stand-in for NCCL itself."""
+"""Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
 import http.server
 import json
@@ -28,6 +28,7 @@ class Endpoints(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         self.asked, self.version, self.update_ends = [], "default", threading.Event()
+        self.loads = None  # a barrier, at which `/collective_rpc` waits
         self.update_ends.set()
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -51,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server.asked.append((path, body))
         if path == "/update_weights":
             server.update_ends.wait(20)
+        if path == "/collective_rpc" and server.loads:
+            server.loads.wait(10)
         if path == "/update_weight_version":
             server.version = body["new_version"]
         answer = json.dumps({"/weight_info": {"weight_version": server.version}, **ANSWERS}.get(path, {})).encode()
@@ -223,3 +226,16 @@ def test_an_error_of_trls_client_is_a_lost_server(nccl, servers, monkeypatch):
     with pytest.raises(ServerLost, match="did not take the weights: division by zero"):
         push(client, "v-2")
     assert servers[0].version == "loading-v-2"  # which nobody takes for right weights
+
+
+def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
+    """It is written once. The barrier lets nobody through before all of them load."""
+    barrier = threading.Barrier(3)
+    for server in servers:
+        server.loads = barrier
+    clients = [VLLMServerClient(base_url=s.url, transport="disk", sync_dir=str(tmp_path)) for s in servers]
+    pool = ServerPool(clients)
+    push_to_all(pool)
+    folders = {body["kwargs"]["weights_path"] for s in servers for path, body in s.asked if path == "/collective_rpc"}
+    assert len(folders) == 1 and pool.joined == [0, 1, 2] and [s.version for s in servers] == ["v-1"] * 3
+    pool.close()
