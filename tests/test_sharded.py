@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -22,10 +23,10 @@ CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "f
 WORKER = str(ROOT / "tests/sharded_worker.py")
 
 
-def launch(config, script, *arguments, fails=False, python=None, **env):
+def launch(config, script, *arguments, fails=False, python=None, precision="no", **env):
     """Two processes; what they print."""
     command = [python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(config),
-               "--num_processes", "2", "--mixed_precision", "no", *script, *map(str, arguments)]  # fmt: skip
+               "--num_processes", "2", "--mixed_precision", precision, *script, *map(str, arguments)]  # fmt: skip
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                env={**os.environ, "OMP_NUM_THREADS": "1", **env})  # fmt: skip
     try:
@@ -97,6 +98,22 @@ def assert_goes_on_exactly(trained):
     assert steps(resumed) == {step: values for step, values in steps(whole).items() if step > 2}
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path, monkeypatch):
+    """Its own mixed precision. Steps of 1e-5 are smaller than the spacing of most weights in bf16, and add up."""
+    monkeypatch.chdir(ROOT)
+    keys = {"bf16": True, "learning_rate": 1e-5, "max_steps": 3}
+    launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "x", "out", **keys), precision="bf16")
+    rows = steps(tmp_path / "x/out")
+    assert list(rows) == [1, 2, 3] and all(map(math.isfinite, sum(rows.values(), [])))
+    start = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")["model.embed_tokens.weight"].float()
+    trained = load_file(tmp_path / "x/out/model.safetensors")["model.embed_tokens.weight"]
+    assert trained.dtype == torch.float32
+    moved = (trained - start).abs()
+    assert 1e-5 < moved.max() < 1e-4 and (moved > 0).float().mean() > 0.5
+    assert (moved > 0)[trained.bfloat16() == start.bfloat16()].float().mean() > 0.5  # what bf16 alone would have lost
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
