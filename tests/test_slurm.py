@@ -1,13 +1,17 @@
-"""The job for Slurm: its script by shellcheck, and its commands with stand-ins for srun and scontrol."""
+"""The job for Slurm: its script by shellcheck, and what it does with stand-ins for the commands of Slurm."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +25,44 @@ ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "hf_recipes/slurm/train.sbatch"
 STAND_IN = ROOT / "tests/slurm_stand_in.py"
 SMALL = [*ARGUMENTS[2:]]  # without the recipe, which the job gets by RECIPE
+TINY = "hf_recipes/tiny/calculator.yaml"
+
+# In the place of Python: a launcher that trains until it is told to stop, or a server that a test controls by a file.
+STAND_IN_PYTHON = """#!{python} -SB
+import os, signal, sys, threading, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+def save(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # as in the trainer, a second one changes nothing
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+arguments, gpus = sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"]
+if arguments[0] == "-m":
+    signal.signal(signal.SIGTERM, save)
+    print(f"training on {{gpus or 'the CPU'}}", flush=True)
+    time.sleep(60)
+print(f"serving on {{gpus}}", flush=True)
+host, port = (arguments[arguments.index(name) + 1] for name in ("--host", "--port"))
+wanted = Path({folder!r}) / host
+while not wanted.exists():
+    time.sleep(0.02)
+if wanted.read_text() == "healthy":
+    threading.Thread(target=HTTPServer((host, int(port)), Handler).serve_forever, daemon=True).start()
+while wanted.read_text() != "ended":
+    time.sleep(0.02)
+sys.exit("Address already in use")
+"""
 
 
 def shellcheck() -> str:
@@ -42,7 +84,9 @@ class Job:
         self.folder, self.log = folder, folder / "job.log"
         commands = folder / "bin"
         commands.mkdir(exist_ok=True)
-        for name in ("srun", "scontrol"):
+        self.steps_that_run = folder / "steps"
+        self.steps_that_run.mkdir(exist_ok=True)
+        for name in ("srun", "squeue", "scancel", "scontrol"):
             (commands / name).unlink(missing_ok=True)
             (commands / name).write_text(f"#!{sys.executable} -SB\n{STAND_IN.read_text()}")
             (commands / name).chmod(0o755)
@@ -50,7 +94,8 @@ class Job:
         environment = {
             **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT),
             "SLURM_JOB_NODELIST": ",".join(f"127.0.0.{node}" for node in range(1, nodes + 1)), "SLURM_JOB_ID": "77",
-            "REQUEUED": str(folder / "requeued"), "OUTPUT": str(folder / "out"), "MAIN_PORT": str(free_port()),
+            "STEPS": str(self.steps_that_run), "REQUEUED": str(folder / "requeued"), "OUTPUT": str(folder / "out"),
+            "MAIN_PORT": str(free_port()),
             "PYTHON": python or warm_python.executable(), "SECONDS_PER_STEP": str(seconds_per_step), **environment,
         }  # fmt: skip
         with open(self.log, "w") as log:
@@ -70,19 +115,40 @@ class Job:
     def said(self) -> str:
         return self.log.read_text()
 
+    def wait_for(self, condition, seconds: float = 30.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < until, self.said()[-4000:]
+            time.sleep(0.02)
+
     def steps(self) -> list[int]:
         file = self.folder / "out/metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         return [row["step"] for row in rows if "reward" in row]
 
     def wait_for_step(self, step: int, seconds: float = 150.0) -> None:
-        until = time.monotonic() + seconds
-        while step not in self.steps():
-            assert self.process.poll() is None and time.monotonic() < until, self.said()[-4000:]
-            time.sleep(0.05)
+        self.wait_for(lambda: step in self.steps(), seconds)
 
 
-IN_PROCESS = {"RECIPE": "hf_recipes/tiny/calculator.yaml", "NODES_SERVE": "0"}
+IN_PROCESS = {"RECIPE": TINY, "NODES_SERVE": "0"}
+
+
+@pytest.fixture
+def stand_in_python(tmp_path) -> str:
+    program = tmp_path / "python"
+    program.write_text(STAND_IN_PYTHON.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    return str(program)
+
+
+def free_ports(count: int) -> int:
+    """The first of some free ports in a row."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("", port)))
+            return first
 
 
 def test_a_job_whose_time_is_nearly_over_goes_on_in_the_next(tmp_path):
@@ -101,22 +167,115 @@ def test_a_job_whose_time_is_nearly_over_goes_on_in_the_next(tmp_path):
     assert "slurm: trainers: 127.0.0.1 127.0.0.2\n" in job.said()
 
 
+@pytest.mark.parametrize("number, busy, requeued", [
+    (signal.SIGUSR1, False, True), (signal.SIGTERM, False, False), (signal.SIGUSR1, True, True)
+])  # fmt: skip
+def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, busy, requeued):
+    """SIGTERM to srun would kill the trainers. What asks Slurm for the step asks again, if Slurm does not answer."""
+    with Job(tmp_path, 2, python=stand_in_python, **IN_PROCESS) as job:
+        job.wait_for(lambda: job.said().count("training on the CPU") == 2)
+        if busy:
+            (job.steps_that_run / "busy").touch()
+        job.process.send_signal(number)
+        assert job.process.wait(30) == 1, job.said()
+    assert job.said().count("saved") == 2 and "forcing" not in job.said(), job.said()
+    assert job.said().count("the run saves itself") == 1, job.said()
+    assert (tmp_path / "requeued").exists() == requeued
+    assert not list(job.steps_that_run.iterdir())
+
+
+def test_a_signal_before_the_step_of_the_training_begins_ends_the_job(tmp_path, stand_in_python):
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps/hold").touch()
+    with Job(tmp_path, 2, python=stand_in_python, **IN_PROCESS) as job:
+        job.wait_for(lambda: "slurm: trainers:" in job.said())
+        time.sleep(0.5)  # so that the stand-in for srun handles signals
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(30) == 1, job.said()
+    assert "there is no step yet" in job.said() and "training on" not in job.said()
+
+
 @pytest.mark.parametrize("environment, message", [
     ({"RECIPE": "x.yaml", "NODES_TRAIN": "2", "NODES_SERVE": "2"}, "NODES_SERVE=2, and the job has 3 nodes"),
     ({"RECIPE": ""}, "RECIPE: is the recipe to train"),
+    ({"RECIPE": "x.yaml", "GPUS": "4", "VLLM_TP": "8"}, "slurm: error: VLLM_TP=8 does not divide GPUS=4"),
+    ({"RECIPE": "x.yaml", "GPUS": "8", "VLLM_TP": "3"}, "slurm: error: VLLM_TP=3 does not divide GPUS=8"),
 ])  # fmt: skip
-def test_a_job_of_the_wrong_size_is_refused(tmp_path, environment, message):
-    with Job(tmp_path, 3, python=sys.executable, **environment) as job:
+def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python, environment, message):
+    with Job(tmp_path, 3, python=stand_in_python, **environment) as job:
         assert job.process.wait(30) != 0
-    assert message in job.said()
+    assert message in job.said() and not (tmp_path / "out").exists()
+
+
+def test_the_job_has_its_nodes_for_itself():
+    lines = JOB.read_text().splitlines()
+    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "#SBATCH --ntasks-per-node=1"} <= set(header)
 
 
 def test_a_server_that_does_not_start_ends_the_job_with_its_log(tmp_path):
-    with Job(tmp_path, 2, RECIPE="hf_recipes/tiny/calculator.yaml", NODES_SERVE="1", PORT=str(free_port())) as job:
+    with Job(tmp_path, 2, RECIPE=TINY, NODES_SERVE="1", PORT=str(free_port())) as job:
         assert job.process.wait(60) == 1
     said = job.said()
-    assert "slurm: error: no server at 127.0.0.2:" in said and "trains without a vLLM server" in said, said
-    assert "trainers" not in said
+    assert "slurm: error: no server of this job at 127.0.0.2:" in said and "trains without a vLLM server" in said, said
+    assert "trainers" not in said and "Another program" not in said
+
+
+def test_a_port_that_is_in_use_ends_the_job(tmp_path, stand_in_python):
+    """The second server's, of two on a node."""
+    port = free_ports(2)
+    with (
+        socket.create_server(("127.0.0.2", port + 1)),
+        Job(tmp_path, 2, python=stand_in_python, RECIPE=TINY, PORT=str(port), GPUS="2") as job,
+    ):
+        assert job.process.wait(30) == 2, job.said()
+    assert f"slurm: error: another program listens at 127.0.0.2:{port + 1}, where this job's server is to listen. " \
+        "Set PORT to a free port\n" in job.said()  # fmt: skip
+    assert "trainers" not in job.said() and not list(job.steps_that_run.iterdir())
+
+
+def test_each_server_and_the_training_get_their_gpus(tmp_path, stand_in_python):
+    """A job that has its nodes for itself has all their GPUs, but a step gets only those that it asks for."""
+    (tmp_path / "127.0.0.2").write_text("healthy")
+    environment = {"RECIPE": TINY, "PORT": str(free_ports(2)), "SLURM_GPUS_ON_NODE": "4", "VLLM_TP": "2"}
+    with Job(tmp_path, 2, python=stand_in_python, **environment) as job:
+        job.wait_for(lambda: "training on 0,1,2,3\n" in job.said())
+    logs = [(tmp_path / f"out/vllm_server.127.0.0.2.{server}.log").read_text() for server in range(2)]
+    assert "serving on 0,1\n" in logs[0] and "serving on 2,3\n" in logs[1], logs
+
+
+class Foreign(BaseHTTPRequestHandler):
+    """A server of another job: it says that it is healthy."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize("taken, other", [("127.0.0.3", "127.0.0.2"), ("127.0.0.2", "127.0.0.3")])
+def test_a_server_of_another_job_is_not_taken_for_ones_own(tmp_path, stand_in_python, taken, other):
+    """It takes an address while the job waits: of the server that the job asks next, or that it has asked already."""
+    port = free_port()
+    log = tmp_path / f"out/vllm_server.{taken}.0.log"
+    with Job(tmp_path, 3, python=stand_in_python, RECIPE=TINY, NODES_SERVE="2", PORT=str(port)) as job:
+        job.wait_for(lambda: len(list(job.steps_that_run.iterdir())) == 2)
+        if taken < other:
+            (tmp_path / taken).write_text("healthy")
+            job.wait_for(lambda: "GET /health" in log.read_text())
+        (tmp_path / taken).write_text("ended")
+        job.wait_for(lambda: len(list(job.steps_that_run.iterdir())) == 1)
+        with ThreadingHTTPServer((taken, port), Foreign) as foreign:
+            threading.Thread(target=foreign.serve_forever, daemon=True).start()
+            (tmp_path / other).write_text("healthy")
+            assert job.process.wait(30) == 1, job.said()
+            foreign.shutdown()
+    said = job.said()
+    assert f"slurm: error: no server of this job at {taken}:{port} after " in said and "trainers" not in said, said
+    assert "Another program listens there: set PORT to a free port." in said and "Address already in use" in said
+    assert not list(job.steps_that_run.iterdir())
 
 
 @pytest.mark.slow
