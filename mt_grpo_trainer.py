@@ -43,6 +43,7 @@ import logging
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -865,6 +866,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
+        self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
         self._wrote_rollouts = False
@@ -1056,8 +1058,9 @@ class MTGRPOEnvTrainer(AheadTrainer):
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         self._log_metrics({
             "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
-            "rollout/wait_seconds": waited, **staleness_metrics(rollouts, self._weight_counter.version),
+            "rollout/wait_seconds": waited,
         })  # fmt: skip
+        staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
         if self.model.training and self._next_rows:
             self._prefetch()
         return rollouts

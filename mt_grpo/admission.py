@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.checkpoints import read_json
+from mt_grpo.checkpoints import IN_FLIGHT, read_json
 from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.ranks import RunError
 from mt_grpo.rollout import Rollout
 
-IN_FLIGHT = "mt_grpo_in_flight.json"  # beside trainer_state.json: the prompts that were asked for and not trained
 Kind = tuple[int, ...]  # of a group: its rollouts on each rank
 
 
@@ -79,6 +78,22 @@ class EpochPrompts:
     def __init__(self, epoch: int, order: list[int], place: int = 0, again: Iterable[int] = ()):
         self.epoch, self.order, self.place, self.again = epoch, order, place, deque(again)
 
+    @classmethod
+    def resumed(cls, order: list[int], saved: dict[str, Any]) -> EpochPrompts:
+        """What `state` gave. The prompts of a batch that was trained in part (`batch`) are asked for first of all.
+
+        Each of them was in flight at the end of the batch before, or was asked for after that.
+
+        >>> saved = {"epoch": 0, "place": 2, "prompts": [1], "batch": [2, 1]}
+        >>> prompts = EpochPrompts.resumed([3, 1, 0, 2, 5, 4], saved)
+        >>> [prompts.take() for _ in range(prompts.left)]
+        [2, 1, 0, 5, 4]
+        """
+        batch, place = saved.get("batch", []), saved["place"]
+        asked = max([place, *(order.index(prompt) + 1 for prompt in batch)])
+        others = [prompt for prompt in [*saved["prompts"], *order[place:asked]] if prompt not in batch]
+        return cls(saved["epoch"], order, asked, [*batch, *others])
+
     @property
     def left(self) -> int:
         return len(self.again) + max(len(self.order) - self.place, 0)
@@ -99,6 +114,7 @@ class EpochPrompts:
 def read_in_flight(checkpoint: Path, late_groups: str, num_prompts: int) -> dict[str, Any] | None:
     """What `EpochPrompts.state` gave when a checkpoint was saved; None if it was saved without `late_groups: admit`.
 
+    A checkpoint in the middle of a batch has the state of the batch's beginning, and the batch's prompts as `batch`.
     Raises `RunError` where this run would train some prompts twice and others not at all.
     """
     path = checkpoint / IN_FLIGHT
@@ -107,7 +123,7 @@ def read_in_flight(checkpoint: Path, late_groups: str, num_prompts: int) -> dict
     state = read_json(path)
     if not isinstance(state, dict) or {"epoch", "place", "prompts", "per_batch"} - state.keys():
         raise RunError(f"{path} is damaged. Expected the prompts that were in flight: use another checkpoint.")
-    prompts = state["prompts"]
+    prompts = state["prompts"] or state.get("batch", [])
     if prompts and late_groups != "admit":
         raise RunError(
             f"{checkpoint} was saved with late_groups: admit, when {len(prompts)} prompts were begun and not trained, "

@@ -37,6 +37,16 @@ class BetweenBatches(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        """Let TRL's count of passes begin where the data begins. In a resumed run that may be inside a batch.
+
+        TRL then rolls the batch out again, and trains it for the passes that are left of it.
+        """
+        steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
+        skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
+        self.trainer._step = skipped * args.gradient_accumulation_steps
+        self.trainer._buffered_inputs = None
+
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._note_in_flight()
 
@@ -59,6 +69,7 @@ class AheadTrainer(ResumableTrainer):
         self._next_rows: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`
         self._taken: ChosenGroups | None = None  # `admit`: what this step trains
+        self._batch_prompts: list[int] = []  # `admit`: of the batch that is trained, as rows of the dataset
         self._to_save: dict[str, Any] | None = None  # `admit`: of the end of the last batch's training
         super().__init__(*args, **kwargs)
         self.add_callback(BetweenBatches(self))
@@ -68,7 +79,8 @@ class AheadTrainer(ResumableTrainer):
         path = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         per_batch = self.args.generation_batch_size // self.args.num_generations
         saved = read_in_flight(Path(path), self.args.late_groups, per_batch) if path else None
-        self._to_save = saved if self.args.late_groups == "admit" else None
+        uses_it = self.args.late_groups == "admit" and not self.args.ignore_data_skip  # which begins the epoch anew
+        self._to_save = saved if uses_it else None
         self._prompts = None
         return super().train(path, *args, **kwargs)
 
@@ -87,8 +99,8 @@ class AheadTrainer(ResumableTrainer):
     @property
     def _batches_left(self) -> int:
         """Batches of rollouts up to the last step, this one included."""
-        steps_per_batch = self._passes // self.args.gradient_accumulation_steps
-        return math.ceil((self.state.max_steps - self.state.global_step) / steps_per_batch)
+        passes = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        return math.ceil((self._step % self._passes + passes) / self._passes)
 
     def _rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows that this rank trains next: those given, or with `admit` those of complete groups. Collective."""
@@ -155,7 +167,7 @@ class AheadTrainer(ResumableTrainer):
         first = self.accelerator.process_index * len(rows)
         slot_of_row = [index // self.num_generations for index in range(first, first + len(rows))]
         if self._prompts is None or not (self._prompts.left or self._in_flight):
-            self._begin_epoch(rows, slot_of_row, len(slots))
+            self._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(slots)), "Rollouts")
         self._stop_if_asked()
         self._sync_weights()
         wanted = min(self.args.max_staleness + 1, self._batches_left) * len(slots)
@@ -166,25 +178,34 @@ class AheadTrainer(ResumableTrainer):
         groups = list(self._in_flight)
         self._in_flight = deque(group for i, group in enumerate(groups) if i not in chosen)
         self._taken = ChosenGroups([groups[i] for i in chosen], first, waited)
+        self._batch_prompts = [groups[i].prompt for i in chosen]
         return self._taken.rows
 
     def _begin_epoch(self, rows: list[dict[str, Any]], slot_of_row: list[int], num_prompts: int) -> None:
-        """Read the order of the epoch's prompts; a resumed run first asks again for those that were in flight."""
-        epoch, saved = int(self.state.epoch or 0), self._to_save
+        """Read the order of the epoch's prompts; a resumed run first asks again for those that were in flight.
+
+        INVARIANT: an epoch has as many prompts left as its batches of data that are left have slots.
+        """
+        epoch, saved, trained = int(self.state.epoch or 0), self._to_save, 0
         sampler = self._get_train_sampler(self.train_dataset)
         order = epoch_order(sampler, num_prompts, self.num_generations, self._passes)
-        if self._prompts is None and saved and saved["epoch"] == epoch:
-            self._prompts = EpochPrompts(epoch, order, saved["place"], saved["prompts"])
+        if self._prompts is None and not self.args.ignore_data_skip:  # the run's first batch
+            steps = self._passes // self.args.gradient_accumulation_steps  # of one batch
+            trained = self.state.global_step // steps * num_prompts - epoch * len(order)
+        if self._prompts is None and saved and (saved["prompts"] or "batch" in saved):
+            found = saved["epoch"], saved["place"] - len(saved["prompts"])
+            if found != (epoch, trained):
+                raise RunError(
+                    f"the checkpoint is of epoch {found[0]}, {found[1]} prompts trained, got epoch {epoch}, {trained} "
+                    "prompts. Set the data, the batch sizes and num_iterations of the run that saved it."
+                )
+            self._prompts = EpochPrompts.resumed(order, saved)
             return
-        steps = self._passes // self.args.gradient_accumulation_steps  # of one batch
-        trained = self.state.global_step // steps * num_prompts - epoch * len(order) if self._prompts is None else 0
         self._prompts = EpochPrompts(epoch, order, trained)
         expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
         prompts = [row["prompt"] for row in with_prompts([self.train_dataset[k] for k in expected])]
         if expected and prompts != [row["prompt"] for row in rows]:
-            raise RuntimeError(
-                "late_groups: admit: the batch is of other prompts than the trainer's own sampler gives."
-            )
+            raise RunError("late_groups: admit: the batch is of other prompts than the trainer's own sampler gives.")
         self._to_save = self._prompts.state([], num_prompts)
 
     def _ask_for_groups(self, wanted: int, slots: list[Kind], slot_of_row: list[int]) -> None:
@@ -204,6 +225,8 @@ class AheadTrainer(ResumableTrainer):
             raise RunError(
                 f"The epoch has {len(groups)} groups left, expected {len(slots)}: its batches have changed."
             )
+        if self._step % self._passes:  # of a checkpoint in the middle of a batch: this batch is trained further
+            groups = groups[: len(slots)]
         self._batch = AwaitedGroups(groups)
         while True:
             flags = [*(group.over for group in groups), self._stop_signal is None]
@@ -219,10 +242,12 @@ class AheadTrainer(ResumableTrainer):
     # -- checkpoints --
 
     def _note_in_flight(self) -> None:
-        """Keep what a checkpoint must hold, unless the batch of rollouts is to be trained further."""
+        """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
         if self._prompts is not None and self._step % self._passes == 0:
             num_prompts = self.args.generation_batch_size // self.args.num_generations
             self._to_save = self._prompts.state([group.prompt for group in self._in_flight], num_prompts)
+        elif self._to_save is not None:
+            self._to_save["batch"] = self._batch_prompts
 
     def _save_rng_state(self, output_dir: str) -> None:
         with self._writing(output_dir):

@@ -18,6 +18,7 @@ STATE_FILES = ("optimizer*", "scheduler.pt", "rng_state*.pth", "latest")
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "adapter_model.*",
                "pytorch_model_fsdp*", "*/adapter_model.*")  # fmt: skip
 RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that the checkpoint was trained with
+IN_FLIGHT = "mt_grpo_in_flight.json"  # with `late_groups: admit`: the prompts that were asked for and not trained
 
 
 def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -91,9 +92,13 @@ def checkpoint_damage(folder: Path) -> str | None:
         alone = world_size == 1 and not numbers
         expected += ["rng_state.pth"] if alone else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
+    admits = record.get("late_groups") == "admit" and record.get("max_staleness")
+    expected += [IN_FLIGHT] if admits else []
     for name in expected:
         if not (folder / name).is_file():
             return f"{name} is missing"
+    if admits and not read_json(folder / IN_FLIGHT):
+        return f"{IN_FLIGHT} cannot be read"
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
             return f"{path.parent.relative_to(folder)}/.metadata is missing"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Rollout, StopReason
@@ -63,22 +66,44 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
     return metrics, int(prompt.sum() + trained.sum())
 
 
-def staleness_metrics(rollouts: list[Rollout], version: int) -> dict[str, float]:
-    """How many weight changes lie between the weights that sampled a turn and `version`, over this rank's turns.
+def staleness_metrics(
+    rollouts: list[Rollout], version: int, metrics: dict[str, list[float]], stale: Counter[int]
+) -> None:
+    """Set the metrics of staleness: of all turns since the last log, over all ranks. Collective.
 
-    A turn during which weights were pushed counts from the older ones.
+    Staleness is how many weight changes lie between the weights that sampled a turn and `version`. A turn during
+    which weights were pushed counts from the older ones. TRL logs the mean of a metric's values: each has only one.
+
+    Args:
+        rollouts: Of this rank, in this batch.
+        version: The weight changes before the weights that are trained.
+        metrics: Of the trainer. A log empties them.
+        stale: How many turns had which staleness, over all ranks. This batch is added.
 
     >>> from mt_grpo.rollout import Generation, Turn
     >>> def turn(*versions):
     ...     return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, versions)])
-    >>> staleness_metrics([Rollout([], [], turns=[turn(5, 5), turn(5, 6), turn(7, 7)])], 7)["rollout/staleness_max"]
-    2.0
+    >>> metrics, stale = {}, Counter()
+    >>> staleness_metrics([Rollout([], [], turns=[turn(5, 5), turn(5, 6), turn(7, 7)])], 7, metrics, stale)
+    >>> metrics["rollout/staleness_max"], stale
+    ([2], Counter({2: 2, 0: 1}))
     """
+    if "rollout/staleness" not in metrics:
+        stale.clear()
     turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.turns]
-    stale = version - torch.tensor(turns or [version], dtype=torch.float32)
-    return {
-        "rollout/staleness": stale.mean().item(), "rollout/staleness_p50": stale.quantile(0.5).item(),
-        "rollout/staleness_p99": stale.quantile(0.99).item(), "rollout/staleness_max": stale.max().item(),
+    for of_rank in gather_object([Counter(version - sampled for sampled in turns)]):
+        stale.update(of_rank)
+    counts = stale or Counter([0])
+
+    def quantile(percent: int) -> int:
+        """The smallest staleness that `percent` of 100 turns do not exceed."""
+        below = itertools.accumulate(count for _, count in sorted(counts.items()))
+        return next(value for value, n in zip(sorted(counts), below) if 100 * n >= percent * counts.total())
+
+    metrics |= {
+        "rollout/staleness": [sum(value * count for value, count in counts.items()) / counts.total()],
+        "rollout/staleness_p50": [quantile(50)], "rollout/staleness_p99": [quantile(99)],
+        "rollout/staleness_max": [max(counts)],
     }  # fmt: skip
 
 

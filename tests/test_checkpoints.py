@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.rollout_log import write_rows
 from mt_grpo.run_record import changed_settings
 from mt_grpo.saving import SaveError
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main
+from mt_grpo.server_errors import ServerLost
+from mt_grpo.server_pool import ServerPool
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
@@ -196,6 +199,19 @@ def test_the_state_of_every_rank_is_needed(tmp_path):
     parts = "model.safetensors", "optimizer.pt", "mt_grpo_run.json", "scheduler.pt", "rng_state_0.pth"
     assert checkpoint_damage(pieces(tmp_path / "1", *parts, world_size=2)) == "rng_state_1.pth is missing"
     assert checkpoint_damage(pieces(tmp_path / "2", *parts, world_size=2, save_on_each_node=True)) is None
+
+
+def test_the_prompts_in_flight_are_needed_where_groups_are_admitted(tmp_path):
+    """Without them a resumed run would train some prompts twice, and others not at all."""
+    parts = "model.safetensors", "optimizer.pt", "mt_grpo_run.json", *ONE_RANK
+    admits = {"late_groups": "admit", "max_staleness": 2}
+    assert checkpoint_damage(pieces(tmp_path / "1", *parts, **admits)) == "mt_grpo_in_flight.json is missing"
+    folder = pieces(tmp_path / "2", *parts, "mt_grpo_in_flight.json", **admits)
+    assert checkpoint_damage(folder) is None
+    cut(folder / "mt_grpo_in_flight.json")
+    assert checkpoint_damage(folder) == "mt_grpo_in_flight.json cannot be read"
+    for number, others in enumerate(({"late_groups": "wait", "max_staleness": 2}, admits | {"max_staleness": 0}), 3):
+        assert checkpoint_damage(pieces(tmp_path / str(number), *parts, **others)) is None
 
 
 # =====================================================================================================================
@@ -381,6 +397,35 @@ def test_a_run_without_room_does_not_begin(random_model, tmp_path, monkeypatch):
     trainer.args.max_steps = 1
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one server", "two servers"])
+@pytest.mark.parametrize("weight_sync, device, config, asks", [
+    ("auto", "cuda", "nccl", False), ("auto", "cuda", None, True), ("auto", "cpu", "nccl", True),
+    ("nccl", "cuda", "nccl", False), ("disk", "cuda", "nccl", True), ("auto", "cuda", "gone", False),
+])  # fmt: skip
+def test_room_for_a_push_is_needed_where_a_file_carries_it(
+    random_model, tmp_path, monkeypatch, weight_sync, device, config, asks, several
+):
+    """Not in a /dev/shm of 64 MB where NCCL carries the weights. Without an answer the push itself finds out."""
+    trainer, usage = make_trainer(random_model, tmp_path), shutil.disk_usage(tmp_path)
+    trainer.backend, trainer.args.weight_sync_dir = "server", str(tmp_path / "shm")
+    clients = [VLLMServerClient(port=9, transport=weight_sync) for _ in range(1 + several)]
+    trainer.client = ServerPool(clients) if several else clients[0]
+
+    def server_info(*_):
+        if config == "gone":
+            raise ServerLost("no answer")
+        return {"weight_transfer_config": config and {"backend": config}}
+
+    monkeypatch.setattr(VLLMServerClient, "server_info", server_info)
+    accelerator = SimpleNamespace(is_main_process=True, device=torch.device(device))
+    monkeypatch.setattr(trainer, "accelerator", accelerator)
+    room = lambda path: usage._replace(free=0) if path == trainer.args.weight_sync_dir else usage  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", room)
+    refused = pytest.raises(SaveError, match=f"weight_sync_dir='{tmp_path}/shm' has 0.000 GiB free; a push of the")
+    with refused if asks else contextlib.nullcontext():
+        trainer._check_room()
 
 
 def test_a_directory_that_is_none_is_refused_in_one_line(tmp_path):

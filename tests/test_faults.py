@@ -1,5 +1,6 @@
 """What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -8,12 +9,13 @@ import re
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +31,11 @@ from fault_proxy import Fault, FaultProxy, first
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import mt_grpo_trainer
-from mt_grpo.event_loop import background_loop, run_async
+from mt_grpo.event_loop import background_loop, run_async, start_in_background
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.rollout_log import read_rollouts
 from mt_grpo.run_log import staleness_metrics
 from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.versions import tagged, versions_of
@@ -213,7 +216,8 @@ def assert_from_the_weights_of_its_version(trainer):
     """Every sampled token has the logprob that the weights of its turn's version give it, and no other's.
 
     A turn during which weights were pushed has a first part from the old ones, and the rest from the new ones. Returns
-    how many turns there were of each kind: of the version that the rollout began with, of a later one, of two.
+    how many turns there were of each kind: `two`, whose tokens are from two weights, and others, which were sent with
+    the weights that the rollout began with (`first`), or with later ones.
     """
     kinds = Counter()
     first_weights = {
@@ -229,11 +233,12 @@ def assert_from_the_weights_of_its_version(trainer):
             asked, came = versions_of(turn)
             fits = [(sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3
                     for v in range(asked, came + 1)]  # fmt: skip
-            version = 0  # the oldest that the next token can be from
+            version, used = 0, set()  # the oldest that the next token can be from, and those of the tokens before
             for token in range(len(turn.token_ids)):
                 while version < len(fits) and not fits[version][token]:
                     version += 1
-            kinds["two" if asked != came else "first" if asked == rollout.policy_version else "later"] += 1
+                used.add(version)
+            kinds["two" if len(used) > 1 else "first" if asked == rollout.policy_version else "later"] += 1
             assert version < len(fits), (rollout.policy_version, asked, came, token, turn)
         if rollout in trainer.batches[-1]:
             apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
@@ -784,10 +789,43 @@ def test_a_turn_counts_from_its_oldest_weights():
         return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
 
     first = Rollout([], [], turns=[turn((7, 7)), turn((5, 5)), turn((4, 5), (6, 6))], policy_version=3)
-    metrics = staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7)
-    assert {name.removeprefix("rollout/staleness"): round(value, 2) for name, value in metrics.items()} == {
-        "": 1.5, "_p50": 1.5, "_p99": 2.97, "_max": 3.0,
+    metrics = {}
+    staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7, metrics, Counter())
+    assert {name.removeprefix("rollout/staleness"): values for name, values in metrics.items()} == {
+        "": [1.5], "_p50": [1], "_p99": [3], "_max": [3],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
+    """Ten batches of ten turns and one turn that is 30 weight changes old, on the last rank; then a log."""
+
+    def rollouts(stale):
+        generations = [[Generation([1], [0.0], "stop", None, (40 - n, 40))] for n in stale]
+        return [Rollout([], [], turns=[Turn([1], [0.0], "", "stop", generations=g)]) for g in generations]
+
+    def logged():
+        log = {name.removeprefix("rollout/staleness"): statistics.mean(values) for name, values in metrics.items()}
+        metrics.clear()  # as TRL does
+        return log
+
+    others = []  # what the other rank has in each batch
+    monkeypatch.setattr("mt_grpo.run_log.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1))
+    metrics, stale = defaultdict(list), Counter()
+    for batch in range(10):
+        straggler = [30] if batch == 3 else []
+        others[:] = [[0, *straggler]]
+        own = [0] * 4 + [2] * 6 + (straggler if num_ranks == 1 else [])
+        staleness_metrics(rollouts(own), 40, metrics, stale)
+        assert not others  # one gather for all of the metrics
+    # 40 turns of 0, 60 of 2 and one of 30; with the other rank 10 turns of 0 more.
+    assert logged() == {"": 150 / (101 if num_ranks == 1 else 111), "_p50": 2, "_p99": 2, "_max": 30}
+    others[:] = [[0]]
+    staleness_metrics(rollouts([1]), 40, metrics, stale)
+    assert logged() == {"": 1 / num_ranks, "_p50": 2 - num_ranks, "_p99": 1, "_max": 1}
+    others[:] = [[]]
+    staleness_metrics([], 40, metrics, stale)  # not one turn on any rank
+    assert logged() == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}
 
 
 @needs_vllm
@@ -810,6 +848,141 @@ def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer._in_flight
     kinds = assert_from_the_weights_of_its_version(trainer)
     assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
+
+
+@needs_vllm
+def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
+    """The answers come back whole. Their last parts are of the new weights, without keys and values of the old."""
+    trainer = make_trainer(server.port, tmp_path)
+    trainer._sync_weights()
+    request, futures, count = trainer.client.request, [], 450
+    prompt = trainer.processing_class("What is 12 * 34? " * 3)["input_ids"]
+
+    def sampled_tokens():
+        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+        return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)", metrics, re.MULTILINE)[1])
+
+    def request_amid(method, path, **kwargs):
+        if path == "/pause":
+            asked, began = time.monotonic(), sampled_tokens()
+            for _ in range(8):
+                conversation = trainer.client.generate(prompt, count, {"stop": [], "ignore_eos": True})
+                futures.append(start_in_background(conversation))
+            while sampled_tokens() < began + 8 * 50 and time.monotonic() < asked + 60:
+                time.sleep(0.02)
+        return request(method, path, **kwargs)
+
+    monkeypatch.setattr(trainer.client, "request", request_amid)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.1)
+    trainer._weight_counter.version += 1
+    trainer._sync_weights()
+    trainer.batches = [[]]
+    for generation in [future.result(120) for future in futures]:
+        lengths = len(generation.token_ids), len(generation.logprobs)
+        assert (*lengths, generation.finish_reason, generation.policy_versions) == (count, count, "length", (0, 1))
+        turn = Turn(generation.token_ids, generation.logprobs, "", "length", generations=[generation])
+        rollout, sampled = Rollout([], prompt, turns=[turn]), torch.tensor(generation.logprobs)
+        trainer.batches[0].append(rollout)
+        old, new = (logprobs_under(trainer.weights[version], rollout) for version in (0, 1))
+        first = int(((sampled - old).abs() > 1e-3).float().argmax())  # the first token of the new weights
+        assert 10 <= first <= count - 10
+        assert sampled[first:].tolist() == pytest.approx(new[first:].tolist(), abs=1e-3)
+        # With the old keys and values of what was before the push, the new weights would give other logprobs.
+        model, ids = logprobs_under.model, torch.tensor([prompt + generation.token_ids])
+        at = len(prompt) + first - 1  # the new weights read it and sample the token behind it
+        with torch.no_grad():
+            model.load_state_dict(trainer.weights[0])
+            keys = model(ids[:, :at], use_cache=True).past_key_values
+            model.load_state_dict(trainer.weights[1])
+            logits = model(ids[:, at:-1], past_key_values=keys).logits[0]
+        mixed = logits.log_softmax(-1).gather(1, ids[0, at + 1 :, None])[:, 0]
+        assert len(mixed) == count - first and (sampled[first:] - mixed).abs().max() > 0.1
+    assert assert_from_the_weights_of_its_version(trainer) == {"two": 8}
+    trainer.client.close()
+
+
+@needs_vllm
+def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
+    """Two batches are in flight. Their later turns wait for the push of the step before theirs."""
+
+    class Noted(Watched):
+        def _start_rollouts(self, prompts, which):
+            flights.append(super()._start_rollouts(prompts, which))
+            return flights[-1]
+
+    def may_go_on(rollout):
+        number = next((n for n, flight in enumerate(flights) if any(r is rollout for r in flight.rollouts)), None)
+        if number is None or trainer.client.policy_version < min(number, 4):  # the last two steps push nothing
+            return False
+        behind = flights[number + 1 : number + 2]  # its first turns must end before the next push
+        return number in (0, 5) or behind and all(r.turns for r in behind[0].rollouts)
+
+    async def take_turn(rollout, *args):
+        asked = time.monotonic()
+        while rollout.turns and not may_go_on(rollout) and time.monotonic() < asked + 60:
+            await asyncio.sleep(0.02)
+        await MultiTurnToolEnv.take_turn(trainer.env, rollout, *args)
+
+    flights = []
+    trainer = make_trainer(server.port, tmp_path, max_steps=6, max_staleness=2, trainer_class=Noted, logging_steps=3)
+    trainer.env.take_turn = take_turn
+    trainer.train()
+    rows = list(read_rollouts(tmp_path))
+    assert [row["step"] for row in rows] == [step for step in range(6) for _ in range(16)]
+    # Batches 0 to 2 begin with the weights of version 1, which step 0 pushes. Step b - 2 pushes those of batch b.
+    first_turns, later_turns = [1, 1, 1, 2, 3, 4], [1, 1, 2, 3, 4, 4]
+    for row in rows:
+        expected = [first_turns[row["step"]], *[later_turns[row["step"]]] * (len(row["turns"]) - 1)]
+        assert [turn["policy_versions"] for turn in row["turns"]] == [[version] * 2 for version in expected]
+        assert row["policy_version"] == expected[0]
+    assert_from_the_weights_of_its_version(trainer)
+    # Step s trains version s + 1: first turns are 0 1 2 2 2 2 weight changes old, later ones 0 1 1 1 1 2.
+    later = [sum(len(r.turns) - 1 for r in batch) for batch in trainer.batches]
+    assert all(later) and trainer.rows("rollout/staleness_max") == [2, 2]
+    assert trainer.rows("rollout/staleness") == pytest.approx([
+        (3 * 16 + later[1] + later[2]) / (3 * 16 + sum(later[:3])),
+        (6 * 16 + later[3] + later[4] + 2 * later[5]) / (3 * 16 + sum(later[3:])),
+    ])  # fmt: skip
+
+
+@needs_vllm
+def test_the_ratio_of_a_stale_batch(server, tmp_path):
+    """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds."""
+    modes = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+    class Kept(Watched):
+        def _generate_and_score_completions(self, inputs):
+            self.vllm_importance_sampling_mode = modes[self.state.global_step] or modes[1]
+            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            output = super()._generate_and_score_completions(inputs)
+            kept.append((state, self._weight_counter.version, output))
+            return output
+
+    kept = []
+    low, high = 0.8, 1.2
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=5, max_staleness=2,
+                           vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high)  # fmt: skip
+    trainer.train()
+    for mode, rollouts, (state, version, output) in zip(modes, trainer.batches, kept, strict=True):
+        stale = [version - (versions_of(turn) or [version])[0] for rollout in rollouts for turn in rollout.turns]
+        assert min(stale) >= (mode is not None) and max(stale) <= 2
+        kinds, ratios = Counter(), output["importance_sampling_ratio"]
+        assert ratios.shape == ((16, 1) if mode and "sequence" in mode else output["completion_ids"].shape)
+        for rollout, got, mask in zip(rollouts, ratios, output["completion_mask"] * output["tool_mask"], strict=True):
+            sampled = torch.tensor([p for turn in rollout.turns for p in turn.logprobs])
+            ratio = logprobs_under(state, rollout) - sampled
+            ratio = (ratio.sum(0, keepdim=True) if mode and "sequence" in mode else ratio).exp()
+            if ratios.shape[1] > 1:
+                assert mask.sum() == len(sampled)
+                got = got[mask.bool()]
+            outside = (ratio < low) | (ratio > high)
+            cut = ratio.clamp(low, high) if mode is None or "truncate" in mode else ratio.masked_fill(outside, 0.0)
+            near = ((ratio - low).abs() < 1e-3) | ((ratio - high).abs() < 1e-3)  # rounding may put it on either side
+            assert got[~near].tolist() == pytest.approx(cut[~near].tolist(), abs=2e-3)
+            kinds += Counter({"cut": int(outside.sum()), "kept": int((~outside & ((ratio - 1).abs() > 0.01)).sum())})
+        assert (kinds["cut"] and kinds["kept"]) if mode else not kinds, (mode, kinds)
 
 
 @needs_vllm
@@ -1027,6 +1200,7 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
 
 @needs_vllm
 def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
+    """Some calls are answered only after the server was killed, so that there are groups in flight."""
     new = []
 
     def reward(completions, trainer_state, **kwargs):
@@ -1034,8 +1208,9 @@ def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
             new.append(replace_server(server))
         return answered(completions, **kwargs)
 
-    trainer = make_trainer(server.port, tmp_path, slow_for(*range(11, 41, 4), seconds=3.0), reward, max_steps=8,
-                           max_staleness=2, late_groups="admit", prompts=16)  # fmt: skip
+    tool = calculator_until(lambda: trainer, lambda trainer: 4, lambda number: number in range(11, 41, 4))
+    trainer = make_trainer(server.port, tmp_path, tool, reward, max_steps=8, max_staleness=2, late_groups="admit",
+                           prompts=16)  # fmt: skip
     trainer.train()
     new[0].join()
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
@@ -1337,30 +1512,6 @@ def test_a_client_may_have_a_connection_for_each_conversation():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_nccl_push_that_fails_may_be_made_again(monkeypatch):
-    """TRL's client raises whatever its requests do; a server that is gone may come back."""
-    client = VLLMServerClient(base_url="http://127.0.0.1:9")
-    monkeypatch.setattr(client.transfer, "_while_paused", lambda version, load: load())
-
-    def gone(metadata, named_weights):
-        raise OSError("connection refused")
-
-    client.transfer._nccl = SimpleNamespace(update_named_params=gone, close_communicator=lambda: None)
-    with pytest.raises(ServerLost, match="did not take the weights: connection refused"):
-        monkeypatch.setattr(client.transfer, "resolve", lambda device: "nccl")
-        client.update_weights(iter({"w": torch.ones(2)}.items()), "v-1", {"w"})
-
-
-def test_an_nccl_group_is_closed_when_the_server_restarts():
-    """Else its port is taken, and the next group cannot be made."""
-    closed = []
-    client = VLLMServerClient(base_url="http://127.0.0.1:9")
-    client.transfer._nccl = SimpleNamespace(close_communicator=lambda: closed.append(1))
-    client.transfer.leave_nccl()
-    client.transfer.leave_nccl()
-    assert closed == [1] and client.transfer._nccl is None
-
-
 # =====================================================================================================================
 # Two ranks
 # =====================================================================================================================
@@ -1496,9 +1647,38 @@ def test_two_ranks_take_the_same_groups(server, tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("late_groups", ["wait", "admit"])
 def test_slow_prompts_are_trained_as_often_as_others(server, tmp_path, late_groups):
-    """One prompt in ten has a tool that takes 50 times as long: 200 steps train each of the 30 prompts alike."""
+    """One prompt in ten has a tool that takes 50 times as long. After each of 206 steps all are trained alike.
+
+    An epoch has 28 steps. In the middle of one, up to four prompts are asked for and not trained: those in flight.
+    """
+
+    class Counted(Watched):
+        def _start_rollouts(self, prompts, which):
+            asked.extend({prompts[i]["prompt"][-1]["content"]: 1 for i in which})
+            return super()._start_rollouts(prompts, which)
+
+        def _roll_out(self, rows):
+            rollouts = super()._roll_out(rows)
+            trained.update(rollout.prompt_messages[-1]["content"] for rollout in rollouts[::8])
+            steps.append((Counter(asked), Counter(trained)))
+            return rollouts
+
+    asked, trained, steps = [], Counter(), []
     tool = slow_calculator(lambda expression: 2.5 if int(expression.partition("*")[0]) % 10 == 1 else 0.05)
-    trainer = make_trainer(server.port, tmp_path, tool, max_steps=210, max_staleness=2, late_groups=late_groups)
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=206, max_staleness=2, late_groups=late_groups,
+                           prompts=56, trainer_class=Counted)  # fmt: skip
     trainer.train()
-    trained = Counter(prompt for batch in prompts_of(trainer) for prompt in batch)
-    assert set(trained.values()) == {14} and len(trained) == 30
+    prompts = {row["prompt"][-1]["content"] for row in trainer.train_dataset}
+    slow = {prompt for prompt in prompts if int(re.search(r"\d+", prompt)[0]) % 10 == 1}
+    assert (len(prompts), len(slow), len(steps)) == (56, 6, 206)
+    # Prompts are asked for in whole epochs, whose order does not know which of them are slow.
+    epochs = [asked[first : first + 56] for first in range(0, len(asked), 56)]
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs) and len(asked) == 2 * 206
+    for step, (begun, done) in enumerate(steps, 1):
+        assert done.total() == 2 * step and done <= begun
+        in_flight = begun - done
+        assert in_flight.total() <= 4 and max(in_flight.values(), default=0) <= 1, (step, in_flight)
+        assert max(done.values()) - min(done[prompt] for prompt in prompts) <= 1, (step, done)
+    # Each epoch has trained 2 of its 56 prompts per step: of its slow ones as many, but for those in flight.
+    ends = [steps[last][1] for last in range(27, 206, 28)]
+    assert [set(done.values()) for done in ends] == [{number} for number in range(1, 8)]

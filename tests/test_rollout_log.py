@@ -13,8 +13,8 @@ from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo import rollout_log
-from mt_grpo.log_rows import turn_columns
-from mt_grpo.rollout import Context, Record, Rollout, Turn
+from mt_grpo.log_rows import turn_columns, turn_row
+from mt_grpo.rollout import Context, Generation, Record, Rollout, Turn
 from mt_grpo.rollout_log import read_rollouts, rollout_features, segments, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +89,18 @@ def test_tokens_have_what_the_loss_reads_of_them():
         ],
         [{"loss_mask": [0, 0], "advantages": [0.0, 0.0], "trainer_logprobs": None}],
     ]
+
+
+def test_a_turn_has_the_weights_of_its_first_and_last_request():
+    """A turn of two requests: the first was sent with the weights of version 4, and 7 was pushed during the second."""
+
+    def versions(*of_requests):
+        turn = Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in of_requests])
+        return turn_row(turn, {"loss_mask": [1]})["policy_versions"]
+
+    assert versions((4, 5), (6, 7)) == [4, 7]
+    assert versions((3, 3)) == [3, 3]
+    assert versions(None) is None  # a backend to which nothing is pushed while it generates
 
 
 def test_segments_load_together(tmp_path, monkeypatch):
