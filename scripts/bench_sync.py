@@ -5,7 +5,7 @@
     python scripts/bench_sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
-shape of Qwen3-0.6B. What a push costs does not depend on the values of the weights.
+shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
 
 Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
 repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
@@ -15,6 +15,7 @@ of bytes is written to a plain file in the same directory and read back, and to 
 
 import argparse
 import gc
+import json
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from bench_common import ROOT, VLLMServer, machine, report, spread, write_result
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS, SHORT_RESULTS = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json")
 PAGE = Path("docs/speed.md")
+QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
 # Size -> what its Qwen3 configuration has; None: the bundled model.
 SIZES: dict[str, dict[str, int] | None] = {
     "0.9M": None,
@@ -36,11 +38,8 @@ SIZES: dict[str, dict[str, int] | None] = {
         "vocab_size": 32_000, "hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 2304,
     },
-    "0.6B": {
-        "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-    },
 }  # fmt: skip
+SIZES["0.6B"] = {key: QWEN[key] for key in SIZES["0.1B"]}
 PHASES = ("gather", "write", "load", "check")
 REPETITIONS, SHORT_REPETITIONS = 5, 3
 CHUNK = 2**26  # bytes of one plain write or read
