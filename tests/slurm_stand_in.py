@@ -21,7 +21,7 @@ from pathlib import Path
 
 FLAGS = {"--overlap"}  # the other options are all of the form --name=value
 KILL_WAIT = 30.0
-STEPS = Path(os.environ["STEPS"])
+STEPS = Path(os.environ.get("STEPS", ""))
 
 
 def send(step: str, number: int) -> int:
