@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import wait
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -855,21 +856,22 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
     """The answers come back whole. Their last parts are of the new weights, without keys and values of the old."""
     trainer = make_trainer(server.port, tmp_path)
     trainer._sync_weights()
-    request, futures, count = trainer.client.request, [], 450
+    request, futures, differences, count = trainer.client.request, [], [], 450
     prompt = trainer.processing_class("What is 12 * 34? " * 3)["input_ids"]
 
     def sampled_tokens():
-        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+        metrics = requests.get(f"{server.url}/metrics", timeout=60).text
         return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)", metrics, re.MULTILINE)[1])
 
     def request_amid(method, path, **kwargs):
-        if path == "/pause":
-            asked, began = time.monotonic(), sampled_tokens()
-            for _ in range(8):
-                conversation = trainer.client.generate(prompt, count, {"stop": [], "ignore_eos": True})
-                futures.append(start_in_background(conversation))
-            while sampled_tokens() < began + 8 * 50 and time.monotonic() < asked + 60:
-                time.sleep(0.02)
+        for _ in range(20 if path == "/pause" else 0):
+            wait(futures)  # on a busy machine all of them may have ended before the server could be paused
+            before, params = sampled_tokens(), {"stop": [], "ignore_eos": True}
+            futures[:] = [start_in_background(trainer.client.generate(prompt, count, params)) for _ in range(8)]
+            while sampled_tokens() < before + 8 * 30:
+                time.sleep(0.01)
+            if not any(future.done() for future in futures):
+                break
         return request(method, path, **kwargs)
 
     monkeypatch.setattr(trainer.client, "request", request_amid)
@@ -878,7 +880,7 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
             parameter.mul_(1.1)
     trainer._weight_counter.version += 1
     trainer._sync_weights()
-    trainer.batches = [[]]
+    trainer.batches, model = [[]], AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     for generation in [future.result(120) for future in futures]:
         lengths = len(generation.token_ids), len(generation.logprobs)
         assert (*lengths, generation.finish_reason, generation.policy_versions) == (count, count, "length", (0, 1))
@@ -886,20 +888,21 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
         rollout, sampled = Rollout([], prompt, turns=[turn]), torch.tensor(generation.logprobs)
         trainer.batches[0].append(rollout)
         old, new = (logprobs_under(trainer.weights[version], rollout) for version in (0, 1))
-        first = int(((sampled - old).abs() > 1e-3).float().argmax())  # the first token of the new weights
-        assert 10 <= first <= count - 10
+        first, *_ = [*((sampled - old).abs() > 1e-3).nonzero()[:, 0].tolist(), count]  # token of the new weights
         assert sampled[first:].tolist() == pytest.approx(new[first:].tolist(), abs=1e-3)
+        if not 10 <= first <= count - 10:
+            continue
         # With the old keys and values of what was before the push, the new weights would give other logprobs.
-        model, ids = logprobs_under.model, torch.tensor([prompt + generation.token_ids])
-        at = len(prompt) + first - 1  # the new weights read it and sample the token behind it
+        ids, at = torch.tensor([prompt + generation.token_ids]), len(prompt) + first - 1
         with torch.no_grad():
             model.load_state_dict(trainer.weights[0])
             keys = model(ids[:, :at], use_cache=True).past_key_values
             model.load_state_dict(trainer.weights[1])
             logits = model(ids[:, at:-1], past_key_values=keys).logits[0]
         mixed = logits.log_softmax(-1).gather(1, ids[0, at + 1 :, None])[:, 0]
-        assert len(mixed) == count - first and (sampled[first:] - mixed).abs().max() > 0.1
-    assert assert_from_the_weights_of_its_version(trainer) == {"two": 8}
+        differences.append((sampled[first:] - mixed).abs().max().item())
+    assert differences and min(differences) > 0.1
+    assert assert_from_the_weights_of_its_version(trainer)["two"] >= len(differences)
     trainer.client.close()
 
 
@@ -950,39 +953,48 @@ def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
 @needs_vllm
 def test_the_ratio_of_a_stale_batch(server, tmp_path):
     """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds."""
-    modes = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+    modes = [  # by step: mode, bounds, and whether some ratios must be cut, and some kept
+        ("token_truncate", 0.8, 1.2, None),  # the first batch is not stale
+        ("token_truncate", 0.8, 1.2, {"cut", "kept"}),
+        ("token_mask", 0.8, 1.2, {"cut", "kept"}),
+        ("sequence_truncate", 1e-6, 1e6, {"kept"}),
+        ("sequence_mask", 0.8, 1.2, {"cut"}),
+    ]
 
     class Kept(Watched):
         def _generate_and_score_completions(self, inputs):
-            self.vllm_importance_sampling_mode = modes[self.state.global_step] or modes[1]
+            self.vllm_importance_sampling_mode, low, high, _ = modes[self.state.global_step]
+            self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = low, high
             state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
             output = super()._generate_and_score_completions(inputs)
             kept.append((state, self._weight_counter.version, output))
             return output
 
     kept = []
-    low, high = 0.8, 1.2
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=5, max_staleness=2,
-                           vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high)  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=5, max_staleness=2)
     trainer.train()
-    for mode, rollouts, (state, version, output) in zip(modes, trainer.batches, kept, strict=True):
-        stale = [version - (versions_of(turn) or [version])[0] for rollout in rollouts for turn in rollout.turns]
-        assert min(stale) >= (mode is not None) and max(stale) <= 2
-        kinds, ratios = Counter(), output["importance_sampling_ratio"]
-        assert ratios.shape == ((16, 1) if mode and "sequence" in mode else output["completion_ids"].shape)
-        for rollout, got, mask in zip(rollouts, ratios, output["completion_mask"] * output["tool_mask"], strict=True):
+    batches = zip(modes, trainer.batches, kept, strict=True)
+    for (mode, low, high, expected), rollouts, (state, version, output) in batches:
+        stale = [version - versions_of(turn)[0] for rollout in rollouts for turn in rollout.turns]
+        assert min(stale) >= (expected is not None) and max(stale) <= 2
+        ratios, loss_mask, kinds = output["importance_sampling_ratio"], output["tool_mask"], set()
+        assert ratios.shape == ((16, 1) if "sequence" in mode else loss_mask.shape)
+        for rollout, got, mask in zip(rollouts, ratios, loss_mask * output["completion_mask"], strict=True):
             sampled = torch.tensor([p for turn in rollout.turns for p in turn.logprobs])
-            ratio = logprobs_under(state, rollout) - sampled
-            ratio = (ratio.sum(0, keepdim=True) if mode and "sequence" in mode else ratio).exp()
-            if ratios.shape[1] > 1:
-                assert mask.sum() == len(sampled)
+            assert mask.sum() == len(sampled)
+            difference = logprobs_under(state, rollout) - sampled
+            if "sequence" in mode:
+                difference = difference.sum(0, keepdim=True)
+            else:
                 got = got[mask.bool()]
+            ratio = difference.exp()
             outside = (ratio < low) | (ratio > high)
-            cut = ratio.clamp(low, high) if mode is None or "truncate" in mode else ratio.masked_fill(outside, 0.0)
+            cut = ratio.clamp(low, high) if "truncate" in mode else ratio.masked_fill(outside, 0.0)
             near = ((ratio - low).abs() < 1e-3) | ((ratio - high).abs() < 1e-3)  # rounding may put it on either side
-            assert got[~near].tolist() == pytest.approx(cut[~near].tolist(), abs=2e-3)
-            kinds += Counter({"cut": int(outside.sum()), "kept": int((~outside & ((ratio - 1).abs() > 0.01)).sum())})
-        assert (kinds["cut"] and kinds["kept"]) if mode else not kinds, (mode, kinds)
+            assert got[~near].tolist() == pytest.approx(cut[~near].tolist(), abs=2e-3, rel=2e-3)
+            kinds |= {"cut"} if outside.any() else set()
+            kinds |= {"kept"} if (~outside & ((ratio - 1).abs() > 0.01)).any() else set()
+        assert not kinds if expected is None else kinds >= expected, (mode, kinds)
 
 
 @needs_vllm
