@@ -77,11 +77,11 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     Two stops are between the passes of a batch. A kill is in between, behind a checkpoint of `save_steps`.
     """
 
-    def make(late=slice(0), until=0, **changes):
-        """Calls for the prompts `asked[late]` end when so many steps are over."""
+    def make(late=slice(0), is_over=None, **changes):
+        """Calls for the prompts `asked[late]` end when `is_over`."""
 
         def seconds(expression):
-            while f"What is {expression}?" in trainer.asked[late] and trainer.state.global_step < until:
+            while f"What is {expression}?" in trainer.asked[late] and not is_over(trainer):
                 time.sleep(0.02)
             return 0.0
 
@@ -92,7 +92,11 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
         )
         return trainer
 
-    first, second, third, last = make(slice(0, 4, 3), 3), make(), make(slice(2, 6, 3), 11), make()
+    first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
+    # A group of the batch that is trained further ends behind those that are not.
+    second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
+                  sum(group.over for group in list(trainer._in_flight)) >= 4)  # fmt: skip
+    third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
     first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
     checkpoint = run_to_its_stop(first)
     with pytest.raises(KeyboardInterrupt):
