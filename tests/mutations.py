@@ -896,6 +896,27 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "tests/test_faults.py::test_a_restart_just_before_a_push_is_noticed",
     ),
     Mutation(
+        "staleness: a resumed run counts its passes from 0",
+        "mt_grpo/ahead.py",
+        "        self.trainer._step = skipped * args.gradient_accumulation_steps\n",
+        "        pass\n",
+        "tests/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
+    ),
+    Mutation(
+        "staleness: a checkpoint inside a batch does not name its prompts",
+        "mt_grpo/ahead.py",
+        '            self._to_save["batch"] = self._batch_prompts\n',
+        "            pass\n",
+        "tests/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
+    ),
+    Mutation(
+        "staleness: a batch that is trained further takes any groups",
+        "mt_grpo/ahead.py",
+        "if self._step % self._passes:  # of",
+        "if False:  # of",
+        "tests/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
+    ),
+    Mutation(
         "staleness: a restarted server's name is as before",
         "mt_grpo/server_members.py",
         "self.servers[number].lineage += int(self.complete)",
