@@ -105,6 +105,11 @@ class EpochPrompts:
         self.place += 1
         return self.order[self.place - 1]
 
+    def end(self) -> None:
+        """Leave the rest of the epoch."""
+        self.place = len(self.order)
+        self.again.clear()
+
     def state(self, in_flight: list[int], per_batch: int) -> dict[str, Any]:
         """What a resumed run needs, in JSON."""
         prompts = [*in_flight, *self.again]

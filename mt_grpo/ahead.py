@@ -50,6 +50,9 @@ class BetweenBatches(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer._note_in_flight()
 
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.trainer._end_epoch()
+
 
 class AheadTrainer(ResumableTrainer):
     """`ResumableTrainer` with up to `max_staleness` further batches of rollouts in flight.
@@ -90,6 +93,13 @@ class AheadTrainer(ResumableTrainer):
             batch.cancel()
         self._in_flight.clear()
         self._taken = None
+
+    def _end_epoch(self) -> None:
+        """Give up what is in flight. Only an epoch that a callback ended (`should_epoch_stop`) has something left."""
+        if self._in_flight:
+            self._cancel_rollouts()
+        if self._prompts is not None:
+            self._prompts.end()
 
     @property
     def _passes(self) -> int:
@@ -197,7 +207,8 @@ class AheadTrainer(ResumableTrainer):
             if found != (epoch, trained):
                 raise RunError(
                     f"the checkpoint is of epoch {found[0]}, {found[1]} prompts trained, got epoch {epoch}, {trained} "
-                    "prompts. Set the data, the batch sizes and num_iterations of the run that saved it."
+                    "prompts. Set the data, the batch sizes and num_iterations of the run that saved it, or "
+                    "ignore_data_skip: true, which begins the epoch anew."
                 )
             self._prompts = EpochPrompts.resumed(order, saved)
             return

@@ -24,6 +24,7 @@ from test_faults import (  # noqa: F401  fixtures too
     shared_server,
     slow_calculator,
 )
+from transformers import TrainerCallback
 
 from mt_grpo.checkpoints import checkpoint_damage
 from mt_grpo.ranks import RunError, RunStopped
@@ -199,6 +200,25 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups): 
     assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 6
     assert not trainer._in_flight
     assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):  # noqa: F811
+    """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
+
+    class EndsFirstEpoch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Noted, max_steps=-1, num_train_epochs=2, prompts=8,
+                           max_staleness=2, late_groups=late_groups)  # fmt: skip
+    trainer.add_callback(EndsFirstEpoch())
+    trainer.train()
+    assert list(trainer.trained) == list(range(6)) and not trainer._in_flight
+    first = [prompt for step in (0, 1) for prompt in trainer.trained[step]]
+    assert len(set(first)) == 4 and len(trainer.asked) > 12  # of those, some were given up
+    assert len({prompt for step in range(2, 6) for prompt in trainer.trained[step]}) == 8
 
 
 @needs_vllm
