@@ -910,6 +910,13 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "tests/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
     ),
     Mutation(
+        "staleness: an epoch that a callback ends leaves its conversations in flight",
+        "mt_grpo/ahead.py",
+        "        self.trainer._end_epoch()\n",
+        "        pass\n",
+        "tests/test_ahead.py::test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight",
+    ),
+    Mutation(
         "staleness: a batch that is trained further takes any groups",
         "mt_grpo/ahead.py",
         "if self._step % self._passes:  # of",
