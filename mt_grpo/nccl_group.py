@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.server_errors import ServerLost
+from mt_grpo.server_errors import ServerError, ServerLost
 from mt_grpo.vllm_server import ServerConnection
 
 
@@ -106,3 +107,20 @@ class NCCLGroup:
         if client.communicator is not None:
             client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
         client.close_communicator()
+
+
+def check_group_port(server: ServerConnection, port: int) -> None:
+    """Raise `ServerError` if this process cannot listen on the port for the workers of the server.
+
+    Else the first push would find it, after weights are loaded. Another program may still take the port until then.
+    """
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group does: of an ended run
+            listener.bind(("", port))
+            listener.listen()
+    except OSError as error:
+        raise ServerError(
+            f"vllm_group_port: the weights would go to {server.base_url} by port {port} of this machine, which cannot "
+            f"be listened on: {error.strerror}. Set vllm_group_port to a free one; each further server has the next."
+        ) from error

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 
 from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
 from mt_grpo.data import check_prompt, empty_prompts, with_prompts
+from mt_grpo.nccl_group import check_group_port
 from mt_grpo.ranks import on_main_process
 from mt_grpo.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.scoring import check_reward_columns
@@ -209,6 +210,8 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     client.weight_version()  # raises if the server has no development endpoints
     if client.transfer.resolve(args.device) == "disk":
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
+    else:
+        on_main_process(lambda: check_group_port(client, client.transfer.group_port))
 
 
 def prepare_env(

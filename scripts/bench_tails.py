@@ -8,8 +8,8 @@
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
 calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. The timed seed has the machine for itself:
 one vLLM server on a core of its own, one training process on another. The other seeds say what is learned; two run at
-the same time, each with a server of its own, and those that wait for late groups do so for a tenth of the time: they
-are k batches stale however long that is. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
+the same time, each with its server on one core, and those that wait for late groups do so for a tenth of the time:
+they are k batches stale however long that is. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
 """
 
 import argparse
@@ -67,18 +67,21 @@ async def calculator(expression: str) -> str:
 TOOL_FUNCTIONS = [calculator]
 
 
-def train(server: VLLMServer, case: str, seed: int, steps: int, core: int | None) -> dict[str, Any]:
-    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails."""
+def train(server: VLLMServer, case: str, seed: int, steps: int, core: int) -> dict[str, Any]:
+    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails.
+
+    Seed 0 is timed.
+    """
     limit, late = CASES[case]
     output = ROOT / f"runs/tails/{limit}-{late}-{seed}"
     command = [
-        *([] if core is None else ["taskset", "-c", str(core)]), sys.executable, "mt_grpo_trainer.py", "--config",
+        "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config",
         RECIPE, "--output_dir", str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps),
         "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
         late, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
     ]  # fmt: skip
     place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),
-             "BENCH_TAILS_SCALE": "0.1" if core is None and late == "wait" else "1"}  # fmt: skip
+             "BENCH_TAILS_SCALE": "0.1" if seed and late == "wait" else "1"}  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
@@ -87,7 +90,7 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int | None
             "rollout/staleness_p50", "rollout/staleness_p99", "rollout/staleness_max", "tools/timeout_frequency",
             "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
     rows = [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
-    run = {"case": case, "seed": seed, "timed": core is not None, "rows": rows}
+    run = {"case": case, "seed": seed, "timed": seed == 0, "rows": rows}
     of = summary([run])[case]
     print(f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
           f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
@@ -189,15 +192,15 @@ def main(argv: list[str] | None = None) -> None:
     wanted = [(case, seed) for case, seed in wanted if seed]
     with ExitStack() as stack:
         free: queue.Queue = queue.Queue()
-        for _ in range(min(AT_ONCE, len(wanted))):
-            free.put(stack.enter_context(VLLMServer(MODEL, *flags)))
+        for core in cores[: min(AT_ONCE, len(wanted))]:  # more threads than cores would wait for each other
+            free.put((stack.enter_context(VLLMServer(MODEL, *flags, cores={core})), core))
 
         def learn(case: str, seed: int) -> None:
-            server = free.get()
+            server, core = free.get()
             try:
-                keep(train(server, case, seed, results["steps"], None))
+                keep(train(server, case, seed, results["steps"], core))
             finally:
-                free.put(server)
+                free.put((server, core))
 
         with ThreadPoolExecutor(AT_ONCE) as threads:
             list(threads.map(learn, *zip(*wanted)) if wanted else [])  # raises what a run raised

@@ -1302,6 +1302,13 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "tests/test_weight_transfer.py::test_all_servers_load_the_same_file_at_the_same_time",
     ),
     Mutation(
+        "nccl: a group port that is taken is found by the first push",
+        "mt_grpo/preflight.py",
+        "        on_main_process(lambda: check_group_port(client, client.transfer.group_port))",
+        "        pass",
+        "tests/test_server.py::test_a_group_port_that_is_taken_is_refused",
+    ),
+    Mutation(
         "nccl: a worker that is gone is waited for",
         "mt_grpo/nccl_group.py",
         "misses = 0 if self.server.healthy() else misses + 1",

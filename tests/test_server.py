@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -293,6 +294,19 @@ def test_another_tokenizer_is_refused(client, setting, random_model):
 def test_no_server_is_an_error_in_time(setting):
     client = VLLMServerClient("127.0.0.1", free_port(), timeout=1.0)
     with pytest.raises(ServerError, match="No vLLM server answers.*after 1 s"):
+        check_server(client, *setting)
+
+
+def test_a_group_port_that_is_taken_is_refused(client, setting, monkeypatch):
+    """Before weights are loaded: for `nccl` only, and not where it is free again."""
+    with monkeypatch.context() as by_nccl:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            by_nccl.setattr(client.transfer, "group_port", taken.getsockname()[1])
+            check_server(client, *setting)  # by disk
+            by_nccl.setattr(client.transfer, "resolve", lambda device: "nccl")
+            message = rf"vllm_group_port: .* to {client.base_url} by port {client.transfer.group_port} .*in use. Set"
+            with pytest.raises(ServerError, match=message):
+                check_server(client, *setting)
         check_server(client, *setting)
 
 

@@ -10,11 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import yaml
-from bench_common import VLLMServer
+from bench_common import VLLMServer, free_port
 from safetensors.torch import load_file
 from test_server import SHARDED_LORA, assert_trained_from_what_the_server_held, sharded_recipe
 from test_sharded import (
@@ -25,6 +26,7 @@ from test_sharded import (
     check_pushed,
     launch,
     recipe,
+    steps,
     train_and_resume,
 )
 
@@ -80,6 +82,24 @@ def test_zero3_trains_as_ddp_does(trained):
 
 def test_zero3_goes_on_exactly(trained):
     assert_goes_on_exactly(trained)
+
+
+def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path, monkeypatch):
+    """As on two nodes, with accelerate's own launcher in place of DeepSpeed's: every step and the weights, exactly."""
+    monkeypatch.chdir(ROOT)
+    path = recipe(tmp_path / "x", "out", save_strategy="steps", save_steps=2, max_steps=5)
+    place = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()),
+             "--deepspeed_multinode_launcher", "standard"]  # fmt: skip
+
+    def node(rank):
+        return launch_zero3(ZERO3, [*place, "--machine_rank", rank, "mt_grpo_trainer.py"], "--config", path)
+
+    with ThreadPoolExecutor(2) as nodes:
+        list(nodes.map(node, "01"))
+    _, whole, _ = trained
+    assert list(steps(tmp_path / "x/out")) == [1, 2, 3, 4, 5] and steps(tmp_path / "x/out") == steps(whole)
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "x/out"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
