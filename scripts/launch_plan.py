@@ -42,13 +42,19 @@ def visible_gpus() -> list[str]:
 def data_parallel_size() -> int:
     """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
 
-    vLLM gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number.
+    vLLM gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and for
+    --tensor-parallel-size in VLLM_ARGS.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", dest="size", default="1")
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", dest="gpus", nargs="?",
+                        const="N")  # fmt: skip
     text = os.environ.get("VLLM_ARGS", "")
     try:
-        size = parser.parse_known_args(text.split())[0].size
+        found = parser.parse_known_args(text.split())[0]
+        if found.gpus is not None:  # more than were counted
+            raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP={found.gpus}.")
+        size = found.size
     except argparse.ArgumentError:  # nothing follows
         size = ""
     if not size.isdecimal() or int(size) < 1:

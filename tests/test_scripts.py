@@ -390,6 +390,17 @@ def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
         launch_plan.data_parallel_size()
 
 
+@pytest.mark.parametrize("flags", ["--tensor-parallel-size 2", "--seed 3 --tensor_parallel_size=2", "-dp 2 -tp 2"])
+def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
+    """They would not be counted."""
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    for make_plan in (launch_plan.make_plan, serve_plan.make_plan):
+        with pytest.raises(
+            ValueError, match=f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
+        ):
+            make_plan(recipe, [])
+
+
 def test_the_plan_of_the_group_port(recipe, tmp_path, monkeypatch):
     """With servers on GPUs it is the first one to try, unless the user set it."""
     monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
