@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("--run", "--model", "--port", "--out"):  # of a case's own process
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 64), ("tokens", 48, 256)):
+    for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
     if options.report:
         report("gpu", RESULTS, section)
