@@ -148,7 +148,7 @@ def section(results: dict[str, Any]) -> str:
             f"| {case} | {seconds:.1f} s | {60 / seconds:.1f} | {total['0']['seconds'] / seconds:.2f} times | "
             f"{statistics.mean(of['staleness']):.1f}, {of['p99']:.0f}, {of['max']:.0f} | "
             f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} | {statistics.mean(of['exact_match']):.2f} | "
-            f"{cost(of['exact_match'], total['0']['exact_match'])} |"
+            f"{cost(of['exact_match'], total['0']['exact_match']) if case != '0' else ''} |"
         )
     end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "
     end += "at temperature 1; from that of 0: mean difference of the same seeds ± its standard error; "
