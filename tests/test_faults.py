@@ -1694,3 +1694,23 @@ def test_slow_prompts_are_trained_as_often_as_others(server, tmp_path, late_grou
     # Each epoch has trained 2 of its 56 prompts per step: of its slow ones as many, but for those in flight.
     ends = [steps[last][1] for last in range(27, 206, 28)]
     assert [set(done.values()) for done in ends] == [{number} for number in range(1, 8)]
+
+
+# =====================================================================================================================
+# A server of several workers
+# =====================================================================================================================
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_each_worker_of_a_server_gets_its_part_of_a_push(tmp_path, monkeypatch):
+    """Tensor parallelism, as `VLLM_TP=2` starts it. On a CPU the workers are two processes."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", "2")
+    with VLLMServer(MODEL, *flags, timeout=300.0) as server:
+        trainer = make_trainer(server.port, tmp_path)
+        trainer.train()
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-5 for row in rows), rows
+    assert all(row["sync/logprob_difference"] < 1e-4 for row in rows)
