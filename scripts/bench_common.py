@@ -46,6 +46,7 @@ class VLLMServer:
         cores: Cores that it may use, such as `{1}`. None: all.
         timeout: Seconds that it may take to start.
         python: The interpreter that runs it.
+        env: Variables of its environment, beside those of this process.
 
     Raises:
         RuntimeError: it ended while it started or is not up in time; the message has the end of its log.
@@ -54,9 +55,10 @@ class VLLMServer:
     def __init__(
         self, model: str | Path, *flags: str, port: int | None = None, log: str | Path | None = None,
         dev_mode: bool = True, cores: set[int] | None = None, timeout: float = 180.0, python: str = sys.executable,
+        env: dict[str, str] | None = None,
     ):  # fmt: skip
         self.model, self.flags, self.dev_mode, self.cores, self.timeout = model, flags, dev_mode, cores, timeout
-        self.python = python
+        self.python, self.env = python, env or {}
         self.port = port or free_port()
         self.log = Path(log or tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
         self.process: subprocess.Popen | None = None
@@ -67,7 +69,8 @@ class VLLMServer:
 
     def start(self) -> "VLLMServer":
         """Start it, and return without waiting for it."""
-        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+               **self.env}  # fmt: skip
         if self.dev_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",

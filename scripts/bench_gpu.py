@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_common import ROOT, VLLMServer, machine, report, write_results, write_section
+from bench_step import calculator_reward
 from bench_sync import TINY, build_model
 
 RESULTS, TINY_RESULTS = ROOT / "docs/gpu_results.json", ROOT / "runs/bench_gpu_tiny.json"
@@ -42,15 +43,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
 GROUP_SIZE, WARM_UP = 8, 2  # WARM_UP: steps that are not counted
+CASE_SECONDS = 1800  # after which a case has failed
 # Of the trainer's log; what remains of a step is the training itself.
 PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
 EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
-def num_gpus() -> int:
-    import torch
+def visible_gpus() -> list[str]:
+    from launch_plan import visible_gpus
 
-    return torch.cuda.device_count()
+    return visible_gpus()
 
 
 def why_not(case: str, gpus: int) -> str | None:
@@ -66,11 +68,6 @@ def why_not(case: str, gpus: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # One case: a process of its own
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def constant_length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs within a group, so that there is something to train."""
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
 def meter() -> Any:
@@ -130,13 +127,13 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
 
-        trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[constant_length], **common)
+        trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], **common)
     else:
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
         server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         trainer = mt.MTGRPOEnvTrainer(
-            env=env, turn_reward_funcs=[], outcome_reward_funcs=[constant_length], args=args, **server, **common
+            env=env, turn_reward_funcs=[], outcome_reward_funcs=[calculator_reward], args=args, **server, **common
         )
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]
@@ -148,18 +145,12 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train the tiny recipe in bf16 by the script, and return its log."""
     command = [sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir", folder, "--bf16", "true",
                "--disable_tqdm", "true", "--report_to", "none"]  # fmt: skip
-    command += ["--use_cpu", str(not num_gpus()).lower()]
+    command += ["--use_cpu", str(not visible_gpus()).lower()]
     command += ["--max_steps", "2"] if options.tiny else []
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible()[0]})
+    subprocess.run(command, cwd=ROOT, check=True)
     history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
     log = [row for row in history if "reward" in row]
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
-
-
-def visible() -> list[str]:
-    """The GPUs that may be used, by their names for CUDA_VISIBLE_DEVICES; without any, the empty name."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given is not None else [str(i) for i in range(num_gpus())] or [""]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,44 +158,35 @@ def visible() -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def start_server(model: Path, case: str, options: argparse.Namespace) -> VLLMServer:
+def make_server(model: Path, case: str, gpus: list[str], tokens: int) -> VLLMServer:
     """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
-    gpus = visible()
-    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-model-len",
-             str(512 + options.tokens)]  # fmt: skip
-    if num_gpus():
+    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(512 + tokens)]
+    if gpus:
         flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
     if case == "server, nccl":
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
-    server = VLLMServer(model, *flags, timeout=600.0)
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[-1]
-    try:
-        return server.start()
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
 
 
-def measure(case: str, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
     """A case's row: what its process returned, or `error`."""
     output, log = folder / f"{case}.json", folder / f"{case}.log"
-    with ExitStack() as stack:
-        port = 0
-        if case.startswith("server"):
-            server = start_server(model, case, options)
-            stack.callback(server.stop)
-            port = server.wait().port
-        command = [sys.executable, __file__, "--run", case, "--model", str(model), "--port", str(port), "--out",
-                   str(output), "--steps", str(options.steps), "--tokens", str(options.tokens), "--rollouts",
-                   str(options.rollouts), *["--tiny"] * options.tiny]  # fmt: skip
-        place = {**os.environ, "CUDA_VISIBLE_DEVICES": visible()[0], "PYTHONPATH": str(ROOT)}
-        with open(log, "w") as said:
-            code = subprocess.run(command, cwd=ROOT, env=place, stdout=said, stderr=subprocess.STDOUT).returncode
-    if code:
-        return {"error": log.read_text()[-2000:]}
-    return json.loads(output.read_text())
+    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output), "--steps",
+               str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts),
+               *["--tiny"] * options.tiny]  # fmt: skip
+    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
+    try:
+        with ExitStack() as stack:
+            if case.startswith("server"):
+                server = stack.enter_context(make_server(model, case, gpus, options.tokens))
+                command += ["--port", str(server.port)]
+            said = stack.enter_context(open(log, "w"))
+            done = subprocess.run(
+                command, cwd=ROOT, env=place, stdout=said, stderr=subprocess.STDOUT, timeout=CASE_SECONDS
+            )
+    except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
+        return {"error": str(error)}
+    return json.loads(output.read_text()) if done.returncode == 0 else {"error": log.read_text()[-2000:]}
 
 
 def summary(row: dict[str, Any]) -> dict[str, float]:
@@ -277,16 +259,16 @@ def main(argv: list[str] | None = None) -> int:
         folder = str(Path(options.out).with_suffix(""))
         recipe = CASES[options.run][0] == "recipe"
         row = run_recipe(options, folder) if recipe else run_case(
-            options.run, options.model, int(options.port), options, folder)  # fmt: skip
+            options.run, options.model, int(options.port or 0), options, folder)  # fmt: skip
         Path(options.out).write_text(json.dumps(row))
         return 0
-    gpus = num_gpus()
+    gpus = visible_gpus()
     if not gpus and not options.tiny:
         sys.exit("error: no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try --tiny on a CPU.")
     return measure_all(gpus, options)
 
 
-def measure_all(gpus: int, options: argparse.Namespace) -> int:
+def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     """Run the cases one after the other, keep each as it ends, and write the page's section. Returns the exit code."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -297,15 +279,15 @@ def measure_all(gpus: int, options: argparse.Namespace) -> int:
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
     results = {
-        "machine": machine(), "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)),
+        "machine": machine(), "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
         "parameters": number, "cases": {},
         "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
     }  # fmt: skip
     if options.case and path.is_file():
         results["cases"] = json.loads(path.read_text())["cases"]
     for case in options.case or CASES:
-        reason = why_not(case, gpus)
-        results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, folder)
+        reason = why_not(case, len(gpus))
+        results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
         write_results(path, results)
         row = results["cases"][case]
         print(f"{case}: " + (reason or row.get("error") or f"{summary(row)['step']:.2f} s a step"), flush=True)

@@ -1,6 +1,8 @@
 """The GPU benchmark: its table from hand-written rows, and its cases with the bundled model on a CPU."""
 
+import argparse
 import json
+from contextlib import ExitStack
 
 import bench_gpu as bench
 import pytest
@@ -39,9 +41,20 @@ def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
 
 
 def test_it_wants_a_gpu(monkeypatch):
-    monkeypatch.setattr(bench, "num_gpus", lambda: 0)
+    monkeypatch.setattr(bench, "visible_gpus", list)
     with pytest.raises(SystemExit, match="no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try"):
         bench.main([])
+
+
+def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_path):
+    class Fails(ExitStack):
+        def __enter__(self):
+            raise RuntimeError("The vLLM server ended while it started")
+
+    monkeypatch.setattr(bench, "make_server", lambda *args: Fails())
+    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, tiny=True)
+    row = bench.measure("server, disk", tmp_path, options, [], tmp_path)
+    assert row == {"error": "The vLLM server ended while it started"}
 
 
 @pytest.mark.slow

@@ -394,10 +394,9 @@ def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
 def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
     """They would not be counted."""
     monkeypatch.setenv("VLLM_ARGS", flags)
+    message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
     for make_plan in (launch_plan.make_plan, serve_plan.make_plan):
-        with pytest.raises(
-            ValueError, match=f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
-        ):
+        with pytest.raises(ValueError, match=message):
             make_plan(recipe, [])
 
 
