@@ -1845,9 +1845,15 @@ def test_run_tool():
     release.set()
 
 
-def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
-    threads = ToolThreads()
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.5)
+def test_tool_threads_are_used_again_and_those_too_many_end():
+    stay: set[int] | None = None  # the threads that stay idle for an hour; None means all
+
+    class Threads(ToolThreads):
+        @property
+        def IDLE_SECONDS(self) -> float:  # each thread asks when it becomes idle
+            return 3600.0 if stay is None or threading.get_ident() in stay else 0.2
+
+    threads = Threads()
 
     def together(count: int) -> set[int]:
         """Run so many pieces of work at the same time; in which threads they ran."""
@@ -1863,18 +1869,23 @@ def test_tool_threads_are_used_again_and_those_too_many_end(monkeypatch):
         asyncio.run(submit_all())
         return {used.get(timeout=10) for _ in range(count)}
 
-    def alive() -> set[int]:
-        return first & {thread.ident for thread in threading.enumerate()}
+    def alive_once_only(expected: set[int]) -> set[int]:
+        """Those of the first threads that are alive as soon as it is the expected ones, or after 20 s."""
+        deadline = time.monotonic() + 20
+        while (alive := first & {thread.ident for thread in threading.enumerate()}) != expected:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return alive
 
     first = together(8)
     assert len(first) == 8 and all(together(8) == first for _ in range(20))  # a result is known: its thread is free
-    deadline = time.monotonic() + 10
-    while len(alive()) > 2 and time.monotonic() < deadline:  # two are busy now and then, six are not needed
-        assert together(2) < first
-    assert len(alive()) == 2 and together(2) == alive()
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive() and together(1)  # all ended, and a new one starts
+    two = together(2)
+    assert two < first and all(together(2) == two for _ in range(20))  # the same two: the other six stay idle
+    stay = two
+    assert together(8) == first and alive_once_only(two) == two and together(2) == two  # six end, two stay
+    stay = set()
+    assert together(2) == two and alive_once_only(set()) == set() and together(1)  # all ended, and a new one starts
 
 
 def test_the_event_loop_goes_on_while_a_thread_starts(monkeypatch):

@@ -73,7 +73,8 @@ WAITS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(5))
 print(os.getpid(), flush=True)
-time.sleep(600)
+for _ in range(6000):  # a signal that comes right before a sleep is handled behind it
+    time.sleep(0.1)
 """
 
 
