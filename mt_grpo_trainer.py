@@ -101,7 +101,7 @@ from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, t
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
-from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids
+from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
 from mt_grpo.token_checks import check_rollouts
 from mt_grpo.tool_results import as_result, error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
@@ -971,6 +971,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
+        if args.old_logps == "sampled":
+            output |= ratio_to_sampled(output)
         return split_further(output, self._records, self._owners, len(inputs))
 
     def _generate(self, prompts: list) -> tuple:
@@ -1397,6 +1399,9 @@ class MTGRPOConfig(GRPOConfig):
     max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
     late_groups: str = field(
         default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
+    )
+    old_logps: str = field(
+        default="policy", metadata={"help": "What the loss clips around: the policy before the step, or as sampled"}
     )
     overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
     tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})

@@ -24,6 +24,7 @@ CHOICES = {
     "tool_format": ("xml", "hermes", "native"),
     "print_metrics": ("line", "all"),
     "late_groups": ("wait", "admit"),
+    "old_logps": ("policy", "sampled"),
     "tokenization_sanity_check_mode": ("strict", "ignore_strippable", "off", "disable"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
@@ -73,7 +74,7 @@ SERVER_KEYS = (
 )  # fmt: skip
 VLLM_KEYS = (
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_min", "old_logps",
 )  # fmt: skip
 TRANSFORMERS_KEYS = (
     "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
@@ -120,15 +121,12 @@ def check_scheduler(args: GRPOConfig) -> None:
 
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
+    kinds = (type(args),)
     for key, allowed in {**CHOICES, "credit_assignment": tuple(estimators)}.items():
         if getattr(args, key) not in allowed:
             raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
     for key, reason in REFUSED_KEYS.items():
-        if (
-            hasattr(args, key)
-            and key not in SET_BY_TRANSFORMERS
-            and getattr(args, key) != default_of(key, (type(args),))
-        ):
+        if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
             raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
     backend = backend_of(args)
     inert = {
@@ -137,7 +135,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
     }[backend]
     for key in inert:
-        if getattr(args, key) != default_of(key, (type(args),)):
+        if getattr(args, key) != default_of(key, kinds):
             raise ValueError(
                 f"{key}={hide_password(repr(getattr(args, key)))} has no effect with the {backend} backend "
                 f"(use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads "
@@ -148,6 +146,8 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
+    if args.old_logps == "sampled" and not args.vllm_importance_sampling_correction:
+        raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)
     check_save_points(args)

@@ -1,5 +1,7 @@
 """What `max_staleness` and `late_groups` gain where a tool has a long tail, and from where on they cost learning.
 
+Both with the loss's clip around the policy before the step, and around the logprobs as sampled (`old_logps`).
+
     python scripts/bench_tails.py            # one timed seed and four more, about 1.5 hours
     python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
     python scripts/bench_tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
@@ -33,9 +35,10 @@ RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS = ROOT / "docs/tails_results.json"
 ROLLOUTS = 64
-CASES = {  # name -> max_staleness, late_groups
-    "0": (0, "wait"), "1": (1, "wait"), "2": (2, "wait"), "4": (4, "wait"),
-    "1 admit": (1, "admit"), "2 admit": (2, "admit"), "4 admit": (4, "admit"),
+CASES = {  # name -> max_staleness, late_groups, old_logps
+    "0": (0, "wait", "policy"), "1": (1, "wait", "policy"), "2": (2, "wait", "policy"), "4": (4, "wait", "policy"),
+    "4 sampled": (4, "wait", "sampled"), "1 admit": (1, "admit", "policy"), "2 admit": (2, "admit", "policy"),
+    "4 admit": (4, "admit", "policy"), "4 admit sampled": (4, "admit", "sampled"),
 }  # fmt: skip
 AT_ONCE = 2  # runs that are not timed
 LAST = 10  # steps whose mean says what was learned
@@ -72,13 +75,14 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int) -> di
 
     Seed 0 is timed.
     """
-    limit, late = CASES[case]
-    output = ROOT / f"runs/tails/{limit}-{late}-{seed}"
+    limit, late, old_logps = CASES[case]
+    output = ROOT / f"runs/tails/{case.replace(' ', '-')}-{seed}"
     command = [
         "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config",
         RECIPE, "--output_dir", str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps),
         "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
-        late, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py", "--tool_timeout", "30",
+        late, "--old_logps", old_logps, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py",
+        "--tool_timeout", "30",
     ]  # fmt: skip
     place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),
              "BENCH_TAILS_SCALE": "0.1" if seed and late == "wait" else "1"}  # fmt: skip
@@ -137,12 +141,12 @@ def section(results: dict[str, Any]) -> str:
     lines = [
         f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, {place['cores']} cores "
         f"({place['cpu']}), the server on one and the trainer on the other. A call waits 0.1 s in the median, and "
-        "20 s in 1 of 100. `admit`: with `late_groups: admit`.", "",
+        "20 s in 1 of 100. `admit`: with `late_groups: admit`; `sampled`: with `old_logps: sampled`.", "",
         "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest p99, largest | "
         "exact match by seed | its mean | from that of 0 |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for case, of in total.items():
+    for case, of in ((case, total[case]) for case in CASES if case in total):
         seconds = of["seconds"]
         lines.append(
             f"| {case} | {seconds:.1f} s | {60 / seconds:.1f} | {total['0']['seconds'] / seconds:.2f} times | "

@@ -917,6 +917,20 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
         "tests/test_ahead.py::test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight",
     ),
     Mutation(
+        "staleness: the clip is around the policy although it is asked for around what was sampled",
+        SCRIPT,
+        "            output |= ratio_to_sampled(output)\n",
+        "            pass\n",
+        "tests/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
+    ),
+    Mutation(
+        "staleness: the importance ratio counts twice where the clip is around what was sampled",
+        "mt_grpo/tensors.py",
+        "(ratio != 0).to(ratio.dtype)",
+        "ratio",
+        "tests/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
+    ),
+    Mutation(
         "staleness: a batch that is trained further takes any groups",
         "mt_grpo/ahead.py",
         "if self._step % self._passes:  # of",

@@ -60,6 +60,14 @@ class Near(golden.ScriptedServer):
         return dataclasses.replace(generation, logprobs=[2 * logprob - 5 for logprob in generation.logprobs])
 
 
+class Unknown(Near):
+    """The same, but the logprob of each turn's first token is not known."""
+
+    async def generate(self, *args):
+        generation = await super().generate(*args)
+        return dataclasses.replace(generation, logprobs=[float("nan"), *generation.logprobs[1:]])
+
+
 class Gradients(TrainerCallback):
     """The gradient of each step of the optimizer, as one vector."""
 
@@ -92,12 +100,13 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
     return trainer
 
 
-def train(model, out, edit=None, ratios=False, evaluate=False, **changes):
-    """Gradients and losses of a run; with `ratios` as if a server had sampled, whose logprobs differ per token."""
+def train(model, out, edit=None, ratios=None, evaluate=False, old_logps="policy", **changes):
+    """Gradients and losses of a run; with `ratios` as if a server of that kind had sampled."""
     trainer = make_trainer(model, out, edit, **changes)
     if ratios:
         trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
-        trainer.llm = Near(trainer.processing_class)
+        trainer.args.old_logps = old_logps
+        trainer.llm = ratios(trainer.processing_class)
     trainer.train()
     result = {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history[0]}
     if evaluate:

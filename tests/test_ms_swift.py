@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -329,7 +330,10 @@ def test_all_trains_what_is_read_behind_the_prompt():
     rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="all", checked=False)
     first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
     assert rollout.prompt_ids == ids(PROMPT) and rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(rollout.completion_ids) and rollout.logprobs is None
+    assert rollout.loss_mask == [1] * len(rollout.completion_ids)
+    assert [math.isnan(p) for p in rollout.logprobs] == [False] * len(first) + [True] * len(behind) + [False] * len(
+        second
+    )
     assert rollout.turn_ids == [0] * len(first) + [1] * len(behind + second)
 
 
@@ -881,6 +885,16 @@ def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
     script, args = mt.MTGRPOScriptArguments(**keys), settings(tmp_path)
     with pytest.raises(ValueError, match=said):
         mt.build_env(script, args, [], TOKENIZER)
+
+
+def test_a_mask_by_sampled_logprobs_needs_all_of_them(tmp_path):
+    script = mt.MTGRPOScriptArguments(multi_turn_scheduler="math_tip_trick", loss_scale="all")
+    args = settings(tmp_path)
+    args.off_policy_mask_threshold = 0.5
+    with pytest.raises(ValueError, match="^off_policy_mask_threshold=0.5 compares .* Remove one of both.$"):
+        mt.build_env(script, args, [], TOKENIZER)
+    script.loss_scale = "last_round"
+    mt.build_env(script, args, [], TOKENIZER)
 
 
 def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):

@@ -534,7 +534,7 @@ REFUSED_BY_BACKEND = [
         ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
         ("vllm_server_timeout", 10.0), ("vllm_group_port", 9001), ("vllm_importance_sampling_correction", False),
         ("vllm_importance_sampling_mode", "token_mask"), ("vllm_importance_sampling_clip_max", 2.0),
-        ("vllm_importance_sampling_clip_min", 0.5),
+        ("vllm_importance_sampling_clip_min", 0.5), ("old_logps", "sampled"),
     )),
     *(("server", key, value) for key, value in (
         ("vllm_gpu_memory_utilization", 0.5), ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512),

@@ -48,8 +48,9 @@ def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, 
     [
         dict(loss_type="luspo", learning_rate=1e-3),
         dict(loss_type="cispo", beta=0.1),
-        dict(loss_type="dapo", ratios=True),  # what a server sampled is corrected per token
-        dict(loss_type="grpo", ratios=True, beta=0.1),
+        dict(loss_type="dapo", ratios=batch.Near, old_logps="sampled"),
+        dict(loss_type="dapo", ratios=batch.Near),  # what a server sampled is corrected per token
+        dict(loss_type="grpo", ratios=batch.Near, beta=0.1),
         dict(loss_type="dapo", credit_assignment="outcome", turn_advantage_coef=1.0, num_iterations=2, max_steps=4),
         dict(loss_type="grpo", mask_truncated_completions=True, max_completion_length=200, funcs=OUTCOMES),
     ],
@@ -109,12 +110,9 @@ def edit_second(rollout, k):
     return [5, 6, 7 + rollout.index % 8] if k == 1 else None
 
 
-def written_loss(model, tokenizer, loss_type):
-    """Of the batch, edited before each second turn: -(sum of advantage * logprob), divided as the loss type says.
-
-    Its gradient is that of the ratio-weighted loss at the weights that sampled.
-    """
-    logprobs = []  # per rollout: (advantage, sum of logprobs, number of tokens) of each turn
+def written_turns(model, tokenizer):
+    """Of the batch, edited before each second turn, per rollout: (advantage, logprobs of the tokens) of each turn."""
+    logprobs = []
     for index, advantages in enumerate(golden.MT_GRPO):
         number = golden.ROWS[index // 4]["answer"]
         prompt = f"<|im_start|>user\nWhat is {number}?<|im_end|>\n<|im_start|>assistant\n"
@@ -123,10 +121,19 @@ def written_loss(model, tokenizer, loss_type):
             history = [5, 6, 7 + index] if k == 1 else history
             sampled = ids_of(tokenizer, said)
             logits = model(torch.tensor([history + sampled])).logits[0, len(history) - 1 : -1]
-            of_turn = logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None]).sum()
-            rows.append((advantage, of_turn, len(sampled)))
+            rows.append((advantage, logits.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]))
             history = history + sampled + ids_of(tokenizer, read)
         logprobs.append(rows)
+    return logprobs
+
+
+def written_loss(model, tokenizer, loss_type):
+    """Of the batch: -(sum of advantage * logprob), divided as the loss type says.
+
+    Its gradient is that of the ratio-weighted loss at the weights that sampled.
+    """
+    turns = written_turns(model, tokenizer)
+    logprobs = [[(advantage, each.sum(), len(each)) for advantage, each in rows] for rows in turns]
     if loss_type == "grpo":  # a rollout with all its records is the sequence
         means = [-sum(a * logprob for a, logprob, _ in rows) / sum(n for *_, n in rows) for rows in logprobs]
         return sum(means) / 8
@@ -147,6 +154,36 @@ def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled(random_mode
     if loss_type == "cispo":  # whose value is that of the logprobs too
         assert result["log"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert result["log"]["records/mean"] == 14 / 8  # two rollouts have a single turn
+
+
+@pytest.mark.parametrize("server", [batch.Near, batch.Unknown])
+def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, server):
+    """PPO's: a token whose probability has moved by more than epsilon, the way its advantage pulls, has no gradient.
+
+    A token whose logprob is not known has ratio 1.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(random_model), AutoTokenizer.from_pretrained(random_model)
+    losses, clipped = [], []
+    for rows in written_turns(model.float(), tokenizer):
+        for k, (advantage, now) in enumerate(rows):
+            sampled = torch.full_like(now, (-5.25, -5.5, -5.75)[k])  # the logprobs of `Near`
+            if server is batch.Unknown:
+                sampled[0] = now[0].detach()
+            ratio = (now - sampled).exp()
+            losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.3) * advantage))
+            clipped.append((ratio > 1.3) & (advantage > 0) | (ratio < 0.8) & (advantage < 0))
+    loss, clipped = torch.cat(losses).mean(), torch.cat(clipped)
+    loss.backward()
+    assert 0.1 < clipped.float().mean() < 0.9
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])[None]
+    settings = dict(loss_type="dapo", ratios=server, epsilon=0.2, epsilon_high=0.3, **batch.LAYOUTS["accumulated"])
+    result = batch.train(random_model, tmp_path / "sampled", edit_second, old_logps="sampled", **settings)
+    assert batch.distance(expected, result["gradients"]) < CLOSE
+    assert result["log"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    other = batch.train(random_model, tmp_path / "policy", edit_second, **settings)
+    assert batch.distance(other["gradients"], result["gradients"]) > 0.01
+    for key in ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/mean"):
+        assert result["log"][key] == other["log"][key]  # how far both are apart is logged all the same
 
 
 def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_model, tmp_path):

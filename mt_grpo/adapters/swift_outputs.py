@@ -143,7 +143,7 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
     """Write the responses into a rollout as its turns, in the order of their requests.
 
     With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
-    logprobs are not known, so that the batch has no importance sampling correction.
+    logprobs are not known (NaN), so that TRL takes an importance ratio of 1.
 
     INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them. Else it begins one,
     with all that the model read.
@@ -169,7 +169,9 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
     for sample in samples if trains_all else []:
         if sample.turn.after is not None and sample.turn.trained:
             ids, mask = sample.turn.token_ids, sample.turn.per_token(1, 0)
-            sample.turn.token_ids, sample.turn.logprobs = sample.fresh + ids, None
+            known = sample.turn.logprobs
+            sample.turn.token_ids = sample.fresh + ids
+            sample.turn.logprobs = known and [float("nan")] * len(sample.fresh) + known
             masked = len(sample.parent.tail) if sample.parent.masked else 0  # the scheduler's own mask says 0
             sample.turn.mask = [0] * masked + [1] * (len(sample.fresh) - masked) + mask
             sample.parent.turn.observation_ids = []
