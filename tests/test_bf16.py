@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from bench_common import ROOT, VLLMServer
+from bench_common import ROOT
 from safetensors.torch import load_file
 from test_first_batch import preflight, project_folder, recipe_file  # noqa: F401  project_folder is autouse
 from transformers import TrainerCallback
+from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer as mt
 from mt_grpo.batch_facts import facts_of_settings, share_stuck
@@ -102,7 +103,7 @@ def test_a_share_below_the_threshold_is_no_trouble():
 def port(tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--dtype", "bfloat16")
-    with VLLMServer(TINY, *flags, log=log) as server:
+    with WarmVLLMServer(TINY, *flags, log=log) as server:
         yield server.port
 
 

@@ -30,6 +30,7 @@ from conftest import files_of_at_most
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer
 from mt_grpo.event_loop import background_loop, run_async, start_in_background
@@ -58,7 +59,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: b
 @pytest.fixture(scope="module")
 def shared_server():
     flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
-    with VLLMServer(MODEL, *flags, python=warm_python.executable()) as server:
+    with WarmVLLMServer(MODEL, *flags) as server:
         yield server
 
 
@@ -1000,22 +1001,33 @@ def test_the_ratio_of_a_stale_batch(server, tmp_path):
 @needs_vllm
 def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     """It held the right weights when it was asked, and others when it was paused: nobody knows what it sampled."""
-
-    restarts = []
+    restarts, happened, questions = [], threading.Event(), []
 
     def rule(request):
         if request.path == "/pause" and len(pushed_versions(proxy)) == 2 and not restarts:
             restarts.append(requests.post(f"{proxy.target}/update_weight_version", json={"new_version": "default"}))
+            happened.set()
         return None
 
+    class Kept(Watched):
+        def _start_rollouts(self, rows, which):
+            questions.append({row["prompt"][-1]["content"] for row in rows})
+            return super()._start_rollouts(rows, which)
+
+    def seconds(expression):  # the batch that is in flight is not over, however slow the machine is
+        if any(f"What is {expression}?" in batch for batch in questions[3:4]):
+            assert happened.wait(120)
+        return 0.0
+
     proxy.faults = rule
-    tool = slow_calculator(lambda expression: 3.0)
-    trainer = make_trainer(proxy.port, tmp_path, tool, max_steps=6, max_staleness=2)
+    tool = slow_calculator(seconds)
+    trainer = make_trainer(proxy.port, tmp_path, tool, trainer_class=Kept, max_steps=6, max_staleness=2)
+    trainer.env.tool_timeout = 150.0
     trainer.train()
     assert len(restarts) == 1 and trainer.client.lineage == 1
     assert trainer.client.weight_version() == f"{trainer.weight_sync.pushed}+1"
     restarted = trainer.rows("rollout/restarted")
-    assert sum(restarted) > 0 and restarted[:2] == [0, 0]
+    assert restarted[3] > 0 and restarted[:3] == [0, 0, 0]
     assert_from_the_weights_of_its_version(trainer)
 
 

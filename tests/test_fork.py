@@ -92,7 +92,9 @@ def test_a_plug_in_finds_the_same_classes_however_it_is_launched(tmp_path):
     alone.write_text(subprocess.run(one_file, capture_output=True, text=True, check=True).stdout)
     scripts = {"script": SCRIPT, "copy": copy, "alone": alone}
     paths = {"script": WITHOUT_PATH, "copy": WITH_PATH, "alone": WITHOUT_PATH}
-    runs = {name: launch(folders[name], scripts[name], paths[name]) for name in folders}
+    warm = warm_python.executable()  # has the libraries, and nothing of the project
+    pythons = {"script": warm, "copy": warm, "alone": sys.executable}
+    runs = {name: launch(folders[name], scripts[name], paths[name], python=pythons[name]) for name in folders}
     for name, run in runs.items():
         output, _ = run.communicate(timeout=500)
         assert run.returncode == 0, f"{name}: {output[-3000:]}"

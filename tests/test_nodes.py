@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from bench_common import VLLMServer, free_port
+from bench_common import free_port
 from processes import ends
 from safetensors.torch import load_file
+from warm_vllm import WarmVLLMServer
 
 from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo_trainer import VLLMServerClient
@@ -185,7 +186,7 @@ def rewarded(folder):
 def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
     """Between the two runs it gets weights of somebody else, and so has to get those of the checkpoint."""
     flags = "--max-model-len", "640", "--logprobs-mode", "processed_logprobs"
-    with VLLMServer(MODEL, *flags, log=tmp_path / "vllm.log", python=warm_python.executable()) as server:
+    with WarmVLLMServer(MODEL, *flags, log=tmp_path / "vllm.log") as server:
         arguments, recipe = ("--vllm_server_port", server.port), "hf_recipes/tiny/calculator-vllm.yaml"
         first = stopped_by(OTHERS["SIGTERM to the launcher of node 1"], tmp_path, *arguments, recipe=recipe)
         trainers = [first.trainer(rank) for rank in range(2)]

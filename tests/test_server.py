@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from peft import LoraConfig
 from test_first_batch import recipe_file
 from test_sharded import FSDP2, WORKER, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_vllm import WarmVLLMServer
 
 from mt_grpo.data import read_jsonl
 from mt_grpo.preflight import check_server
@@ -312,10 +312,9 @@ def test_a_group_port_that_is_taken_is_refused(client, setting, monkeypatch):
 
 def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
     """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
-    python = warm_python.executable()
     for dev_mode, message in ((True, "logprobs-mode raw_logprobs"), (False, "VLLM_SERVER_DEV_MODE=1")):
         log = tmp_path / "log"
-        with VLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode, python=python) as server:
+        with WarmVLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode) as server:
             with pytest.raises(ServerError, match=message):
                 check_server(VLLMServerClient("127.0.0.1", server.port, timeout=5), *setting)
 
@@ -332,7 +331,8 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     """Each rank sends its own prompts; neither sends one between the start and the end of rank 0's push."""
     recipe = (ROOT / "hf_recipes/tiny/calculator-vllm.yaml").read_text()
     assert "use_vllm: true" in recipe
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
+    python = warm_python.executable()  # test_recipes.py launches it without
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
                "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--model_name_or_path",
                str(served_model), "--output_dir", str(tmp_path), "--max_steps", "2", "--vllm_server_port",
                "{port}", "--per_device_train_batch_size", "8"]  # fmt: skip
@@ -383,7 +383,7 @@ def agent_port(tmp_path_factory):
     """A server with the model of the agents' recipes."""
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
-    with VLLMServer(ROOT / "hf_recipes/tiny/calculator-agent-model", *flags, log=log) as server:
+    with WarmVLLMServer(ROOT / "hf_recipes/tiny/calculator-agent-model", *flags, log=log) as server:
         yield server.port
 
 

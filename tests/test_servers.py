@@ -23,6 +23,7 @@ from test_faults import (
     needs_vllm,
     slow_calculator,
 )
+from warm_vllm import WarmVLLMServer
 
 from mt_grpo import weight_sync
 from mt_grpo.event_loop import run_async
@@ -700,7 +701,7 @@ def test_addresses_that_cannot_work(value, error):
 @pytest.fixture(scope="module")
 def servers():
     flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
-    pair = [VLLMServer(MODEL, *flags, python=warm_python.executable()).start() for _ in range(2)]
+    pair = [WarmVLLMServer(MODEL, *flags).start() for _ in range(2)]
     try:
         yield [server.wait() for server in pair]
     finally:

@@ -51,7 +51,8 @@ arguments, gpus = sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"]
 if arguments[0] == "-m":
     signal.signal(signal.SIGTERM, save)
     print(f"training on {{gpus or 'the CPU'}}", flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal that comes right before a sleep is handled behind it
+        time.sleep(0.1)
 print(f"serving on {{gpus}}", flush=True)
 host, port = (arguments[arguments.index(name) + 1] for name in ("--host", "--port"))
 wanted = Path({folder!r}) / host
