@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import contextlib
+import gc
 import multiprocessing
 import resource
 import shutil
@@ -16,6 +17,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage leave out what was imported: each training asks for some, of half a second each.
+
+    They were half of the CPU time of the tests that train.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm_python
 from processes import ends
 from test_conversation import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
@@ -389,11 +390,12 @@ def test_a_server_ends_with_its_trainer(tmp_path):
     )
     root = Path(__file__).resolve().parents[1]
     env = {**os.environ, "PYTHONPATH": f"{root}:{root}/tests:{root}/scripts"}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    command = [warm_python.executable(), "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
-        assert process.stdout.readline().strip() == str(process.pid)
-        (child,) = psutil.Process(process.pid).children()
-        os.kill(process.pid, signal.SIGKILL)
+        trainer = int(process.stdout.readline())
+        (child,) = psutil.Process(trainer).children()
+        os.kill(trainer, signal.SIGKILL)
         assert ends(child.pid)
     finally:
         process.kill()
