@@ -4,6 +4,7 @@ Both with the loss's clip around the policy before the step, and around the logp
 
     python scripts/bench_tails.py            # one timed seed and four more, about 1.5 hours
     python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
+    python scripts/bench_tails.py --long     # then: five seeds of 60 steps without and with 4, about 30 minutes
     python scripts/bench_tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
     python scripts/bench_tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
 
@@ -29,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, report, write_results
+from bench_common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, VLLMServer, machine, report, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -40,6 +41,8 @@ CASES = {  # name -> max_staleness, late_groups, old_logps
     "4 sampled": (4, "wait", "sampled"), "1 admit": (1, "admit", "policy"), "2 admit": (2, "admit", "policy"),
     "4 admit": (4, "admit", "policy"), "4 admit sampled": (4, "admit", "sampled"),
 }  # fmt: skip
+LONG = ("0", "4 sampled")  # cases of --long, and their steps
+LONG_STEPS = 60
 AT_ONCE = 2  # runs that are not timed
 LAST = 10  # steps whose mean says what was learned
 WAITS = random.Random(int(os.environ.get("BENCH_TAILS_SEED", 0)))
@@ -70,11 +73,8 @@ async def calculator(expression: str) -> str:
 TOOL_FUNCTIONS = [calculator]
 
 
-def train(server: VLLMServer, case: str, seed: int, steps: int, core: int) -> dict[str, Any]:
-    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails.
-
-    Seed 0 is timed.
-    """
+def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed: bool) -> dict[str, Any]:
+    """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails."""
     limit, late, old_logps = CASES[case]
     output = ROOT / f"runs/tails/{case.replace(' ', '-')}-{seed}"
     command = [
@@ -85,7 +85,7 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int) -> di
         "--tool_timeout", "30",
     ]  # fmt: skip
     place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),
-             "BENCH_TAILS_SCALE": "0.1" if seed and late == "wait" else "1"}  # fmt: skip
+             "BENCH_TAILS_SCALE": "1" if timed or late == "admit" else "0.1"}  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
@@ -94,7 +94,7 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int) -> di
             "rollout/staleness_p50", "rollout/staleness_p99", "rollout/staleness_max", "tools/timeout_frequency",
             "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
     rows = [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
-    run = {"case": case, "seed": seed, "timed": seed == 0, "rows": rows}
+    run = {"case": case, "seed": seed, "timed": timed, "rows": rows}
     of = summary([run])[case]
     print(f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
           f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
@@ -156,7 +156,15 @@ def section(results: dict[str, Any]) -> str:
         )
     end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "
     end += "at temperature 1; from that of 0: mean difference of the same seeds ± its standard error; "
-    return "\n".join([*lines, "", f"{end}the seconds are those of the first seed."])
+    lines += ["", f"{end}the seconds are those of the first seed."]
+    if long := results.get("long"):
+        of = {case: summary(long["runs"])[case]["exact_match"] for case in LONG}
+        without, ahead = (
+            f"{statistics.mean(of[case]):.2f} ({', '.join(f'{x:.2f}' for x in of[case])})" for case in LONG
+        )
+        lines += ["", f"With {long['steps']} steps: {without} with 0, {ahead} with `{LONG[1]}`, a difference of "
+                      f"{cost(of[LONG[1]], of[LONG[0]])}."]  # fmt: skip
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -166,6 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--long", action="store_true")
     options = parser.parse_args(argv)
     if options.report:
         return report("tails", RESULTS, section)
@@ -175,34 +184,39 @@ def main(argv: list[str] | None = None) -> None:
     flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
     path = ROOT / "runs/bench_tails_short.json" if options.short else RESULTS
     results = {"machine": machine(), "steps": options.steps, "minutes": 0.0, "runs": []}
-    if options.resume:
+    if options.resume or options.long:
         results = json.loads(path.read_text(encoding="utf-8"))
-    there = {(run["case"], run["seed"]) for run in results["runs"]}
+    of = results.setdefault("long", {"steps": LONG_STEPS, "runs": []}) if options.long else results
+    there = {(run["case"], run["seed"]) for run in of["runs"]}
     seeds = range(options.seeds or (1 if options.short else 5))
-    wanted = [(case, seed) for seed in seeds for case in CASES if (case, seed) not in there]
-    timed, began, lock = [case for case, seed in wanted if seed == 0], time.monotonic(), threading.Lock()
+    wanted = [
+        (case, seed) for seed in seeds for case in (LONG if options.long else CASES) if (case, seed) not in there
+    ]
+    timed = [] if options.long else [case for case, seed in wanted if seed == 0]
+    began, lock = time.monotonic(), threading.Lock()
 
     def keep(run: dict[str, Any]) -> None:
         nonlocal began
         with lock:
-            results["runs"].append(run)
+            of["runs"].append(run)
             results["minutes"], began = results["minutes"] + (time.monotonic() - began) / 60, time.monotonic()
             write_results(path, {**results, "summary": summary(results["runs"])})
 
     with ExitStack() as stack:
         server = stack.enter_context(VLLMServer(MODEL, *flags, cores={cores[1]})) if timed else None
         for case in timed:
-            keep(train(server, case, 0, results["steps"], cores[0]))
-    wanted = [(case, seed) for case, seed in wanted if seed]
+            keep(train(server, case, 0, of["steps"], cores[0], True))
+    wanted = [(case, seed) for case, seed in wanted if seed or options.long]
     with ExitStack() as stack:
         free: queue.Queue = queue.Queue()
         for core in cores[: min(AT_ONCE, len(wanted))]:  # more threads than cores would wait for each other
-            free.put((stack.enter_context(VLLMServer(MODEL, *flags, cores={core})), core))
+            server = VLLMServer(MODEL, *flags, *IN_THE_ENGINE, cores={core}, env=IN_THE_ENGINE_ENV)
+            free.put((stack.enter_context(server), core))
 
         def learn(case: str, seed: int) -> None:
             server, core = free.get()
             try:
-                keep(train(server, case, seed, results["steps"], core))
+                keep(train(server, case, seed, of["steps"], core, False))
             finally:
                 free.put((server, core))
 
