@@ -34,10 +34,10 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-# Flags and variables of a server that computes in its engine's process. vLLM's default on a CPU is a worker process beside
-# it. Both look for messages of each other in a loop that does not sleep, for a second after each request: 16 conversations
-# of 8 requests took 10.4 CPU seconds, and 3.8 in one process. vLLM takes `uni` on a CPU only where it is told to use no
-# processes; the engine has one all the same.
+# Flags and variables of a server that computes in its engine's process. vLLM's default on a CPU is a worker process
+# beside it. Both look for messages of each other in a loop that does not sleep, for a second after each request: 16
+# conversations of 8 requests took 10.4 CPU seconds, and 3.8 in one process. vLLM takes `uni` on a CPU only where it is
+# told to use no processes; the engine has one all the same.
 IN_THE_ENGINE = ("--distributed-executor-backend", "uni")
 IN_THE_ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"
