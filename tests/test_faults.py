@@ -953,28 +953,33 @@ def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
 
 @needs_vllm
 def test_the_ratio_of_a_stale_batch(server, tmp_path):
-    """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds."""
+    """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds.
+
+    Where the clip is around what was sampled, the loss has those logprobs in its place.
+    """
     modes = [  # by step: mode, bounds, and whether some ratios must be cut, and some kept
         ("token_truncate", 0.8, 1.2, None),  # the first batch is not stale
         ("token_truncate", 0.8, 1.2, {"cut", "kept"}),
         ("token_mask", 0.8, 1.2, {"cut", "kept"}),
         ("sequence_truncate", 1e-6, 1e6, {"kept"}),
         ("sequence_mask", 0.8, 1.2, {"cut"}),
+        ("token_truncate", 0.8, 1.2, None),  # and old_logps: sampled
     ]
 
     class Kept(Watched):
         def _generate_and_score_completions(self, inputs):
             self.vllm_importance_sampling_mode, low, high, _ = modes[self.state.global_step]
             self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = low, high
+            self.args.old_logps = "sampled" if self.state.global_step == 5 else "policy"
             state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
             output = super()._generate_and_score_completions(inputs)
             kept.append((state, self._weight_counter.version, output))
             return output
 
     kept = []
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=5, max_staleness=2)
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=6, max_staleness=2)
     trainer.train()
-    batches = zip(modes, trainer.batches, kept, strict=True)
+    *batches, last = zip(modes, trainer.batches, kept, strict=True)
     for (mode, low, high, expected), rollouts, (state, version, output) in batches:
         stale = [version - versions_of(turn)[0] for rollout in rollouts for turn in rollout.turns]
         assert min(stale) >= (expected is not None) and max(stale) <= 2
@@ -996,6 +1001,13 @@ def test_the_ratio_of_a_stale_batch(server, tmp_path):
             kinds |= {"cut"} if outside.any() else set()
             kinds |= {"kept"} if (~outside & ((ratio - 1).abs() > 0.01)).any() else set()
         assert not kinds if expected is None else kinds >= expected, (mode, kinds)
+    _, rollouts, (state, _, output) = last
+    masks = (output["tool_mask"] * output["completion_mask"]).bool()
+    then = [p for rollout in rollouts for turn in rollout.turns for p in turn.logprobs]
+    assert output["old_per_token_logps"][masks].tolist() == pytest.approx(then, abs=1e-6)
+    assert set(output["importance_sampling_ratio"].unique().tolist()) == {1.0}
+    now = torch.cat([logprobs_under(state, rollout) for rollout in rollouts])
+    assert (now - torch.tensor(then)).abs().max() > 0.01  # they are others
 
 
 @needs_vllm
