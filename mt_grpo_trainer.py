@@ -972,7 +972,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
         if args.old_logps == "sampled":
-            output |= ratio_to_sampled(output)
+            output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
         return split_further(output, self._records, self._owners, len(inputs))
 
     def _generate(self, prompts: list) -> tuple:

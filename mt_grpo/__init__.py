@@ -57,6 +57,7 @@ A module imports only from modules that stand above it in this list.
     saving           checkpoints and the trained model on disks that may be full
     resume           stop on a signal or an error, save, continue
     ahead            conversations in flight while the policy trains
+    off_policy       settings of training on rollouts of other weights
     refusals         settings that are refused before a model is loaded
     preflight        checks that need model, data or server
     readings         what the first rollouts say of a run: the table of troubles

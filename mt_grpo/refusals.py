@@ -12,6 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import GRPOConfig
 
 from mt_grpo.json_types import fits_type
+from mt_grpo.off_policy import check_old_logps, check_staleness
 from mt_grpo.server_errors import hide_password
 from mt_grpo.settings import RANGES, default_of, in_range, range_text
 
@@ -146,8 +147,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
-    if args.old_logps == "sampled" and not args.vllm_importance_sampling_correction:
-        raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)
     check_save_points(args)
@@ -155,6 +154,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     check_staleness(args)
+    check_old_logps(args)
     estimator = estimators[args.credit_assignment]
     if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
         readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)
@@ -179,30 +179,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
                 f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
                 f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
             )
-
-
-def check_staleness(args: GRPOConfig) -> None:
-    """Set `max_staleness` where `overlap_rollouts` asks for it. Raise `ValueError` if the settings do not allow it."""
-    if args.overlap_rollouts and args.max_staleness > 1:
-        raise ValueError(f"overlap_rollouts is max_staleness: 1, got max_staleness={args.max_staleness}: remove one.")
-    args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
-    if args.late_groups == "admit" and not args.max_staleness:
-        raise ValueError("late_groups: admit has no effect without max_staleness. Set max_staleness: 2, or remove it.")
-    if not args.max_staleness:
-        return
-    key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"
-    if not args.vllm_importance_sampling_correction:
-        raise ValueError(
-            f"{key} trains on rollouts of the weights before earlier steps, which needs their importance ratio. Set "
-            f"vllm_importance_sampling_correction: true, or remove {key.partition('=')[0]}."
-        )
-    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
-        raise ValueError(
-            f"{key} with several batches of rollouts in one optimizer step "
-            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
-            f"steps_per_generation to a multiple of gradient_accumulation_steps."
-        )
 
 
 def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:

@@ -57,28 +57,33 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))
 
 
-def ratio_to_sampled(output: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:
     """What TRL's loss takes its ratio from, so that it clips around the logprobs as sampled.
 
-    The ratio is then the whole change since a token was sampled (PPO, arXiv 1707.06347, equation 6), so no importance
+    The ratio is then the whole change since a token was sampled (PPO, arXiv 1707.06347, equation 7), so no importance
     ratio is left beside it: 1, or 0 where a mode of TRL's masks the token. Where a logprob is not known (NaN), the old
     one stays.
 
     Args:
         output: TRL's batch: `sampling_per_token_logps`, `old_per_token_logps`, both (M, C), and
             `importance_sampling_ratio`, (M, C) or (M, 1).
+        mode: `vllm_importance_sampling_mode`. A ratio of 0 is a masked one in a `_mask` mode alone; else it is one
+            that is too small for float32.
 
-    >>> logps = {"sampling_per_token_logps": torch.tensor([[-1.0, NAN, -3.0]])}
-    >>> logps["old_per_token_logps"] = torch.tensor([[-1.5, -2.5, -3.5]])
-    >>> changed = ratio_to_sampled({**logps, "importance_sampling_ratio": torch.tensor([[0.6, 1.0, 0.0]])})
-    >>> changed["old_per_token_logps"], changed["importance_sampling_ratio"]
-    (tensor([[-1.0000, -2.5000, -3.0000]]), tensor([[1., 1., 0.]]))
+    >>> output = {"sampling_per_token_logps": torch.tensor([[-1.0, NAN, -3.0]])}
+    >>> output["old_per_token_logps"] = torch.tensor([[-1.5, -2.5, -3.5]])
+    >>> output["importance_sampling_ratio"] = torch.tensor([[0.6, 1.0, 0.0]])
+    >>> ratio_to_sampled(output, "token_mask").values()
+    dict_values([tensor([[-1.0000, -2.5000, -3.0000]]), tensor([[1., 1., 0.]])])
+    >>> output["importance_sampling_ratio"] = torch.tensor([[0.0]])
+    >>> ratio_to_sampled(output, "sequence_truncate")["importance_sampling_ratio"]
+    tensor([[1.]])
     """
     sampled, old = output["sampling_per_token_logps"], output["old_per_token_logps"]
     ratio = output["importance_sampling_ratio"]
     return {
         "old_per_token_logps": torch.where(sampled.isnan(), old, sampled),
-        "importance_sampling_ratio": (ratio != 0).to(ratio.dtype),
+        "importance_sampling_ratio": (ratio != 0).to(ratio) if mode.endswith("mask") else torch.ones_like(ratio),
     }
 
 

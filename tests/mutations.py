@@ -919,15 +919,15 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "staleness: the clip is around the policy although it is asked for around what was sampled",
         SCRIPT,
-        "            output |= ratio_to_sampled(output)\n",
+        "            output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)\n",
         "            pass\n",
         "tests/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
     ),
     Mutation(
         "staleness: the importance ratio counts twice where the clip is around what was sampled",
         "mt_grpo/tensors.py",
-        "(ratio != 0).to(ratio.dtype)",
-        "ratio",
+        "torch.ones_like(ratio),\n",
+        "ratio,\n",
         "tests/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
     ),
     Mutation(

@@ -100,11 +100,14 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
     return trainer
 
 
-def train(model, out, edit=None, ratios=None, evaluate=False, old_logps="policy", **changes):
+def train(
+    model, out, edit=None, ratios=None, evaluate=False, old_logps="policy", mode="token_truncate", cut=3.0, **changes
+):
     """Gradients and losses of a run; with `ratios` as if a server of that kind had sampled."""
     trainer = make_trainer(model, out, edit, **changes)
     if ratios:
-        trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+        trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, mode
+        trainer.vllm_importance_sampling_clip_max = cut
         trainer.args.old_logps = old_logps
         trainer.llm = ratios(trainer.processing_class)
     trainer.train()

@@ -337,6 +337,22 @@ def test_all_trains_what_is_read_behind_the_prompt():
     assert rollout.turn_ids == [0] * len(first) + [1] * len(behind + second)
 
 
+def test_all_keeps_the_logprobs_of_each_id_where_a_response_is_replaced():
+    class Replaces(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            answered = {"infer_request": infer_request}
+            if current_turn == 2:
+                infer_request.messages[-1]["content"], replaced = "No.", ids("No.") + END
+                answered |= {"response_token_ids": replaced, "response_loss_mask": [0] * len(replaced)}
+            infer_request.messages.append(user("And 1?"))
+            return answered
+
+    rollout, _ = run(Replaces, "It is 2.", "It is 3.", "It is 4.", max_turns=3, loss_scale="all", checked=False)
+    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
+    assert len(rollout.logprobs) == len(rollout.completion_ids) and len(ids("It is 4.") + END) == 6
+    assert rollout.logprobs[-6:] == [-k / 64 for k in range(6)]  # as the scripted policy gives them
+
+
 # -- what schedulers may write --
 
 
@@ -885,16 +901,6 @@ def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
     script, args = mt.MTGRPOScriptArguments(**keys), settings(tmp_path)
     with pytest.raises(ValueError, match=said):
         mt.build_env(script, args, [], TOKENIZER)
-
-
-def test_a_mask_by_sampled_logprobs_needs_all_of_them(tmp_path):
-    script = mt.MTGRPOScriptArguments(multi_turn_scheduler="math_tip_trick", loss_scale="all")
-    args = settings(tmp_path)
-    args.off_policy_mask_threshold = 0.5
-    with pytest.raises(ValueError, match="^off_policy_mask_threshold=0.5 compares .* Remove one of both.$"):
-        mt.build_env(script, args, [], TOKENIZER)
-    script.loss_scale = "last_round"
-    mt.build_env(script, args, [], TOKENIZER)
 
 
 def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):

@@ -1379,6 +1379,34 @@ def test_main_prints_the_error_alone(tmp_path):
 SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
 
 
+def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
+    def made(**changes):
+        made_of = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "old_logps": "sampled", **SERVED}
+        return mt.MTGRPOConfig(**{**made_of, **changes})
+
+    assert made().old_logps == "sampled" and made(top_p=1.0, generation_kwargs={"min_tokens": 0})
+    assert made(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=2.0)
+    assert made(old_logps="policy", top_p=0.9).top_p == 0.9
+    cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    for key, value in cuts.items():
+        with pytest.raises(
+            ValueError, match=rf"^old_logps: sampled .* which {key}={value} makes other .* Remove {key}"
+        ):
+            made(**{key: value})
+    for changes, message in (
+        ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true. Set it"),
+        ({"generation_kwargs": {"top_p": 0.9}}, "which top_p=0.9 makes other"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "which presence_penalty=0.5 makes other"),
+        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
+         "vllm_importance_sampling_clip_max=2.0 has no effect with old_logps: sampled"),
+        ({"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.5},
+         "vllm_importance_sampling_clip_min=0.5 has no effect with old_logps: sampled"),
+        ({"old_logps": "server"}, "old_logps='server' is not known. Expected one of: policy, sampled"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            made(**changes)
+
+
 def test_how_many_batches_may_be_in_flight(tmp_path):
     """`overlap_rollouts` is a name for one. What cannot follow older weights is refused with the reason."""
 

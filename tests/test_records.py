@@ -156,34 +156,46 @@ def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled(random_mode
     assert result["log"]["records/mean"] == 14 / 8  # two rollouts have a single turn
 
 
-@pytest.mark.parametrize("server", [batch.Near, batch.Unknown])
-def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, server):
+@pytest.mark.parametrize("server, mode", [
+    (batch.Near, "token_truncate"), (batch.Unknown, "token_truncate"), (batch.Near, "token_mask"),
+])  # fmt: skip
+def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, server, mode):
     """PPO's: a token whose probability has moved by more than epsilon, the way its advantage pulls, has no gradient.
 
-    A token whose logprob is not known has ratio 1.
+    A token whose logprob is not known has ratio 1, and one that a mode masks is not trained.
     """
     model, tokenizer = AutoModelForCausalLM.from_pretrained(random_model), AutoTokenizer.from_pretrained(random_model)
-    losses, clipped = [], []
+    losses, clipped, masked = [], [], []
     for rows in written_turns(model.float(), tokenizer):
         for k, (advantage, now) in enumerate(rows):
             sampled = torch.full_like(now, (-5.25, -5.5, -5.75)[k])  # the logprobs of `Near`
             if server is batch.Unknown:
                 sampled[0] = now[0].detach()
             ratio = (now - sampled).exp()
-            losses.append(-torch.min(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.3) * advantage))
+            masked.append(ratio > 1.4 if mode == "token_mask" else ratio.isnan())
+            loss = -torch.min(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.3) * advantage)
+            losses.append(loss.masked_fill(masked[-1], 0.0))
             clipped.append((ratio > 1.3) & (advantage > 0) | (ratio < 0.8) & (advantage < 0))
-    loss, clipped = torch.cat(losses).mean(), torch.cat(clipped)
+    loss, clipped, masked = torch.cat(losses).mean(), torch.cat(clipped), torch.cat(masked).float().mean()
     loss.backward()
-    assert 0.1 < clipped.float().mean() < 0.9
+    assert 0.1 < clipped.float().mean() < 0.9 and (0.02 < masked < 0.5 if mode == "token_mask" else masked == 0)
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])[None]
-    settings = dict(loss_type="dapo", ratios=server, epsilon=0.2, epsilon_high=0.3, **batch.LAYOUTS["accumulated"])
-    result = batch.train(random_model, tmp_path / "sampled", edit_second, old_logps="sampled", **settings)
+    settings = dict(loss_type="dapo", ratios=server, mode=mode, cut=1.4, epsilon=0.2, epsilon_high=0.3)
+    settings |= dict(log_rollout_tokens=True, **batch.LAYOUTS["accumulated"])
+    folder = tmp_path / "sampled"
+    result = batch.train(random_model, folder, edit_second, old_logps="sampled", **settings)
     assert batch.distance(expected, result["gradients"]) < CLOSE
     assert result["log"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
     other = batch.train(random_model, tmp_path / "policy", edit_second, **settings)
     assert batch.distance(other["gradients"], result["gradients"]) > 0.01
-    for key in ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/mean"):
-        assert result["log"][key] == other["log"][key]  # how far both are apart is logged all the same
+    # How far both are apart is logged all the same: by the metric, and as the trainer's logprob of each token.
+    key = "sampling/frac_tokens_ratio_zero_or_clipped"
+    assert result["log"][key] == other["log"][key] > 0
+    first, second = (
+        [turn["trainer_logprobs"] for row in map(json.loads, (out / "rollouts.rank0.jsonl").read_text().splitlines())
+         for turn in row["turns"]] for out in (folder, tmp_path / "policy")
+    )  # fmt: skip
+    assert first == second and len(first) > 8
 
 
 def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_model, tmp_path):

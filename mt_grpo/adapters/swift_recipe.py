@@ -51,11 +51,6 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         "length_scope": script_args.completion_length_limit_scope, "max_model_calls": script_args.max_model_calls,
         "passes_dataset": script_args.vllm_server_pass_dataset, "stop_words": script_args.stop_words or [],
     }  # fmt: skip
-    if settings["loss"].base == "all" and args.off_policy_mask_threshold is not None:
-        raise ValueError(
-            f"off_policy_mask_threshold={args.off_policy_mask_threshold} compares the logprobs as sampled, which "
-            "loss_scale: all trains tokens without. Remove one of both."
-        )
     kind = PlayedConversation if plays else ScheduledConversation
     rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
     environment = type(script_args.gym_env or name, (kind,), {"outcome_reward_funcs": rewards})
