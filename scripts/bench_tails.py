@@ -45,6 +45,7 @@ LONG = ("0", "4 sampled")  # cases of --long, and their steps
 LONG_STEPS = 60
 AT_ONCE = 2  # runs that are not timed
 LAST = 10  # steps whose mean says what was learned
+GOAL = 0.8  # exact match that all cases come to
 WAITS = random.Random(int(os.environ.get("BENCH_TAILS_SEED", 0)))
 SCALE = float(os.environ.get("BENCH_TAILS_SCALE", 1.0))  # of the waits
 
@@ -101,24 +102,41 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed
     return run
 
 
+def steps_to_goal(exact_match: list[float]) -> int | None:
+    """Steps until the mean of the last `LAST` is `GOAL`; None if it never is.
+
+    >>> steps_to_goal([0.0] * 5 + [1.0] * 9), steps_to_goal([0.0] * 20)
+    (13, None)
+    """
+    ends = range(LAST, len(exact_match) + 1)
+    return next((end for end in ends if statistics.mean(exact_match[end - LAST : end]) >= GOAL), None)
+
+
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By case: seconds per step of the timed run, staleness and, of the last steps, exact match of each seed.
 
     >>> row = {"step_time": 2.0, "rewards/exact_match_reward_func/mean": 0.5, "rollout/staleness": 1.0,
     ...        "rollout/staleness_p99": 1.0, "rollout/staleness_max": 2.0}
-    >>> summary([{"case": "2", "seed": 0, "timed": True, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
-    {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0}
+    >>> of = summary([{"case": "2", "seed": 0, "timed": True, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
+    >>> of.pop("to_goal"), of
+    ([None], {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0})
     """
     by: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):  # seeds of a case may end in another order
-        empty = {"seconds": None, "untimed": None, "exact_match": [], "staleness": []}
+        empty = {"seconds": None, "untimed": None, "exact_match": [], "to_goal": [], "staleness": []}
         of, rows = by.setdefault(run["case"], empty), run["rows"]
         of["seconds" if run["timed"] else "untimed"] = statistics.mean(row["step_time"] for row in rows)
         of["exact_match"].append(statistics.mean(r["rewards/exact_match_reward_func/mean"] for r in rows[-LAST:]))
+        of["to_goal"].append(steps_to_goal([r["rewards/exact_match_reward_func/mean"] for r in rows]))
         of["staleness"].append(statistics.mean(row["rollout/staleness"] for row in rows))
         for name in ("p99", "max"):
             of[name] = max(of.get(name, 0.0), *(row[f"rollout/staleness_{name}"] for row in rows))
     return by
+
+
+def mean_or_none(values: list[float | None]) -> float | None:
+    """The mean; None if any value is None."""
+    return None if None in values else statistics.mean(values)
 
 
 def cost(exact_match: list[float], without: list[float]) -> str:
@@ -136,15 +154,15 @@ def cost(exact_match: list[float], without: list[float]) -> str:
 
 def section(results: dict[str, Any]) -> str:
     """The page's paragraph and table."""
-    total, place = results["summary"], results["machine"]
+    total, place = summary(results["runs"]), results["machine"]
     seeds = len(total["0"]["exact_match"])
     lines = [
         f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, {place['cores']} cores "
         f"({place['cpu']}), the server on one and the trainer on the other. A call waits 0.1 s in the median, and "
         "20 s in 1 of 100. `admit`: with `late_groups: admit`; `sampled`: with `old_logps: sampled`.", "",
         "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest p99, largest | "
-        "exact match by seed | its mean | from that of 0 |",
-        "|---|---|---|---|---|---|---|---|",
+        f"exact match by seed | its mean | from that of 0 | {GOAL:.2f} after |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for case, of in ((case, total[case]) for case in CASES if case in total):
         seconds = of["seconds"]
@@ -152,10 +170,16 @@ def section(results: dict[str, Any]) -> str:
             f"| {case} | {seconds:.1f} s | {60 / seconds:.1f} | {total['0']['seconds'] / seconds:.2f} times | "
             f"{statistics.mean(of['staleness']):.1f}, {of['p99']:.0f}, {of['max']:.0f} | "
             f"{', '.join(f'{value:.2f}' for value in of['exact_match'])} | {statistics.mean(of['exact_match']):.2f} | "
-            f"{cost(of['exact_match'], total['0']['exact_match']) if case != '0' else ''} |"
+            f"{cost(of['exact_match'], total['0']['exact_match']) if case != '0' else ''} | "
+            + (
+                f"{steps:.0f} steps, {steps * seconds:.0f} s |"
+                if (steps := mean_or_none(of["to_goal"]))
+                else "never |"
+            )
         )
     end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "
     end += "at temperature 1; from that of 0: mean difference of the same seeds ± its standard error; "
+    end += f"{GOAL:.2f} after: mean number of steps until the mean of {LAST} steps is that, at the seconds of a step; "
     lines += ["", f"{end}the seconds are those of the first seed."]
     if long := results.get("long"):
         of = {case: summary(long["runs"])[case]["exact_match"] for case in LONG}
@@ -222,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
 
         with ThreadPoolExecutor(AT_ONCE) as threads:
             list(threads.map(learn, *zip(*wanted)) if wanted else [])  # raises what a run raised
-    print(section({**results, "summary": summary(results["runs"])}))
+    print(section(results))
 
 
 if __name__ == "__main__":
