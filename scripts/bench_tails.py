@@ -174,7 +174,7 @@ def section(results: dict[str, Any]) -> str:
             + (
                 f"{steps:.0f} steps, {steps * seconds:.0f} s |"
                 if (steps := mean_or_none(of["to_goal"]))
-                else "never |"
+                else "not by each seed |"
             )
         )
     end = f"Exact match: mean of the last {LAST} steps of {'each of ' * (seeds > 1)}{seeds} seed{'s' * (seeds > 1)}, "

@@ -59,7 +59,8 @@ if (($#)); then
 fi
 
 # Tests against servers wait for most of their time. So three groups run side by side, and the last two print when all are
-# over. The tests of the trainer and of the viewer are with the servers', so that the first group is not much longer.
+# over. The tests of the trainer, of first batches and of the viewer are with the servers', so that the first group is not
+# much longer.
 faults=(tests/test_{faults,ahead}.py)
 servers=(tests/test_{first_batch,server,servers,weight_transfer,nodes,sharded,slurm,recipes,trainer,view_rollouts}.py)
 logs=("$(mktemp)" "$(mktemp)")
