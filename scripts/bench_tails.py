@@ -2,7 +2,7 @@
 
 Both with the loss's clip around the policy before the step, and around the logprobs as sampled (`old_logps`).
 
-    python scripts/bench_tails.py            # one timed seed and four more, about 1.5 hours
+    python scripts/bench_tails.py            # one timed seed and four more, about 2 hours
     python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
     python scripts/bench_tails.py --long     # then: five seeds of 60 steps without and with 4, about 30 minutes
     python scripts/bench_tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
