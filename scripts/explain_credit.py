@@ -32,6 +32,7 @@ from rollout_index import as_item, question
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import accepted_answers
 from mt_grpo.rollout_log import read_rollouts
 from mt_grpo.server_errors import ServerError
 
@@ -151,8 +152,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),
     }  # fmt: skip
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
-    answer = row.get("answer", "")
-    answer = " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+    answer = " | ".join(accepted_answers(row.get("answer")))
     asked = question(logged[0])
     return GroupCredit(asked, answer, credit, sampling, rollouts, notes(logged, credit), logged)
 
