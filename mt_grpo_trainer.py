@@ -56,7 +56,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.ahead import AheadTrainer
 from mt_grpo.control_tokens import Origin, neutralise
-from mt_grpo.data import load_splits, with_prompts
+from mt_grpo.data import load_splits
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.first_batch import preflight_settings, run_preflight
@@ -95,6 +95,7 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
+from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
 from mt_grpo.run_log import (
     EvaluationMetrics,
     RewardUse,
@@ -928,10 +929,11 @@ class MTGRPOEnvTrainer(AheadTrainer):
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
         super().__init__(
-            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=for_trl(train_dataset),
+            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
+            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
         setting = f"credit_assignment={args.credit_assignment}"
@@ -1009,11 +1011,11 @@ class MTGRPOEnvTrainer(AheadTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        self._rows = inputs = with_prompts(inputs)
         if self.args.max_staleness and self.model.training:
-            self._rows = inputs = self._rows_of_step(inputs)
+            inputs = self._rows_of_step(inputs)
+        self._rows = inputs
         try:
-            output = super()._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(rows_for_trl(inputs))
         finally:
             self.env.close(self._rollouts)
         group_size, args = self._group_size, self.args
@@ -1128,7 +1130,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         rollouts = []
         try:
             chosen = [rows[i] for i in indices]
-            started = self.env.start([row["prompt"] for row in chosen], rows=chosen)
+            started = self.env.start(prompts_of(chosen), rows=chosen)
             for rollout in started:
                 if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
                     raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
@@ -1178,8 +1180,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
-        columns |= {
+        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
+        columns = column_lists(self._rows, self.train_dataset if self.model.training else evaluated) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
             "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],
@@ -1409,6 +1411,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
         default=None, metadata={"help": "System message, with {tool_descriptions} filled in. None: the built-in one"}
     )
     dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
+    dataset_drop_none: bool = field(default=False, metadata={"help": "Rows of the Hub lose their keys that are None"})
     eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
     preflight: bool = field(default=False, metadata={"help": "Say what the run will do, roll out once, and end"})
 

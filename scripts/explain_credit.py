@@ -32,6 +32,7 @@ from rollout_index import as_item, question
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import accepted_answers
 from mt_grpo.rollout_log import read_rollouts
 from mt_grpo.server_errors import ServerError
 
@@ -154,8 +155,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     table = trainer._reward_table
     numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)
     differ = not torch.allclose(numbers, numbers[:1].expand_as(numbers), equal_nan=True)
-    answer = row.get("answer", "")
-    answer = " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+    answer = " | ".join(accepted_answers(row.get("answer")))
     asked = question(logged[0])
     return GroupCredit(
         asked, answer, credit, sampling, rollouts, notes(logged, credit, trainer._reward_use.unused, differ), logged

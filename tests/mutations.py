@@ -2293,9 +2293,9 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     ),
     Mutation(
         "columns that the first row lacks are dropped",
-        "mt_grpo/data.py",
-        "columns = list(dict.fromkeys(key for row in rows for key in row))",
-        "columns = list(rows[0])",
+        "mt_grpo/rows.py",
+        "self.column_names = list(dict.fromkeys(key for row in self for key in row))",
+        "self.column_names = list(self[0])",
         "tests/test_recipes.py::test_data_that_is_good_in_spite_of_its_looks",
     ),
     Mutation(
@@ -2308,7 +2308,7 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     Mutation(
         "an answer of null is taken",
         "mt_grpo/data.py",
-        "not question.strip() or answer is None:",
+        'not question.strip() or row["answer"] is None:',
         "not question.strip():",
         "tests/test_recipes.py::test_bad_dataset",
     ),
