@@ -1303,6 +1303,7 @@ class VLLMServerClient(ServerConnection):
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
         super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout)
         self.tokenizer = tokenizer
+        self.vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)
@@ -1325,7 +1326,9 @@ class VLLMServerClient(ServerConnection):
 
         asked = self.policy_version
         generation = await self._post(
-            "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
+            "/v1/completions",
+            payload,
+            lambda answer: read_completion(answer, len(prompt_ids), max_tokens, self.vocab_size),
         )
         return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 
