@@ -63,6 +63,7 @@ from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.nodes import checkpoint_of_all_ranks
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import RolloutBatch
@@ -106,7 +107,7 @@ from mt_grpo.run_log import (
     staleness_metrics,
 )
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_advantages, check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -952,6 +953,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
             "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
             **(args.generation_kwargs or {}),
         }  # fmt: skip
+        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
+            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
         self._connect_backend()
 
     @staticmethod
@@ -1025,10 +1028,12 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
             args.turn_discount,
         )  # fmt: skip
+        check_advantages(self._reward_table, advantages, self.state.global_step, self.turn_advantage_coef)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
         turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
-        output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
+        token_level = token_advantages(local[self._owners], turn_ids)
+        output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
         if args.old_logps == "sampled":
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -1204,16 +1209,16 @@ class MTGRPOEnvTrainer(AheadTrainer):
 
         self._on_all_ranks(score, "Rewards")
         whole, per_turn, observed, sampled, state = (
-            self.accelerator.gather(local[name].to(device).contiguous())
+            self.accelerator.gather(local[name].to(device).contiguous()).cpu()
             for name in ("whole", "per_turn", "observed", "sampled", "state")
         )
-        weights = self.reward_weights.to(device)
+        weights = self.reward_weights.cpu()
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
         outcomes = whole[:, self.num_turn_funcs :]
         # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
         outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
         self._reward_table = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN),
+            outcome=outcome.masked_fill(torch.tensor(self._failed), NAN),
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
@@ -1223,7 +1228,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
-        self._logged_rewards = logged
+        self._logged_rewards = logged = logged.to(device)
         if self.model.training:
             counts = numbers_that_count(
                 self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,

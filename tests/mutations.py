@@ -118,7 +118,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "records: a rollout whose environment failed is in its group's mean",
         SCRIPT,
-        "outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN)",
+        "outcome=outcome.masked_fill(torch.tensor(self._failed), NAN)",
         "outcome=outcome",
         "tests/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes",
     ),
@@ -335,8 +335,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "turn_discount is ignored",
         SCRIPT,
-        "            args.turn_discount,\n        )  # fmt: skip\n        first",
-        "            1.0,\n        )  # fmt: skip\n        first",
+        "            args.turn_discount,\n        )  # fmt: skip\n        check",
+        "            1.0,\n        )  # fmt: skip\n        check",
         f"{BATCH}[turn_return]",
     ),
     Mutation(
@@ -576,6 +576,45 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "(2**31 if vocab_size is None else vocab_size)",
         "2**31",
         "tests/test_token_checks.py::test_ids_that_a_server_cannot_have_sampled_are_no_answer",
+    ),
+    Mutation(
+        "a frequency penalty is not among what cuts the distribution",
+        "mt_grpo/off_policy.py",
+        '"presence_penalty": (0.0, None), "frequency_penalty": (0.0, None), "min_tokens"',
+        '"presence_penalty": (0.0, None), "min_tokens"',
+        "tests/test_recipes.py::test_what_a_clip_around_the_sampled_logprobs_needs",
+    ),
+    Mutation(
+        "an optimizer step is taken with a gradient that is not finite",
+        "mt_grpo/saving.py",
+        "not self.args.fp16 and not math.isfinite(float(grad_norm))",
+        "not self.args.fp16 and math.isnan(0.0)",
+        "tests/test_checkpoints.py::test_a_gradient_that_is_not_finite_takes_no_step",
+    ),
+    Mutation(
+        "a checkpoint holds weights that are not finite",
+        "mt_grpo/saving.py",
+        """        Raises `NotFinite` on all ranks where a weight is not finite.
+        \"\"\"
+        self._check_weights()""",
+        """        Raises `NotFinite` on all ranks where a weight is not finite.
+        \"\"\"
+        pass""",
+        "tests/test_checkpoints.py::test_weights_that_are_not_finite_are_saved_nowhere",
+    ),
+    Mutation(
+        "rewards that overflow are compared",
+        "mt_grpo/scoring.py",
+        "if (x.nan_to_num(0.0).abs() > MOST).any():",
+        "if False:",
+        "tests/test_checkpoints.py::test_rewards_that_overflow_end_the_run_with_the_last_good_state",
+    ),
+    Mutation(
+        "a checkpoint may lack a tensor",
+        "mt_grpo/checkpoints.py",
+        'problem = None if found or name in ignored else "is missing"',
+        "problem = None",
+        "tests/test_checkpoints.py::test_a_checkpoint_that_lacks_a_tensor_is_refused",
     ),
     Mutation(
         "what is said of an unused reward is said at every batch",

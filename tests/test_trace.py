@@ -72,7 +72,7 @@ MAIN_THREAD = {  # where synchronous rewards run
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
-    "numbers_that_count",
+    "numbers_that_count", "check_advantages",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
     "score_rollouts", "put_back", "_group_size",
 }  # fmt: skip
