@@ -6,6 +6,7 @@ thinking, strip text. So messages are compared by what they say, and the tokens 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import re
@@ -56,10 +57,25 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
     return keys
 
 
+@dataclass(eq=False)
+class Asked:
+    """A request that is sampled, which a retry joins."""
+
+    same: str  # the request as text: a retry's is equal
+    idempotency_key: str | None
+    numbers: range  # of its answers in the rollout
+    trained: bool
+    task: asyncio.Task[list[Answer]] | None = None
+    waiting: int = 0  # clients that wait for the answers
+    reached: int = 0  # clients that have got them
+    alone: bool = True  # no other request whose answer a reward could be meant for was open at the same time
+
+
 @dataclass
 class Completion:
     """A request and its answer: a node of the tree."""
 
+    asked: Asked  # with n, of several answers
     request: ModelRequest
     keys: list[Key]  # of all messages of the request, and of the answer
     parent: Completion | None  # whose conversation the request repeats
@@ -69,7 +85,12 @@ class Completion:
     turn: Turn
     answer: Answer
     children: list[Completion] = field(default_factory=list)
-    asked: int = 0  # requests that go on from this one, answered or not
+    continued: int = 0  # requests that go on from this one, answered or not
+
+    @property
+    def received(self) -> bool:
+        """Whether anybody has read the answer: no client that left before it came."""
+        return bool(self.asked.reached or self.children)
 
     @functools.cached_property
     def call_ids(self) -> set[str]:
@@ -106,7 +127,6 @@ class Chains:
     def __init__(self, thinking: tuple[str, str]):
         self.thinking = thinking
         self.completions: list[Completion] = []  # in the order of their requests, once they are answered
-        self.last: Completion | None = None  # the one that was answered last
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
         """The completion that a request goes on from; None where it begins a record.
@@ -117,7 +137,8 @@ class Chains:
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
-            return len(found.keys), len(found.call_ids & ids), not found.asked, -found.answer.number
+            known = len(found.keys), len(found.call_ids & ids)
+            return *known, found.received, not found.continued, -found.answer.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         best = max(found, key=rank, default=None)
@@ -129,7 +150,6 @@ class Chains:
         """Add an answered request. Its answer is compared as the agent will send it."""
         completion.keys = keys_of([*completion.request.messages, completion.answer.message], self.thinking)
         self.completions.append(completion)
-        self.last = completion
         self.completions.sort(key=lambda each: each.answer.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
@@ -143,7 +163,10 @@ class Chains:
         number = {id(each): k for k, each in enumerate(self.completions)}
         for k, each in enumerate(self.completions):
             turn, parent = each.turn, each.parent
-            turn.context, turn.after, turn.trained = None, None, each.request.trained
+            # What nobody has read had no effect, and so no reward that is its own.
+            turn.context, turn.after, turn.trained = None, None, each.request.trained and each.received
+            if not each.received:
+                turn.info["received"] = False
             if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):
                 turn.after = number[id(parent)]
                 parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from mt_grpo.adapters.chat_messages import (
     expect,
     read_limit,
     read_model,
+    read_number,
     read_text,
     read_tool_choice,
     read_tools,
@@ -20,6 +20,7 @@ from mt_grpo.adapters.chat_messages import (
     tell_once,
     tool_call,
 )
+from mt_grpo.json_types import json_text
 from mt_grpo.rollout import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -31,8 +32,6 @@ REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "w
 def read_chat_request(body: dict[str, Any]) -> ModelRequest:
     """A request as it is sampled. Raises `ApiError`."""
     trained = read_model(body.get("model"))
-    if body.get("n") not in (None, 1):
-        raise refuse("n", f"got {body['n']!r}, expected 1. Send a request for each answer.")
     for key in REFUSED:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
@@ -52,6 +51,7 @@ def read_chat_request(body: dict[str, Any]) -> ModelRequest:
         trained,
         read_tool_choice(body.get("tool_choice")),
         bool(body.get("stream")),
+        read_number(body.get("n")),
     )
 
 
@@ -100,12 +100,10 @@ def head(answer: Answer, body: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": answer.created, "model": body["model"]}
 
 
-def usage(answer: Answer) -> dict[str, int]:
-    """The tokens of a request."""
-    total = answer.prompt_tokens + answer.completion_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total,
-    }  # fmt: skip
+def usage(answers: list[Answer]) -> dict[str, int]:
+    """The tokens of a request. All of its answers read the same prompt, which counts once."""
+    read, written = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
@@ -118,28 +116,32 @@ def message_of(answer: Answer) -> dict[str, Any]:
     return message | ({"tool_calls": answer.tool_calls} if answer.tool_calls else {})
 
 
-def chat_answer(answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
-    choice = {"index": 0, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
-    return {**head(answer, body, "chat.completion"), "choices": [choice], "usage": usage(answer)}
+def chat_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+    """The answers to a request that is no stream: a choice of each."""
+    choices = [
+        {"index": k, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+        for k, answer in enumerate(answers)
+    ]
+    return {**head(answers[0], body, "chat.completion"), "choices": choices, "usage": usage(answers)}
 
 
-def chat_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
-    """The answer as the events of a stream, once it is whole."""
-    start = head(answer, body, "chat.completion.chunk")
+def chat_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
+    """The answers as the events of a stream, once they are whole: one choice behind the other."""
+    start = head(answers[0], body, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return data({**start, "choices": [choice]})
 
-    message = message_of(answer)
-    calls = message.pop("tool_calls", [])
-    yield chunk(message)
-    for k, call in enumerate(calls):
-        yield chunk({"tool_calls": [{"index": k, **call}]})
-    yield chunk({}, answer.finish_reason)
+    for index, answer in enumerate(answers):
+        message = message_of(answer)
+        calls = message.pop("tool_calls", [])
+        yield chunk(index, message)
+        for k, call in enumerate(calls):
+            yield chunk(index, {"tool_calls": [{"index": k, **call}]})
+        yield chunk(index, {}, answer.finish_reason)
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield data({**start, "choices": [], "usage": usage(answer)})
+        yield data({**start, "choices": [], "usage": usage(answers)})
     yield "data: [DONE]\n\n"
 
 
@@ -150,4 +152,4 @@ def chat_error(error: ApiError) -> Iterator[str]:
 
 def data(value: dict[str, Any]) -> str:
     """One event without a name."""
-    return f"data: {json.dumps(value)}\n\n"
+    return f"data: {json_text(value)}\n\n"

@@ -12,6 +12,7 @@ from mt_grpo.rollout import Message
 logger = logging.getLogger(__name__)
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
+MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
 _told: set[str] = set()
 
 
@@ -61,8 +62,14 @@ class ModelRequest:
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     trained: bool = True
-    reads_calls: bool = True  # False: tool_choice is none
+    may_call: bool = True  # False: tool_choice is none
     stream: bool = False
+    n: int = 1  # answers
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are read: where tools are offered. Elsewhere what looks like a call is text of the answer."""
+        return self.may_call and bool(self.tools)
 
 
 @dataclass
@@ -128,6 +135,13 @@ def read_limit(value: Any, param: str) -> int | None:
     return value
 
 
+def read_number(value: Any) -> int:
+    """How many answers a request asks for."""
+    if value is not None and not 1 <= expect(value, int, "n", f"a number from 1 to {MOST_ANSWERS}") <= MOST_ANSWERS:
+        raise refuse("n", f"got {value}, expected a number from 1 to {MOST_ANSWERS}.")
+    return value or 1
+
+
 def read_tools(tools: Any) -> list[dict[str, Any]]:
     """Tools in the form of /v1/chat/completions; those of /v1/responses are flat."""
     read = []
@@ -148,7 +162,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def read_tool_choice(choice: Any) -> bool:
-    """Whether calls are read. The policy is not forced to call: that would not be its own sample."""
+    """Whether the policy may call. It is not forced to: that would not be its own sample."""
     name = (
         choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
     )

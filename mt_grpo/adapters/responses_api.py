@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from mt_grpo.adapters.chat_messages import (
     tell_once,
     tool_call,
 )
+from mt_grpo.json_types import json_text
 from mt_grpo.rollout import Message
 
 REFUSED_OF_RESPONSES = ("background", "conversation", "prompt", "top_logprobs")
@@ -165,19 +165,21 @@ def final_status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 
-def responses_answer(answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
+def responses_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that is no stream. This endpoint has one answer to each."""
+    (answer,) = answers
     return response(answer, body, output_items(answer), final_status(answer))
 
 
-def responses_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
+def responses_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     """The answer as the events of a stream, once it is whole."""
+    (answer,) = answers
     items, status, number = output_items(answer), final_status(answer), 0
 
     def event(kind: str, **values: Any) -> str:
         nonlocal number
         number += 1
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number - 1, **values})}\n\n"
+        return f"event: {kind}\ndata: {json_text({'type': kind, 'sequence_number': number - 1, **values})}\n\n"
 
     yield event("response.created", response=response(answer, body, [], "in_progress"))
     yield event("response.in_progress", response=response(answer, body, [], "in_progress"))
@@ -205,4 +207,4 @@ def responses_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
 def responses_error(error: ApiError) -> Iterator[str]:
     """An error behind the beginning of a stream."""
     values = {"type": "error", "code": error.code, "message": str(error), "param": error.param, "sequence_number": 0}
-    yield f"event: error\ndata: {json.dumps(values)}\n\n"
+    yield f"event: error\ndata: {json_text(values)}\n\n"
