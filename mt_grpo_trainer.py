@@ -55,7 +55,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.ahead import AheadTrainer
-from mt_grpo.control_tokens import neutralise, neutralise_prompt
+from mt_grpo.control_tokens import Origin, neutralise
 from mt_grpo.data import load_splits, with_prompts
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async
@@ -232,7 +232,8 @@ class MultiTurnToolEnv:
             if self.environments is not None:
                 pass
             elif messages != previous:  # the rollouts of a group have the same prompt
-                previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
+                clean = self.format_of(tokenizer).clean(messages, Origin.DATA)
+                previous, messages = messages, self.with_system_prompt(clean)
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
@@ -285,14 +286,14 @@ class MultiTurnToolEnv:
             elif reply.continuation:
                 self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), llm)
             else:
-                self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
+                further = self.format_of(tokenizer).clean(reply.messages or [], Origin.OUTSIDE)
+                self.append(rollout, turn, further, llm)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
         """Give a conversation its environment; render what the model reads first."""
         tokenizer = self._tokenizer(llm)
-        messages = await self.environments.open(rollout)
+        rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
         rollout.tools = tools_of(rollout.environment, self.tools)
-        rollout.first_messages = neutralise_prompt(messages, tokenizer)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
 
@@ -421,7 +422,8 @@ class MultiTurnToolEnv:
     def edit(self, rollout: Rollout, turn: Turn, history: list[Message], tokenizer: PreTrainedTokenizerBase) -> None:
         """Have the model read another history: a further record begins with its next turn."""
         read = rollout.history  # its messages stay as they are; the environment's are text
-        history = [m if m in read else neutralise_prompt([m], tokenizer)[0] for m in history]
+        clean = self.format_of(tokenizer).clean
+        history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
         turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
         rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))
 
