@@ -273,7 +273,7 @@ def test_what_programs_do_to_a_history_changes_nothing(name):
         said = await ask(client, start, tools=[ADD])
         SAME[name](said)
         start[0]["role"] = "system"
-        start[1]["content"] = [{"type": "text", "text": "Ad"}, {"type": "text", "text": "d."}]
+        start[1]["content"] = [{"type": "text", "text": "Add."}]
         tools = [{"function": dict(reversed(ADD["function"].items())), "type": "function"}]
         await ask(client, [*start, said, *tool_message(said)], tools=tools)
 
@@ -399,14 +399,26 @@ def test_a_frozen_branch_is_read_and_not_trained():
     assert [record.numbers for record in trained_records(rollout)] == [[0, 2, 3]]
 
 
-def test_control_tokens_of_an_agents_texts_are_broken():
-    async def agent(row, client):
-        said = await ask(client, [user("a<|im_end|>")], tools=[ADD])
-        await ask(client, [user("a<|im_end|>"), said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+def test_tokens_that_begin_or_end_a_message_are_broken_in_texts_of_users_and_tools():
+    """Tags of formats stay, and so does all that the agent writes as the system or the assistant."""
 
-    rollout, _ = run(agent, CALL, "2")
+    async def agent(row, client):
+        start = [{"role": "system", "content": "Write a call as <tool_call>...</tool_call>."}, user("a<|im_end|>")]
+        said = await ask(client, start, tools=[ADD])
+        await ask(client, [*start, said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+        shown = {"role": "assistant", "content": "<tool_call>\n{}\n</tool_call> <|im_start|>"}
+        developer = {"role": "developer", "content": "Think in <think></think>."}
+        await ask(client, [developer, user("<think>b<|im_start|>"), shown, user("c")])
+
+    rollout, llm = run(agent, CALL, "2")
     text = TOKENIZER.decode(rollout.prompt_ids + rollout.completion_ids)
-    assert "a< |im_end|>" in text and "< /tool_response>< |im_end|>" in text and len(rollout.records) == 1
+    assert "Write a call as <tool_call>...</tool_call>." in text and len(rollout.records) == 2
+    assert "a< |im_end|>" in text and "\n</tool_response>< |im_end|>\n" in text
+    assert llm.asked[2][0] == ids(
+        "<|im_start|>system\nThink in <think></think>.<|im_end|>\n<|im_start|>user\n<think>b< |im_start|><|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n{}\n</tool_call> <|im_start|><|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 # -- /v1/responses --
@@ -889,6 +901,14 @@ BAD = [
     ({"n": True}, 400, "n: got True"),
     ({"max_tokens": 0}, 400, "max_tokens: got 0"),
     ({"max_tokens": "many"}, 400, "max_tokens: got 'many'"),
+    ({"chat_template": "x"}, 400, "chat_template: not supported"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking: got False"),
+    ({"add_generation_prompt": False}, 400, "The policy always answers"),
+    ({"continue_final_message": True}, 400, "continue_final_message: not supported"),
+    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "'user' has the name 'bob'"),
+    ({"messages": [{"role": "user", "content": "a", "name": 3}]}, 400, "messages[0].name: got 3"),
+    ({"messages": [user("a"), {"role": "assistant", "content": "b", "name": "ann"}, user("c")]}, 400, "name 'ann'"),
+    ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}]}, 400, "function_call: not"),
     ({"stop": [""]}, 400, "stop"),
     ({"stop": 3}, 400, "stop"),
     ({"logprobs": True}, 400, "logprobs: not supported"),
@@ -1420,8 +1440,103 @@ def test_requests_at_the_same_time_behind_equal_answers():
     assert [record.numbers for record in rollout.records] == [[0, 2], [1, 3]]
 
 
+NAMES = """{%- for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined and m.role != 'tool' }}
+{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>
+{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
+</tool_call>{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_the_name_of_a_message_is_rendered_where_the_chat_template_shows_it():
+    """Elsewhere it is refused (see the list of bad requests). Who speaks is a part of what was said."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+    tokenizer.chat_template = NAMES
+
+    async def agent(row, client):
+        bob, ann = ({"role": "user", "content": "a", "name": name} for name in ("bob", "ann<|im_end|>"))
+        said = await ask(client, [bob])
+        await ask(client, [bob, {**said, "name": "policy"}, user("b")])
+        await ask(client, [ann, said, user("b")])
+        await ask(client, [ann, {**said, "name": "joe"}, user("b")])
+
+    rollout, llm = run(agent, "1", tokenizer=tokenizer)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2], [3]]
+    assert TOKENIZER.decode(llm.asked[0][0]) == "<|im_start|>user bob\na<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(llm.asked[3][0]).startswith(
+        "<|im_start|>user ann< |im_end|>\na<|im_end|>\n<|im_start|>assistant joe\n1<|im_end|>\n"
+    )
+
+
+def test_the_name_of_a_result_is_that_of_its_call_or_refused():
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        (result,) = tool_message(said)
+        with pytest.raises(openai.BadRequestError, match="'tool' has the name 'sub'"):
+            await ask(client, [*start, said, {**result, "name": "sub"}], tools=[ADD])
+        await ask(client, [*start, said, {**result, "name": "add"}], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2")
+    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1]], rollout.error
+
+
+def test_arguments_of_the_chat_template_are_the_recipes():
+    async def agent(row, client):
+        same = {"chat_template_kwargs": {"enable_thinking": False}}
+        await ask(client, [user("a")], extra_body=same)
+        with pytest.raises(openai.BadRequestError, match="write chat_template_kwargs: {enable_thinking: true}"):
+            await ask(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+    rollout, llm = run(agent, "1", chat_template_kwargs={"enable_thinking": False})
+    assert rollout.error is None and len(llm.asked) == 1, rollout.error
+
+
+def test_half_of_a_character_harms_no_request():
+    """A policy writes one in JSON, and the agent sends it back."""
+    call = CALL.replace('"x y"', '"\\ud83d"')
+
+    async def agent(row, client):
+        said = (await post(client, {"model": "policy", "messages": [user("a")], "tools": [ADD]})).json()
+        said = said["choices"][0]["message"]
+        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "\ud83d"
+        for start in (user("a"), user("edited \ud83d"), {"role": "system", "content": "\ud83d"}):
+            body = {"model": "policy", "messages": [start, said, *tool_message(said, "\ud83d")], "tools": [ADD]}
+            assert (await post(client, body)).status_code == 200
+
+    rollout, _ = run(agent, call, "2")
+    assert rollout.error is None and len(rollout.turns) == 4, rollout.error
+
+
+def test_other_tools_with_the_same_messages_are_what_the_model_reads():
+    """The prompts of a group are rendered once: the tools are a part of them."""
+
+    async def agent(row, client):
+        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+        for tools in ([ADD], [other], []):
+            await ask(client, [user("a")], tools=tools)
+
+    rollout, llm = run(agent, "1")
+    texts = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
+    assert [("Add." in text, "Add two." in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_developers_message_in_the_middle_is_read_at_the_beginning():
+    """As vLLM does for templates that do not know the role: so a record begins."""
+
+    async def agent(row, client):
+        messages = [{"role": "system", "content": "S."}, user("a")]
+        messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
+        await ask(client, messages)
+
+    rollout, llm = run(agent, "1")
+    assert [record.numbers for record in rollout.records] == [[0], [1]]
+    assert TOKENIZER.decode(llm.asked[1][0]).startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
+
+
 def test_the_prompt_of_a_further_record():
-    """Calls and results have the ids that all templates take; words of control are broken everywhere."""
+    """Calls and results have the ids that all templates take; what an agent says of a tool ends no message."""
     calls = [{"id": f"x{k}", "type": "function", "function": {"name": name, "arguments": text}} for k, (name, text) in
              enumerate([("add", '{"a": "<|im_end|>"}'), ("sub", "{}")])]  # fmt: skip
     tool = json.loads(json.dumps(ADD).replace("Add.", "Add.<|im_end|>"))
@@ -1446,7 +1561,8 @@ def test_the_prompt_of_a_further_record():
     assert [(m["tool_call_id"], m["name"], m["content"]) for m in results] == [
         ("call00001", "sub", "result 1"), ("call00000", "add", "result 0"),
     ]  # fmt: skip
-    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 4  # the template's own
+    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 5  # the template's own, and that of the assistant
+    assert "Add.< |im_end|>" in TOKENIZER.decode(rollout.prompt_ids)
 
 
 def test_items_of_answers_that_follow_each_other():

@@ -42,9 +42,14 @@ class Endpoint(NamedTuple):
 
 
 JSON = "application/json"
-CHAT = Endpoint(lambda body, session: read_chat_request(body), chat_answer, chat_events, chat_error)
+CHAT = Endpoint(
+    lambda body, session: read_chat_request(body, session.prompts.joint, session.format.chat_template_kwargs),
+    chat_answer,
+    chat_events,
+    chat_error,
+)
 RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.responses),
+    lambda body, session: read_responses_request(body, session.responses, session.prompts.joint),
     responses_answer,
     responses_events,
     responses_error,
@@ -155,7 +160,7 @@ class AgentServer:
                 await keep_alive()
             answers = await session.answers(asked)
             if endpoint is RESPONSES:
-                said = [*conversation_of(body, session.responses), answers[0].message]
+                said = [*conversation_of(body, session.responses, session.prompts.joint), answers[0].message]
                 session.responses[response_id(answers[0])] = said
             receipt = functools.partial(tell_receipt, session, asked)
             if read.stream:

@@ -221,7 +221,10 @@ class AgentSession(PolicyTime):
         self._rewards[number] = self._rewards.get(number, 0.0) + value
 
     def _parent(self, request: ModelRequest) -> Completion | None:
-        return self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        behind = request.messages[len(found.keys) :] if found else []
+        moved = any(message["role"] == "developer" for message in behind) and not self.prompts.knows_developers
+        return None if moved else found  # the template reads a developer's message at the beginning
 
     def refuse(self, error: ApiError) -> None:
         """Keep what was refused for the log: the last eight reasons."""
@@ -292,6 +295,8 @@ class AgentSession(PolicyTime):
         try:
             fresh = self._suffix(parent, said) if parent else []
             prompt_ids = parent.ids + fresh if parent else self._prompt(request)
+        except ApiError:
+            raise
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
@@ -400,6 +405,5 @@ class AgentSession(PolicyTime):
             if len(cache) >= 1024:
                 cache.clear()
             messages = self.prompts.rendered(request.messages, request.messages)
-            tools = tools_by_name(self.prompts.broken(request.tools))
-            cache[key] = self.env.prompt_ids(messages, self.tokenizer, tools)
+            cache[key] = self.env.prompt_ids(messages, self.tokenizer, self.prompts.tools(request.tools))
         return list(cache[key])

@@ -52,8 +52,9 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
             functions = [call["function"] for call in calls]
             said = tuple((function["name"], same_json(function["arguments"])) for function in functions)
             keys.append((role, plain_text(content, thinking), said))
-        else:
-            keys.append((role, content))
+        else:  # a developer is the system of another name
+            role = "system" if role == "developer" else role
+            keys.append((role, content, message.get("name")))
     return keys
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +24,28 @@ from mt_grpo.adapters.chat_messages import (
 from mt_grpo.json_types import json_text
 from mt_grpo.rollout import Message
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# What an answer would have to show, so that it cannot be ignored. Other unknown parameters are: the policy's sampling
-# is the trainer's.
-REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What an answer would have to show, or what changes what the model reads, so that it cannot be ignored. Other unknown
+# parameters are: the policy's sampling is the trainer's.
+REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options", "chat_template",
+           "documents", "continue_final_message", "echo", "prompt_logprobs")  # fmt: skip
 
 
-def read_chat_request(body: dict[str, Any]) -> ModelRequest:
-    """A request as it is sampled. Raises `ApiError`."""
+def read_chat_request(
+    body: dict[str, Any], joint: str = "\n", template_arguments: dict[str, Any] | None = None
+) -> ModelRequest:
+    """A request as it is sampled.
+
+    Args:
+        body: The request.
+        joint: What stands between parts of content.
+        template_arguments: The recipe's `chat_template_kwargs`, with which everything is rendered.
+
+    Raises:
+        ApiError: what the API refuses.
+    """
     trained = read_model(body.get("model"))
+    check_template_arguments(body, template_arguments or {})
     for key in REFUSED:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
@@ -44,7 +58,7 @@ def read_chat_request(body: dict[str, Any]) -> ModelRequest:
         raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
-        read_messages(body.get("messages")),
+        read_messages(body.get("messages"), joint),
         read_tools(body.get("tools")),
         tuple(stops),
         read_limit(body.get(limit), limit),
@@ -55,8 +69,21 @@ def read_chat_request(body: dict[str, Any]) -> ModelRequest:
     )
 
 
-def read_messages(messages: Any) -> list[Message]:
-    """Messages in one form. Raises `ApiError`."""
+def check_template_arguments(body: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise `ApiError` for arguments of the chat template that are not the recipe's, as vLLM takes them."""
+    asked = expect(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs", "an object")
+    for key, value in asked.items():
+        if key not in ours or ours[key] != value:
+            raise refuse(
+                f"chat_template_kwargs.{key}", f"got {value!r:.100}. The model reads what the recipe says: write "
+                f"chat_template_kwargs: {{{key}: {json.dumps(value)}}} there, and it may stay in the request.",
+            )  # fmt: skip
+    if body.get("add_generation_prompt") is False:
+        raise refuse("add_generation_prompt", "got false. The policy always answers.")
+
+
+def read_messages(messages: Any, joint: str = "\n") -> list[Message]:
+    """Messages in one form; `joint` stands between parts of content. Raises `ApiError`."""
     if not expect(messages, list, "messages", "a list of messages"):
         raise refuse("messages", "got none, expected at least one message.")
     read = []
@@ -65,8 +92,9 @@ def read_messages(messages: Any) -> list[Message]:
         expect(message, dict, param, "an object with role and content")
         if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
             raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
-        role, content = ROLES[message["role"]], read_text(message.get("content"), f"{param}.content")
-        each: Message = {"role": role, "content": content}
+        role = message["role"]
+        content = read_text(message.get("content"), f"{param}.content", "\n" if role == "tool" else joint)
+        each: Message = {"role": role, "content": content, **read_name(message, param)}
         if role == "tool":
             each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id", "the call's id")
         elif role == "assistant":
@@ -77,9 +105,18 @@ def read_messages(messages: Any) -> list[Message]:
     return read
 
 
+def read_name(message: dict[str, Any], param: str) -> Message:
+    """The name of who speaks, where a message has one."""
+    name = message.get("name")
+    return {} if name is None else {"name": expect(name, str, f"{param}.name", "text")}
+
+
 def read_assistant(message: dict[str, Any], param: str) -> Message:
     """The calls and the reasoning of an assistant's message."""
     read: Message = {}
+    for key in ("function_call", "audio"):
+        if message.get(key):
+            raise refuse(f"{param}.{key}", "not supported. Write calls as tool_calls.", "unsupported_parameter")
     calls = expect(message.get("tool_calls") or [], list, f"{param}.tool_calls", "a list of calls")
     for call in calls:
         function = expect(call, dict, f"{param}.tool_calls", "objects").get("function")

@@ -53,8 +53,9 @@ def tell_once(text: str) -> None:
 class ModelRequest:
     """One request for a completion.
 
-    Messages have `role` (system, user, assistant, tool) and `content` (text). Those of the assistant may have
-    `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have `tool_call_id`.
+    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
+    of the assistant may have `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have
+    `tool_call_id`.
     """
 
     messages: list[Message]
@@ -104,8 +105,14 @@ def expect(value: Any, kind: type | tuple, param: str, expected: str) -> Any:
     return value
 
 
-def read_text(content: Any, param: str) -> str:
-    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like."""
+def read_text(content: Any, param: str, joint: str = "\n") -> str:
+    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like.
+
+    Args:
+        content: Text, parts, or None.
+        param: What the error names.
+        joint: What stands between parts.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -115,7 +122,7 @@ def read_text(content: Any, param: str) -> str:
             raise refuse(param, f"a part has type {kind!r}, and the policy reads text only.", "unsupported_content")
         key = "refusal" if kind == "refusal" else "text"
         parts.append(expect(part.get(key), str, param, f"a part with {key}"))
-    return "".join(parts)
+    return joint.join(parts)
 
 
 def read_model(name: Any) -> bool:
