@@ -26,6 +26,7 @@ from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.event_loop import start_in_background
+from mt_grpo.log_rows import turn_rows
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
 
@@ -971,6 +972,107 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     assert rollout.reward == 1.0, rollout.error
     assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
     assert "background" in rollout.turns[-1].info["refused"]
+
+
+# -- what a later request tells of a turn --
+
+
+def results_of(message):
+    return [{**result, "tool_call_id": f"mine-{k}"} for k, result in enumerate(tool_message(message))]
+
+
+def renamed(message):
+    """As a program that gives calls ids of its own."""
+    calls = [{**call, "id": f"mine-{k}"} for k, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": calls}
+
+
+# What the second request says, the first one's messages being [user("What?")], and whether it tells of the first turn.
+TELLS = {
+    "it goes on": (lambda said: [user("What?"), said, *tool_message(said)], True),
+    "an edited system prompt": (lambda said: [system("10:31"), user("What?"), said, *tool_message(said)], True),
+    "with ids of its own": (lambda said: [system("10:31"), user("What?"), renamed(said), *results_of(said)], True),
+    "results behind an edited call": (
+        lambda said: [system("10:31"), {**said, "content": "I add."}, *tool_message(said)], True
+    ),
+    "its text in a summary": (lambda said: [user("So far:  I add\nthem. Go on.")], True),
+    "another text": (lambda said: [user("So far: I subtract them.")], False),
+    "a part of a word": (lambda said: [user("I add them.x")], False),
+    "the same question": (lambda said: [user("What?")], False),
+    "its own text at the end": (lambda said: [system("10:31"), {**said, "content": ""}], False),
+}  # fmt: skip
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize("name", TELLS)
+def test_a_turn_of_which_a_later_request_tells_is_observed(name):
+    told, expected = TELLS[name]
+
+    async def agent(row, client):
+        said = await ask(client, [user("What?")], tools=[ADD])
+        await ask(client, told({"content": None, **said}), tools=[ADD])
+
+    rollout, _ = run(agent, f"I add them.\n{CALL}", "2")
+    assert rollout.error is None, rollout.error
+    assert [turn.went_on for turn in rollout.turns] == [expected, False]
+    assert [turn.observed for turn in rollout.turns] == [expected, False]
+
+
+def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
+    """Its calls ran: that the model has no turn left to read their results changes nothing of it."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")], tools=[ADD])
+        with pytest.raises(openai.RateLimitError):
+            await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, max_model_calls=1)
+    assert [turn.went_on for turn in rollout.turns] == [True]
+
+
+def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
+    async def agent(row, client):
+        await ask(client, [user("Is it Paris?")])
+        await ask(client, [user("Is it Paris? Think.")])
+        await ask(client, [user("Judge: Lyon.")])
+
+    rollout, _ = run(agent, "Paris", "Lyon", "yes")
+    assert [turn.went_on for turn in rollout.turns] == [False, True, False]
+
+
+def test_of_equal_answers_the_one_that_the_agent_went_on_from_is_observed():
+    async def agent(row, client):
+        for _ in range(3):
+            said = await ask(client, [user("a")], tools=[ADD])
+        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, CALL, CALL, "2")
+    assert [turn.went_on for turn in rollout.turns] == [False, False, True, False]
+
+
+def test_the_log_holds_what_a_main_loop_its_sub_agent_and_its_summary_read():
+    async def agent(row, client):
+        plan = await ask(client, [system("Plan."), user("What?")])
+        messages = [system("Use tools."), user(f"Plan: {plan['content']}")]
+        said = await ask(client, messages, tools=[ADD])
+        await ask(client, [*messages, said, *tool_message(said)], tools=[ADD])
+        await ask(client, [system("Sum up."), user("All of it.")])
+
+    rollout, _ = run(agent, "step 1", CALL, "It is 2.", "sum")
+    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in rollout.turns]
+    rows = turn_rows(rollout, columns)
+    assert [(row["record"], row["after"]) for row in rows] == [(0, None), (1, None), (1, 1), (2, None)]
+    read = [row["context"] and [(each["role"], each["content"]) for each in row["context"]] for row in rows]
+    assert read == [
+        None,
+        [("system", "Use tools."), ("user", "Plan: step 1")],
+        None,
+        [("system", "Sum up."), ("user", "All of it.")],
+    ]
+    assert [row["tools"] and json.loads(row["tools"]) for row in rows] == [None, [ADD], None, None]
 
 
 # -- rewards --

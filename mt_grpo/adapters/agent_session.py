@@ -114,6 +114,8 @@ class AgentSession(PolicyTime):
         same = json.dumps(body, sort_keys=True)
         asked = self._asked_before(same, is_retry, idempotency_key)
         if asked is None:
+            if len(self.chains.requests) < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
+                self.chains.requests.append((self._num_requests, request))
             self._check_open()
             if reward is not None and rewarded is not None:
                 self.reward(reward, rewarded)

@@ -109,6 +109,27 @@ class Completion:
         """All that was read and sampled."""
         return self.prompt_ids + self.turn.token_ids
 
+    def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
+        """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
+
+        Args:
+            messages: What another request says that does not go on from this answer.
+            keys: What each of them says.
+        """
+        calls = {call["id"] for call in self.answer.tool_calls}
+        if any(message.get("tool_call_id") in calls for message in messages):
+            return True
+        if any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1]):
+            return True
+        text = " ".join(self.answer.content.split())
+        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") if text else None
+        # What stood there before was not said by it.
+        known, told = (
+            any(pattern is not None and pattern.search(" ".join(message["content"].split())) for message in each)
+            for each in (self.request.messages, messages)
+        )
+        return told and not known
+
     def is_begun_by(self, keys: list[Key]) -> bool:
         """Whether a conversation begins with this one, answer included."""
         count = len(self.keys)
@@ -128,6 +149,7 @@ class Chains:
     def __init__(self, thinking: tuple[str, str]):
         self.thinking = thinking
         self.completions: list[Completion] = []  # in the order of their requests, once they are answered
+        self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
         """The completion that a request goes on from; None where it begins a record.
@@ -172,12 +194,28 @@ class Chains:
                 turn.after = number[id(parent)]
                 parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said
                 parent.turn.results = list(results_of(each.said))
-            elif k > 0:
-                turn.context = Context(each.request.messages, each.prompt_ids)
             else:
-                rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
-                rollout.first_messages = each.request.messages
+                turn.tools = each.request.tools or None
+                if k > 0:
+                    turn.context = Context(each.request.messages, each.prompt_ids)
+                else:
+                    rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
+                    rollout.first_messages = each.request.messages
         rollout.turns = [each.turn for each in self.completions]
+        self.find_what_went_on()
+
+    def find_what_went_on(self) -> None:
+        """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
+        answered = {each.asked.numbers[0]: each for each in self.completions}
+        for number, request in self.requests:
+            found, keys = answered.get(number), keys_of(request.messages, self.thinking)
+            parent = found.parent if found else self.longest(request, keys)
+            if parent is not None:
+                parent.turn.went_on = True
+            start = len(parent.keys) if parent else 0
+            for each in self.completions:
+                if each.answer.number < number and each.received and not each.turn.went_on:
+                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
 
 
 def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
