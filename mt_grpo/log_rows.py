@@ -70,11 +70,16 @@ def turn_columns(
             continue
         rows = [output[name][i].tolist() if output.get(name) is not None else None for name in names]
         at = 0
-        for k, turn in zip(range(len(record.turns)) if record.numbers is None else record.numbers, record.turns):
+        for k, turn in zip(numbers_of(record), record.turns):
             here = slice(at, at + len(turn.token_ids))
             found[owner][k] = {name: row and row[here] for name, row in zip(TOKEN_COLUMNS, rows)}
             at += len(turn.token_ids) + len(turn.observation_ids)
     return found
+
+
+def numbers_of(record: Record) -> list[int] | range:
+    """The numbers of a record's turns in their rollout."""
+    return range(len(record.turns)) if record.numbers is None else record.numbers
 
 
 def rollout_rows(
@@ -123,7 +128,7 @@ def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer
     """
     rows = [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, columns)]
     for number, record in enumerate(rollout.records):
-        numbers = range(len(record.turns)) if record.numbers is None else record.numbers
+        numbers = numbers_of(record)
         for before, k in zip([None, *numbers], numbers):
             turn, begins = rollout.turns[k], before is None and number > 0
             rows[k] |= {

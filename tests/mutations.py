@@ -3098,9 +3098,9 @@ AGENTS = [
     Mutation(
         "agents: a reward by header is counted for each retry",
         "mt_grpo/adapters/agent_session.py",
-        "        if asked is None:\n            self._check_open()\n            if reward is not None and rewarded",
-        "        if asked is not None and reward is not None:\n            self._reward_parent(self._parent(request), reward)\n"
-        "        if asked is None:\n            self._check_open()\n            if reward is not None and rewarded",
+        "        asked.waiting += 1\n        together",
+        "        if reward is not None and is_retry:\n            self._reward_parent(self._parent(request), reward)\n"
+        "        asked.waiting += 1\n        together",
         "tests/test_agents.py::test_a_reward_by_header_is_given_once",
     ),
     Mutation(
