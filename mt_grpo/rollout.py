@@ -116,6 +116,7 @@ class Turn:
     open_thinking: bool = False
     seconds: float = 0.0  # of generation
     generations: list[Generation] = field(default_factory=list, repr=False, compare=False)  # what it was made of
+    tools: list[dict[str, Any]] | None = None  # that an agent offered, as JSON schemas, where its record begins
 
     @property
     def tool_call(self) -> ToolCall | None:
