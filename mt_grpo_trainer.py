@@ -55,7 +55,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.ahead import AheadTrainer
-from mt_grpo.control_tokens import neutralise, neutralise_prompt
+from mt_grpo.control_tokens import Origin, neutralise
 from mt_grpo.data import load_splits
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async
@@ -96,7 +96,15 @@ from mt_grpo.rollout import (
 )
 from mt_grpo.rollout_log import log_rollouts
 from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
-from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout, staleness_metrics
+from mt_grpo.run_log import (
+    EvaluationMetrics,
+    RewardUse,
+    conversation_columns,
+    conversation_metrics,
+    credit_metrics,
+    mean_per_rollout,
+    staleness_metrics,
+)
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
@@ -233,7 +241,8 @@ class MultiTurnToolEnv:
             if self.environments is not None:
                 pass
             elif messages != previous:  # the rollouts of a group have the same prompt
-                previous, messages = messages, self.with_system_prompt(neutralise_prompt(messages, tokenizer))
+                clean = self.format_of(tokenizer).clean(messages, Origin.DATA)
+                previous, messages = messages, self.with_system_prompt(clean)
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
@@ -278,6 +287,7 @@ class MultiTurnToolEnv:
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
             reply = await self.ask(rollout, turn)
+            turn.went_on = bool(reply.messages or reply.continuation or reply.history)
             rollout.stop_reason = self.end(rollout, turn, reply, llm)
             if rollout.stop_reason is not None:
                 turn.messages = []  # nobody reads them
@@ -286,14 +296,14 @@ class MultiTurnToolEnv:
             elif reply.continuation:
                 self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), llm)
             else:
-                self.append(rollout, turn, neutralise_prompt(reply.messages or [], tokenizer), llm)
+                further = self.format_of(tokenizer).clean(reply.messages or [], Origin.OUTSIDE)
+                self.append(rollout, turn, further, llm)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
         """Give a conversation its environment; render what the model reads first."""
         tokenizer = self._tokenizer(llm)
-        messages = await self.environments.open(rollout)
+        rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
         rollout.tools = tools_of(rollout.environment, self.tools)
-        rollout.first_messages = neutralise_prompt(messages, tokenizer)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
 
@@ -422,7 +432,8 @@ class MultiTurnToolEnv:
     def edit(self, rollout: Rollout, turn: Turn, history: list[Message], tokenizer: PreTrainedTokenizerBase) -> None:
         """Have the model read another history: a further record begins with its next turn."""
         read = rollout.history  # its messages stay as they are; the environment's are text
-        history = [m if m in read else neutralise_prompt([m], tokenizer)[0] for m in history]
+        clean = self.format_of(tokenizer).clean
+        history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
         turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
         rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))
 
@@ -524,7 +535,7 @@ class MultiTurnToolEnv:
 #
 #   outcome      norm(R^O)                           GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
 #   merged       norm(R^O + R^T)                     one advantage from the sum of everything (GRPO-MR)
-#   mt_grpo      norm(R^O) + c * norm(r_k)           turns that got an observation (eq. 5 of the paper)
+#   mt_grpo      norm(R^O) + c * norm(r_k)           turns that were given a number (eq. 5 of the paper)
 #                norm(R^O)                           the other turns of such a rollout
 #                norm(R^O + c * R^T)                 rollouts without any observation
 #   turn_return  norm(R^O) + c * norm(G_k)           over the rollouts of the group that sampled turn k
@@ -598,7 +609,7 @@ class RewardTable:
     outcome: torch.Tensor  # (N,) R^O
     rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
     turn: torch.Tensor  # (N, K) turn rewards given per turn
-    observed: torch.Tensor  # (N, K) bool: the turn got an observation
+    observed: torch.Tensor  # (N, K) bool: something came of the turn (`Turn.observed`)
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
     group_size: int = 0  # G; `turn_advantages` sets it, and the scaling
@@ -691,19 +702,20 @@ def merged_advantages(rewards: RewardTable, coef: float, discount: float) -> tor
 
 @credit_estimator("mt_grpo", reads=("turn_advantage_coef",))
 def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it got an observation.
+    """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it was given a number.
 
-    A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
-    nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
-    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited only in part, by the share
-    of the group that calls. In the example turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
+    A turn's number is compared with those of the same turn in the group, and with nothing later: it says which call is
+    better, not whether to call again. None is no number. A number that is alone at its turn moves nothing. A rollout
+    without any observation, that never called a tool, gets `norm(R^O + c R^T)`, as in the paper's code at c = 1. So
+    where only calls are paid, a call's own worth is credited in part, by the share of the group that calls. In the
+    example turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
 
     >>> mt_grpo_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
             [-0.4000, -0.5000, -0.5000]])
     """
     outcome = rewards.norm(rewards.outcome)[:, None]  # (N, 1)
-    per_turn = rewards.norm(rewards.turn.where(rewards.observed, NAN))  # (N, K)
+    per_turn = rewards.norm(rewards.turn)  # (N, K), of the rollouts with a number at turn k
     per_rollout = rewards.rollout_turn_advantages()
     no_call = rewards.norm(rewards.outcome + coef * rewards.turn_total)[:, None]
     has_observation = rewards.observed.any(1, keepdim=True)
@@ -788,6 +800,43 @@ def turn_advantages(
     return torch.where(missing, 0.0, advantages)
 
 
+def numbers_that_count(
+    rewards: RewardTable, credit_assignment: str, group_size: int, coef: float, discount: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
+
+    The estimator itself is asked, by the gradients of its advantages, so a new one has nothing to declare. It is asked
+    at random numbers in the places of those that were given, without scaling: that two numbers happen to be equal, or
+    that a group of two has no more than a sign, does not count.
+
+    >>> masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
+    >>> masks["turn"]  # A's 0.6 is alone at its turn
+    tensor([[ True, False, False],
+            [ True, False, False]])
+    >>> numbers_that_count(doctest_batch(), "outcome", 2, 1.0)["turn"].any(), masks["outcome"].all()
+    (tensor(False), tensor(True))
+    """
+    generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64)
+
+    names = ("outcome", "rollout_turn", "turn")
+    with torch.enable_grad():
+        given = {name: getattr(rewards, name).cpu() for name in names}
+        asked = {name: drawn(x).where(~x.isnan(), NAN).requires_grad_() for name, x in given.items()}
+        facts = {name: getattr(rewards, name).cpu() for name in ("observed", "sampled", "state")}
+        table = dataclasses.replace(rewards, **asked, **facts)
+        advantages = turn_advantages(table, credit_assignment, group_size, coef, "none", discount)
+        probe = (advantages * drawn(advantages) * facts["sampled"]).sum()  # a random sum, in which nothing cancels
+        moves = (
+            torch.autograd.grad(probe, list(asked.values()), allow_unused=True) if probe.requires_grad else [None] * 3
+        )
+    masks = [torch.zeros_like(x, dtype=torch.bool) if move is None else move.abs() > 1e-12
+             for x, move in zip(asked.values(), moves)]  # fmt: skip
+    return {name: mask.to(rewards.outcome.device) for name, mask in zip(names, masks)}
+
+
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
     """Spread turn advantages (B, K) over tokens: (B, C), 0 where `turn_ids` (B, C) is -1 (environment, padding).
 
@@ -867,6 +916,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
+        self._columns: torch.Tensor | None = None  # (N, 12), of the conversations of the same batch
+        self._evaluation = EvaluationMetrics()
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
@@ -885,6 +936,10 @@ class MTGRPOEnvTrainer(AheadTrainer):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+        setting = f"credit_assignment={args.credit_assignment}"
+        if self.turn_advantage_coef == 0:
+            setting += ", turn_advantage_coef=0"
+        self._reward_use = RewardUse(self.reward_func_names, weights, setting)
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
@@ -984,7 +1039,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         self._rollouts = rollouts = self._roll_out(self._rows)
-        metrics, num_tokens = conversation_metrics(rollouts, self.accelerator)
+        self._columns = conversation_columns(rollouts, self.accelerator)  # (N, 12)
+        metrics, num_tokens = conversation_metrics(self._columns)
         self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
@@ -1166,6 +1222,15 @@ class MTGRPOEnvTrainer(AheadTrainer):
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
         self._logged_rewards = logged
+        if self.model.training:
+            counts = numbers_that_count(
+                self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
+                self.args.turn_discount,
+            )  # fmt: skip
+            metrics, texts = self._reward_use.add(whole, per_turn, counts)
+            self._log_metrics(metrics)
+            for text in texts if self.accelerator.is_main_process else []:
+                logger.warning(text)
         return logged
 
     # -- 3.4 logging --
@@ -1175,7 +1240,11 @@ class MTGRPOEnvTrainer(AheadTrainer):
     ) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
-        self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
+        self._log_metrics(credit_metrics(output, self._owners, len(inputs), group_size, self.accelerator, ratio_limit))
+        if not self.model.training:
+            loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
+            total = len(loader.dataset) * group_size if loader is not None else None
+            self._evaluation.add(self._metrics["eval"], self._columns, self._logged_rewards, total)
         log_rollouts(self, inputs, output, advantages, group_size)
         self._wrote_rollouts = True
         mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
@@ -1183,6 +1252,12 @@ class MTGRPOEnvTrainer(AheadTrainer):
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(self.accelerator.gather(mean_advantages).tolist())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`. The metrics of an evaluation are means over its rollouts, and not of the means of batches."""
+        if not self.model.training:
+            self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
+        super().log(logs, start_time)
 
 
 # =====================================================================================================================

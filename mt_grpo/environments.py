@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.replies import EnvironmentFailure, is_number, joined
+from mt_grpo.replies import Clean, EnvironmentFailure, as_written, is_number, joined
 from mt_grpo.rollout import Message, Rollout, ToolCall, join
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
@@ -169,8 +169,11 @@ class Environments:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
         return class_tools(self.class_of(row))
 
-    async def open(self, rollout: Rollout) -> list[Message]:
-        """Give a rollout its environment, and begin. Returns the prompt. Raises `EnvironmentFailure`."""
+    async def open(self, rollout: Rollout, clean: Clean = as_written) -> list[Message]:
+        """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+
+        Raises `EnvironmentFailure`.
+        """
         cls = self.class_of(rollout.row)
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
@@ -179,7 +182,7 @@ class Environments:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
         row = {k: v for k, v in rollout.row.items() if k != "environment" or None in self.by_name}
         observation = await self.call(rollout, "reset", **row)
-        return joined(rollout.prompt_messages, observation)
+        return joined(rollout.prompt_messages, observation, clean)
 
     def _make(self, rollout: Rollout, cls: type) -> None:
         """Make a rollout's environment. It is closed where nobody waits for it any more."""

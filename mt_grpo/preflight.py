@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
 
-from mt_grpo.control_tokens import AUTHORS, find_control, neutralise, neutralise_prompt
+from mt_grpo.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.data import check_prompt, empty_prompts
 from mt_grpo.nccl_group import check_group_port
 from mt_grpo.ranks import on_main_process
@@ -81,7 +81,8 @@ def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
 def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
-    messages = neutralise_prompt(row.get("prompt") or empty_prompts(1)[0]["prompt"], env.tokenizer)
+    prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
+    messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 
 
@@ -102,19 +103,19 @@ def longest_prompt(env: Any, dataset: Any) -> int:
 
 
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
-    """Warn once of prompts that hold control tokens as text. The model reads these tokens with a space inside."""
+    """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
+    forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
     found = {}  # row -> its first control token
     for row, columns in enumerate(dataset.select_columns(["prompt"]) if "prompt" in dataset.column_names else []):
-        prompt = columns.get("prompt") or []
-        contents = [m["content"] for m in prompt if m["role"] not in AUTHORS and isinstance(m["content"], str)]
-        if token := next(filter(None, (find_control(text, env.tokenizer) for text in contents)), None):
+        contents = [m["content"] for m in columns.get("prompt") or [] if isinstance(m["content"], str)]
+        if token := next(filter(None, map(forbidden.search, contents)), None):
             found[row] = token[0]
     if found:
         row, token = next(iter(found.items()))
         logger.warning(
             f"{name}, row {row}{f' (and {len(found) - 1} more)' if found.keys() - {row} else ''}: the prompt holds "
-            f"the control token {token!r} as text. The model reads {neutralise(token, env.tokenizer)!r} instead. What "
-            "has to stay a control token belongs into system_prompt."
+            f"the control token {token!r} as text, and it begins or ends a message. The model "
+            f"reads {neutralise(token, env.tokenizer)!r} instead. What has to stay one belongs into system_prompt."
         )
 
 

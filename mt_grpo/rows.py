@@ -29,11 +29,10 @@ class JsonLines(Sequence):
     """
 
     def __init__(self, lines: Iterable[bytes]):
-        text, self._ends = bytearray(), array.array("q", [0])
+        self._text, self._ends = bytearray(), array.array("q", [0])
         for line in lines:
-            text += line
-            self._ends.append(len(text))
-        self._text = bytes(text)
+            self._text += line
+            self._ends.append(len(self._text))
 
     def __len__(self) -> int:
         return len(self._ends) - 1

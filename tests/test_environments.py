@@ -32,9 +32,10 @@ from mt_grpo.log_rows import Scored, rollout_rows
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
+from mt_grpo.scoring import turn_flags
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
 ANSWER = "<answer>5</answer>"
 
@@ -98,6 +99,77 @@ def test_state_is_of_one_conversation_and_the_prompt_is_joined():
     )
     assert backend.of(0)[1].prompt == rollouts[0].prompt_ids + ids(add) + ids(result("12"))
     assert rollouts[0].stop_reason == StopReason.ANSWERED
+
+
+class LastMove:
+    """A game whose reply to the move that ends it has the reward of this move."""
+
+    def reset(self, start: int = 3, **row) -> str:
+        self.left = start
+        return f" Take 1 or 2 of {start}. Leave nothing."
+
+    def take(self, number: int) -> str:
+        """Take away.
+
+        Args:
+            number: 1 or 2.
+        """
+        self.left -= number
+        return f"{self.left} left"
+
+    def respond(self, rollout, turn) -> Reply:
+        if self.left <= 0:
+            return Reply(stop=True, reward=1.0 if self.left == 0 else -1.0)
+        return Reply(reward=0.1)
+
+
+def test_the_move_that_ends_a_game_is_credited():
+    """Nobody reads its result, and it is an observed turn with a reward all the same."""
+    one, two = call("take", number=1), call("take", number=2)
+    _, rollouts, _ = run(LastMove, [[one, two], [two, two]], [{"start": 3}] * 2)
+    assert [r.stop_reason for r in rollouts] == [StopReason.ENVIRONMENT_STOP] * 2
+    assert [[t.reward for t in r.turns] for r in rollouts] == [[0.1, 1.0], [0.1, -1.0]]
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["2 left", None], ["1 left", None]]
+    observed, sampled = turn_flags(rollouts, 2)
+    assert observed.all() and sampled.all()
+    table = RewardTable(
+        outcome=torch.zeros(2), rollout_turn=torch.full((2,), float("nan")),
+        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), observed=observed, sampled=sampled,
+        state=torch.zeros(2, 2, dtype=torch.long),
+    )  # fmt: skip
+    advantages = turn_advantages(table, "mt_grpo", 2, 1.0, "group")
+    # Turn 0: 0.1 and 0.1. Turn 1: 1 and -1 around 0, over their deviation sqrt(2) and 1e-4.
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.707057], [0.0, -0.707057]]), atol=1e-6, rtol=0)
+
+
+def test_what_is_observed_of_a_turn():
+    """A result, an error message, a message, a continuation, another history; not: an answer, silence, a stop."""
+    replies = {
+        "say": Reply(messages=[{"role": "user", "content": "Go on."}]), "more": Reply(continuation=" and"),
+        "forget": Reply(history=[{"role": "user", "content": "Anew."}]), "end": Reply(stop=True, reward=1.0),
+    }  # fmt: skip
+
+    class Replies:
+        def reset(self, **row):
+            return None
+
+        def respond(self, rollout, turn):
+            return next((reply for word, reply in replies.items() if word in turn.text), None)
+
+    def echo(text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: What to return.
+        """
+        return text
+
+    bad = call("nobody")
+    scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"]]
+    _, rollouts, _ = run(Replies, scripts, tools=[echo], max_steps=5)
+    assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
+        [True, True, True, False], [True, True, False], [False]
+    ]  # fmt: skip
 
 
 def test_instances_are_reset_and_used_again():

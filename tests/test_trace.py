@@ -19,6 +19,7 @@ CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
 LIMITS = {"_room", "tokens", "new_tokens"}
 LOGGING = {
+    "conversation_columns",
     "conversation_metrics",
     "credit_metrics",
     "_log_metrics",
@@ -44,12 +45,13 @@ TOKEN_CHECKS = {
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "check_others", "signature_of", "readers_of", "read_argument", "read", "call_tool", "run_tool",
     "as_text", "submit", "_free_thread", "_take", "_start", "_run", "parse_call", "result_message", "messages",
-    "_state_key", "_tokenizer", "with_system_prompt", "find_control", "neutralise", "neutralise_prompt",
-    "cut_to_tokens",
+    "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
+    "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control", "pattern_of",
+    "message_tokens", "around_messages", "added_tokens",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "_before", "_end_of_turn", "results", "with_turns", "observation", "tool_seconds",
+    "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
     "is_json_type", "strict_schema", "as_result",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
@@ -65,6 +67,7 @@ LISTS = {
 }  # as completion_ids, which is on the way
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
+    "numbers_that_count",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
     "score_rollouts", "put_back", "_group_size",
 }  # fmt: skip
