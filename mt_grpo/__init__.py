@@ -15,6 +15,7 @@ A module imports only from modules that stand above it in this list.
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
     tool_arguments   a call's arguments as the types of a tool's parameters
+    math_limits      math-verify in threads: without its time limits by signals
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
     control_tokens   control tokens broken in text from tools and data
