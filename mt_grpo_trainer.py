@@ -113,7 +113,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
 from mt_grpo.token_checks import check_rollouts
 from mt_grpo.tool_results import as_result, error_text
-from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.tool_threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.watch import run_reports
@@ -348,6 +348,8 @@ class MultiTurnToolEnv:
             if not is_own_method(call, rollout):
                 return await self.call_tool(call, rollout.tools)
             async with own:
+                await self.environments.idle(rollout)
+                GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
         results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])

@@ -256,6 +256,7 @@ class Rollout(TurnTokens):
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
     error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`
     abandoned: bool = False  # a call into its environment was given up, and may still run
+    given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
 
     @property
     def failed(self) -> bool:

@@ -536,6 +536,20 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_batch.py::test_rows_that_fill_the_last_batch_do_not_count",
     ),
     Mutation(
+        "a method is called while one that was given up still runs",
+        "mt_grpo/environments.py",
+        "running = [future for future in rollout.given_up if not future.done()]",
+        "running = []",
+        "tests/test_environments.py::test_a_call_that_was_given_up_is_over_before_the_next_one_begins",
+    ),
+    Mutation(
+        "the reward of an environment is asked for while a call still runs",
+        "mt_grpo/environments.py",
+        "await self.idle(rollout)  # reward functions get the instance, too",
+        "pass",
+        "tests/test_environments.py::test_reward_functions_get_no_instance_that_is_busy",
+    ),
+    Mutation(
         "what is said of an unused reward is said at every batch",
         "mt_grpo/run_log.py",
         "self._said.add((f, moved == 0))",

@@ -386,6 +386,92 @@ def test_a_reply_without_info():
     assert (rollout.turns[0].info, rollout.turns[0].reward, rollout.error) == ({}, 0.5, None)
 
 
+class Slow:
+    """Its first call goes on behind its time limit until a second one begins, or for a second and a half."""
+
+    def reset(self, **row):
+        self.calls, self.second, self.overlap = 0, threading.Event(), False
+
+    def look(self) -> str:
+        """Look.
+
+        Returns:
+            What is seen.
+        """
+        self.calls += 1
+        if self.calls == 1:
+            self.overlap = self.second.wait(1.5)
+        else:
+            self.second.set()
+        return f"look {self.calls}"
+
+
+@pytest.mark.parametrize("turns", [[call("look"), call("look"), ANSWER], [call("look") * 2, ANSWER]])
+def test_a_call_that_was_given_up_is_over_before_the_next_one_begins(turns):
+    """In the next turn, and in the same one."""
+    tool_format = {"tool_format": "hermes", "tokenizer": QWEN3_TOKENIZER} if len(turns) == 2 else {}
+    if tool_format:
+        one = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+        turns = [f"{one}\n{one}{END}", f"5{END}"]
+    _, (rollout,), _ = run(Slow, [turns], tool_timeout=0.1, **tool_format)
+    results = [result for turn in rollout.turns for result in turn.results]
+    assert [result.error for result in results] == ["timeout", None] and results[1].text == "look 2"
+    assert rollout.environment.overlap is False and rollout.error is None
+
+
+@pytest.mark.parametrize("asked_by", ["tool", "respond", "get_reward"])
+def test_a_call_that_stays_busy_behind_its_time_limit_ends_its_rollout(asked_by):
+    over = threading.Event()
+
+    class Busy:
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Look.
+
+            Returns:
+                What is seen.
+            """
+            over.wait()
+            return "seen"
+
+    if asked_by == "respond":
+        Busy.respond = lambda self, rollout, turn: None
+    if asked_by == "get_reward":
+        Busy.get_reward = lambda self: 1.0
+    try:
+        script = [call("look"), call("look") if asked_by == "tool" else ANSWER, ANSWER]
+        _, (rollout,), _ = run(Busy, [script], tool_timeout=0.1, environment_timeout=0.2)
+    finally:
+        over.set()
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.reward is None
+    assert "Busy: a call that was given up at tool_timeout still runs after environment_timeout=0.2 s" in str(
+        rollout.error
+    )
+
+
+def test_reward_functions_get_no_instance_that_is_busy():
+    """Also where the class has no `get_reward`: reward functions get the live instance."""
+
+    class Writes:
+        def reset(self, **row):
+            self.written, self.asked = [], threading.Event()
+
+        def write(self) -> str:
+            """Write.
+
+            Returns:
+                What was written.
+            """
+            self.asked.wait(1.0)  # nothing sets it: the call is over a second behind its time limit
+            self.written.append("all")
+            return "written"
+
+    _, (rollout,), _ = run(Writes, [[call("write"), ANSWER]], tool_timeout=0.1)
+    assert rollout.environment.written == ["all"] and rollout.stop_reason == StopReason.ANSWERED
+
+
 def failing(where, hang=False):
     def fail(self=None, *args, **kwargs):
         if hang:
