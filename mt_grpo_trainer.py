@@ -95,7 +95,7 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
+from mt_grpo.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.run_log import (
     EvaluationMetrics,
     RewardUse,
@@ -1182,8 +1182,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
-        columns = column_lists(self._rows, self.train_dataset if self.model.training else evaluated) | {
+        columns = column_lists(self._rows, data_of(self)) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
             "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],

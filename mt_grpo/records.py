@@ -11,7 +11,9 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.ranks import RunError
+from mt_grpo.reward_errors import RewardError
 from mt_grpo.rollout import Record, Rollout
+from mt_grpo.rows import data_of, number_of
 from mt_grpo.scoring import reward_tensors, run_rewards
 from mt_grpo.tensors import put_back
 
@@ -138,9 +140,15 @@ def score_rollouts(
             log_extra(column, [placed.get(i) for i in range(count)])
 
         columns["log_extra"] = log_in_place
+    training = trainer.model.training
     funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
     if places:
-        values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
+        try:
+            values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
+        except RewardError as error:
+            number = None if error.place is None else number_of(trainer._rows[places[error.place]], data_of(trainer))
+            found = "" if number is None else f" (row {number} of the {'training' if training else 'test'} data)"
+            raise RuntimeError(f"{error}{found}") from error.__cause__
     scored = [rollouts[i] for i in places]
     tensors = reward_tensors(values, trainer.reward_func_names, scored, num_turns, trainer.num_turn_funcs)
     return tuple(put_back(tensor, places, count) for tensor in tensors)

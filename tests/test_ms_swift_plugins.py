@@ -123,7 +123,5 @@ def test_no_example_reward_is_left_out():
     registered = {line.split("'")[1] for line in files.splitlines() if line.startswith("orms['")}
     assert registered - set(BY_HAND) == {"external_code_reward"}
     import_file(str(PLUGINS / "plugin.py"), "external_plugins")
-    with pytest.raises(
-        ValueError, match="reward_funcs: 'external_code_reward' raised AssertionError: The e2b"
-    ):
+    with pytest.raises(ValueError, match="reward_funcs: 'external_code_reward' raised AssertionError: The e2b"):
         as_reward("external_code_reward", SimpleNamespace(), SimpleNamespace())
