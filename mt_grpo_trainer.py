@@ -81,7 +81,7 @@ from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
-from mt_grpo.replies import read_reply
+from mt_grpo.replies import PromptTooLong, read_reply
 from mt_grpo.resume import train_or_save
 from mt_grpo.rollout import (
     Context,
@@ -96,7 +96,7 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
+from mt_grpo.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.run_log import (
     EvaluationMetrics,
     RewardUse,
@@ -210,7 +210,7 @@ class MultiTurnToolEnv:
         self.max_completion_length = max_completion_length
         self.max_turn_tokens = max_turn_tokens
         self.max_tool_response_tokens = max_tool_response_tokens
-        self.max_model_len = max_model_len
+        self.max_model_len, self.context_limit = max_model_len, "max_model_len"  # what to raise, in words
         self.tool_timeout = tool_timeout
         self.max_concurrent_tools = max_concurrent_tools
         self.max_parallel_calls = max_parallel_calls
@@ -315,6 +315,8 @@ class MultiTurnToolEnv:
         room, started = self._room(rollout, llm), time.perf_counter()
         if room.tokens <= 0:
             rollout.stop_reason = StopReason.MAX_TOKENS if room.completion <= 0 else StopReason.CONTEXT_LENGTH
+            if not rollout.turns:  # no doing of the policy's: it has no reward
+                rollout.error = PromptTooLong(len(rollout.prompt_ids), -room.context, self.context_limit)
             return None
         budget = min(room.tokens, self.max_turn_tokens or room.tokens)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
@@ -1187,8 +1189,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
-        columns = column_lists(self._rows, self.train_dataset if self.model.training else evaluated) | {
+        columns = column_lists(self._rows, data_of(self)) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
             "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],

@@ -20,6 +20,7 @@ from mt_grpo.environments import tool_methods
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.reward_calls import call_in_main_thread, in_main_thread
+from mt_grpo.reward_errors import RewardError, raises_alone, row_shown, where_raised
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.settings import RANGES, in_range
 from mt_grpo.tensors import NAN, pad_rows
@@ -156,7 +157,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         hint = " (rewards run in threads here)" if "thread" in text and not in_main_thread() else ""
         if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
             hint = f": there is no such column in {', '.join(columns)}"
-        return RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}")
+        where = where_raised(func, error)
+        return RewardError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint} ({where})", func)
 
     async def run_awaited(func: Callable) -> Any:
         try:
@@ -180,6 +182,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
             except Exception as error:
                 raise failure(funcs[i], error) from (None if isinstance(error, ToolTimeout) else error)
         running.result(max(0.0, began + timeout + BLOCKED_SECONDS - time.monotonic()))
+    except RewardError as error:
+        raise with_row(error, columns, device) from error.__cause__
     except concurrent.futures.TimeoutError:
         raise RuntimeError(
             f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s: an async function blocks the event loop, "
@@ -189,6 +193,27 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
     finally:
         running.cancel()
     return values
+
+
+def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) -> RewardError:
+    """The error with the rollout for which the function raises alone, and its row: see `raises_alone`."""
+    func = error.func
+
+    def call(part: dict[str, Any], seconds: float) -> None:
+        if inspect.iscoroutinefunction(func):
+            run_async(run_tool(func, own_copy(part), seconds))
+        else:
+            run_synchronous(func, part, seconds, device)
+
+    places, count = raises_alone(func, error.__cause__, columns, call), len(columns["prompts"])
+    if not places:
+        return RewardError(f"{error}. It does not raise so for a rollout alone.", func)
+    of_data = {key: value for key, value in columns.items() if key not in REWARD_COLUMNS}
+    return RewardError(
+        f"{error}. It raises so for rollout {places[0]} alone ({len(places)} of {count} do); its row is "
+        f"{row_shown(of_data, places[0])}",
+        func, places[0],
+    )  # fmt: skip
 
 
 @functools.cache

@@ -139,15 +139,15 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "columns reach rewards in reversed order",
         SCRIPT,
-        "columns = {key: [row[key] for row in inputs] for key",
-        "columns = {key: [row[key] for row in inputs[::-1]] for key",
+        "columns = column_lists(self._rows, ",
+        "columns = column_lists(self._rows[::-1], ",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "columns reach rewards in reversed order, in evaluation",
         SCRIPT,
-        "columns = {key: [row[key] for row in inputs] for key",
-        "columns = {key: [row[key] for row in inputs[:: 1 if self.model.training else -1]] for key",
+        "columns = column_lists(self._rows, ",
+        "columns = column_lists(self._rows[:: 1 if self.model.training else -1], ",
         "tests/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
     ),
     Mutation(
@@ -1091,7 +1091,7 @@ SERVER_AND_WEIGHTS: list[Mutation] = [
     Mutation(
         "rollouts of other prompts are taken",
         "mt_grpo/ahead.py",
-        'if self._in_flight[0].prompts != [row["prompt"] for row in rows]:',
+        "if self._in_flight[0].prompts != prompts_of(rows):",
         "if len(self._in_flight[0].prompts) != len(rows):",
         "tests/test_faults.py::test_rollouts_in_the_air_are_of_the_prompts_that_are_trained",
     ),
@@ -1594,8 +1594,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "forks: an evaluated environment does not get its row",
         "scripts/evaluate.py",
-        'env.start([row["prompt"] for row in with_prompts(rows)], rows=rows)',
-        'env.start([row["prompt"] for row in with_prompts(rows)])',
+        "env.start(prompts_of(rows), rows=rows)",
+        "env.start(prompts_of(rows))",
         "tests/test_scripts.py::test_an_environment_is_evaluated",
     ),
     Mutation(
@@ -1879,10 +1879,10 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
         "tests/test_environments.py::test_a_tool_may_be_an_object",
     ),
     Mutation(
-        "prefetched rows without a prompt have no key for it",
-        "mt_grpo/ahead.py",
-        "[with_prompts(inputs) for inputs in",
-        "[inputs for inputs in",
+        "rows without a prompt have no key for it",
+        "mt_grpo/rows.py",
+        'row.get("prompt") or [] for row',
+        'row["prompt"] for row',
         "tests/test_environments.py::test_an_environment_may_bring_the_prompts",
     ),
     Mutation(
@@ -2609,8 +2609,8 @@ STOPPING_AND_RESUMING: list[Mutation] = [
     Mutation(
         "a changed data set is not told",
         "mt_grpo/run_record.py",
-        "columns = {name: sha256(json.dumps(list(dataset[name]), default=str))",
-        "columns = {name: 0",
+        "columns[name] = hashes[name].hexdigest()[:12]",
+        "columns[name] = 0",
         "tests/test_checkpoints.py::test_a_resumed_run_lists_what_differs",
     ),
     Mutation(
@@ -3535,15 +3535,15 @@ GYM = [
     Mutation(
         "verl: a column goes before the row's own argument",
         "mt_grpo/adapters/verl_rows.py",
-        "return {**{name: row[column] for name, column in columns.items() if name not in given}, **given}",
-        "return {**given, **{name: row[column] for name, column in columns.items()}}",
+        "return {**taken, **given}",
+        "return {**given, **taken}",
         "tests/test_verl.py::test_arguments_of_create_from_the_rows_columns",
     ),
     Mutation(
         "verl: a column that is missing is None",
         "mt_grpo/adapters/verl_rows.py",
-        "if name not in given and row.get(column) is None]",
-        "if False]",
+        "if name not in given and row.get(source) is None:",
+        "if False:",
         "tests/test_verl.py::test_arguments_of_create_from_the_rows_columns",
     ),
     Mutation(
