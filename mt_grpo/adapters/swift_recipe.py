@@ -73,6 +73,12 @@ def check_scheduler(cls: Any, name: str) -> None:
     where = f"multi_turn_scheduler: {name!r}"
     if not isinstance(cls, type):
         raise ValueError(f"{where} is {cls!r}, expected a class.")
+    if has_own_run(cls, "async_infer"):
+        raise ValueError(
+            f"{where}: {cls.__name__} has an async_infer of its own, which in ms-swift gets the requests of a whole "
+            "batch. Here each rollout is a conversation of its own, and async_infer would never be called. Put what "
+            "it does into `run`, or remove it. One that shares a tree among the rollouts of a prompt cannot run."
+        )
     if has_own_run(cls):
         if not inspect.iscoroutinefunction(cls.run):
             raise ValueError(f"{where}: {cls.__name__}.run is no async function, expected `async def run`.")

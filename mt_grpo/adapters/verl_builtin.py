@@ -27,8 +27,8 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
     >>> extract_solution("So 7. #### 1,234"), extract_solution("It is 7."), extract_solution("It is 8", "flexible")
     ('1234', None, '8')
-    >>> extract_solution("It is 8.", "flexible"), extract_solution("8 .", "flexible"), extract_solution(".", "flexible")
-    ('8.', '8', '.')
+    >>> [extract_solution(text, "flexible") for text in ("It is 8.", "8 .", ".")]
+    ['8.', '8', '.']
     """
     text = solution_str[-READ_OF:]
     if method == "strict":
