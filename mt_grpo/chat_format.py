@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.control_tokens import neutralise
+from mt_grpo.control_tokens import Origin, neutralise, neutralise_messages
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 from mt_grpo.tool_results import cut_to_tokens
 
@@ -131,6 +131,10 @@ class ChatFormat:
             "conversation": messages, "add_generation_prompt": True, "tokenize": True, "return_dict": False,
             **self.chat_template_kwargs,
         }  # fmt: skip
+
+    def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
+        """Messages without the control tokens that those of this origin may not hold."""
+        return neutralise_messages(messages, self.tokenizer, origin, self.ends)
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """The messages with the results of a turn's calls."""

@@ -1,15 +1,37 @@
-"""Control tokens are broken in text from tools and data, so that such text cannot open or close a turn."""
+"""What can be a control token: text from outside never becomes structure (docs/tokenization.md).
+
+Whose a text is decides which control tokens it may hold. Those that it may not hold get a space inside.
+
+| whose text | no token that begins or ends a message | no other control token |
+|---|---|---|
+| tools' results, names and descriptions; what environments say | broken | broken |
+| system, developer and assistant messages of environments | broken | kept |
+| the prompt of a data set, all roles | broken | kept |
+| user and tool messages of an agent | broken | kept |
+| system, developer and assistant messages of an agent | kept | kept |
+| `system_prompt` of the recipe, what the policy wrote | kept | kept |
+"""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 TURN_TAGS = ("think", "reasoning", "tool", "result", "answer")  # a tag that is an added token is a control token
-AUTHORS = ("system", "developer", "assistant")  # trusted roles: their messages are not changed
+AUTHORS = ("system", "developer", "assistant")  # roles that speak for the operator or the model
+
+
+class Origin(StrEnum):
+    """Whose a message is. With its role it decides what its texts may hold."""
+
+    OUTSIDE = "outside"  # said while the run goes: an environment's replies, a tool's description and results
+    DATA = "data"  # the prompt of a data set: the operator's, who may show tags of formats
+    AGENT = "agent"  # an agent's request: read as an inference server would read it
 
 
 def is_control(token: str, special: bool, template: str) -> bool:
@@ -29,14 +51,68 @@ def is_control(token: str, special: bool, template: str) -> bool:
     )
 
 
+def pattern_of(tokens: set[str]) -> re.Pattern:
+    """A pattern of these texts, and of nothing if there are none."""
+    # Sorted (longest first, then alphabetically), so that the result is the same in every process.
+    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t))) or r"(?!)")
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """The added tokens of a tokenizer -> whether it calls them special."""
+    tokens = {str(t): t.special for t in tokenizer.added_tokens_decoder.values()}
+    return tokens | dict.fromkeys(tokenizer.all_special_tokens, True)
+
+
 @functools.lru_cache(maxsize=8)
 def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> re.Pattern:
     """A pattern of all control tokens. `size` and `template` are cache keys: a tokenizer may change."""
-    tokens = {str(t): t.special for t in tokenizer.added_tokens_decoder.values()}
-    tokens |= dict.fromkeys(tokenizer.all_special_tokens, True)
-    control = {"</result>", *(t for t, special in tokens.items() if is_control(t, special, template))}
-    # Sorted (longest first, then alphabetically), so that the result is the same in every process.
-    return re.compile("|".join(re.escape(t) for t in sorted(control, key=lambda t: (-len(t), t))))
+    tokens = added_tokens(tokenizer).items()
+    control = {t for t, special in tokens if is_control(t, special, template)}
+    return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
+
+
+@functools.lru_cache(maxsize=8)
+def message_pattern(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] = frozenset()
+) -> re.Pattern:
+    """A pattern of the tokens that begin or end a message, and of `ends`, ids. The others are as above."""
+    further = map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))
+    return pattern_of({*message_tokens(tokenizer), *(t for t in further if not t.isspace())})
+
+
+def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The tokens that begin or end a message: those that the chat template writes around messages."""
+    known = pattern_of({token for token in added_tokens(tokenizer) if not token.isspace()})
+    found = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
+    for text, has_result in around_messages(tokenizer):
+        for token in known.findall(text):
+            tag = re.fullmatch(r"</?(\w+)>", token)
+            # The tags around thinking and around a result stand inside a message, where the template writes them.
+            if tag is None or not (has_result or tag[1] in TURN_TAGS):
+                found.add(token)
+    return {token for token in found if not token.isspace()}
+
+
+def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """What the chat template writes around the messages of short conversations, and whether a result is among them."""
+    texts = [f"text-{k}-of-a-message" for k in range(3)]
+    system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
+    result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
+    conversations = (
+        [system, user, assistant, user],
+        [user, assistant, user],
+        [user, assistant],
+        [user, assistant, result],
+    )
+    templates = tokenizer.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
+        for messages in conversations:
+            asked = {"chat_template": template, "add_generation_prompt": messages[-1] != assistant, "tokenize": False}
+            try:
+                rendered = tokenizer.apply_chat_template(messages, **asked)
+            except Exception:  # whatever a template raises: not all take all roles
+                continue
+            yield re.sub("|".join(texts), " ", rendered), messages[-1] == result
 
 
 def find_control(text: str, tokenizer: PreTrainedTokenizerBase) -> re.Match | None:
@@ -44,26 +120,66 @@ def find_control(text: str, tokenizer: PreTrainedTokenizerBase) -> re.Match | No
     return control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template)).search(text)
 
 
-def neutralise(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def forbidden_in(
+    origin: Origin, role: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int] = frozenset()
+) -> re.Pattern | None:
+    """A pattern of what a message of this origin and role may not hold; None: it may hold everything."""
+    key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
+    if origin == Origin.OUTSIDE and role not in AUTHORS:
+        return control_pattern(*key)
+    return None if origin == Origin.AGENT and role in AUTHORS else message_pattern(*key, frozenset(ends))
+
+
+def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
     """The text with a space inside every control token, so that it cannot open or close a turn or end its result.
 
     INVARIANT: the tokenizer finds no control token in the returned text. A text without control tokens is unchanged.
+
+    Args:
+        text: Any text.
+        tokenizer: Whose control tokens.
+        forbidden: The tokens that are broken, as `forbidden_in` gives them. None: all control tokens.
     """
 
     def broken(match: re.Match) -> str:
         token = match[0].lstrip()
         return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
 
+    pattern = forbidden or control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer accepts lone surrogates
-    while (found := find_control(text, tokenizer)) is not None:  # repeated: two tokens may overlap
-        text = found.re.sub(broken, text)
+    while pattern.search(text) is not None:  # repeated: two tokens may overlap
+        text = pattern.sub(broken, text)
     return text
 
 
-def neutralise_prompt(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The prompt with all its messages neutralised, except those of the trusted roles in `AUTHORS`."""
-    return [
-        {**m, "content": neutralise(m["content"], tokenizer)}
-        if isinstance(m["content"], str) and m["role"] not in AUTHORS else m
-        for m in messages
-    ]  # fmt: skip
+def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
+    """A JSON value in whose texts, keys included, control tokens are broken (see `neutralise`)."""
+    if isinstance(value, str):
+        return neutralise(value, tokenizer, forbidden)
+    if isinstance(value, dict):
+        return {
+            neutralise_json(k, tokenizer, forbidden): neutralise_json(v, tokenizer, forbidden)
+            for k, v in value.items()
+        }
+    return [neutralise_json(v, tokenizer, forbidden) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def neutralise_messages(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    origin: Origin,
+    ends: frozenset[int] = frozenset(),
+) -> list[dict[str, Any]]:
+    """Messages without the tokens that their origin and their roles may not hold, in all their texts.
+
+    Args:
+        messages: Of the chat template. Content may be text or parts; roles, names and calls are texts as well.
+        tokenizer: Whose control tokens.
+        origin: Whose the messages are.
+        ends: Further ids that end a turn.
+    """
+    read = []
+    for message in messages:
+        forbidden = forbidden_in(origin, message["role"], tokenizer, ends)
+        read.append(message if forbidden is None else neutralise_json(message, tokenizer, forbidden))
+    return read

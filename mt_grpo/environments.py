@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.replies import EnvironmentFailure, is_number, joined
+from mt_grpo.replies import Clean, EnvironmentFailure, as_written, is_number, joined
 from mt_grpo.rollout import Message, Rollout, ToolCall, join
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
@@ -169,8 +169,11 @@ class Environments:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
         return class_tools(self.class_of(row))
 
-    async def open(self, rollout: Rollout) -> list[Message]:
-        """Give a rollout its environment, and begin. Returns the prompt. Raises `EnvironmentFailure`."""
+    async def open(self, rollout: Rollout, clean: Clean = as_written) -> list[Message]:
+        """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+
+        Raises `EnvironmentFailure`.
+        """
         cls = self.class_of(rollout.row)
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
@@ -179,7 +182,7 @@ class Environments:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
         row = {k: v for k, v in rollout.row.items() if k != "environment" or None in self.by_name}
         observation = await self.call(rollout, "reset", **row)
-        return joined(rollout.prompt_messages, observation)
+        return joined(rollout.prompt_messages, observation, clean)
 
     def _make(self, rollout: Rollout, cls: type) -> None:
         """Make a rollout's environment. It is closed where nobody waits for it any more."""
@@ -188,12 +191,28 @@ class Environments:
         if rollout.abandoned:
             self._close_now(rollout)
 
+    async def idle(self, rollout: Rollout) -> None:
+        """Wait for calls that were given up at their time limit: an instance has one call at a time.
+
+        Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
+        """
+        running = [future for future in rollout.given_up if not future.done()]
+        rollout.given_up.clear()
+        if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
+            raise EnvironmentFailure(
+                f"{type(rollout.environment).__name__}: a call that was given up at tool_timeout still runs after "
+                f"environment_timeout={self.timeout:g} s more. Its instance cannot be used meanwhile: give the method "
+                "a time limit of its own, or raise tool_timeout."
+            )
+
     async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
         function = getattr(rollout.environment, method, None)
         if function is None:
             return None
         name = f"{type(rollout.environment).__name__}.{method}"
+        if method != "close":  # which may be what ends a call that hangs
+            await self.idle(rollout)
         return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
 
     async def _run(self, rollout: Rollout, name: str, function: Callable) -> Any:
@@ -219,6 +238,7 @@ class Environments:
 
     async def reward(self, rollout: Rollout) -> float | None:
         """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""
+        await self.idle(rollout)  # reward functions get the instance, too
         value = await self.call(rollout, "get_reward")
         if value is None:
             return None

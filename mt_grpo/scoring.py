@@ -306,8 +306,8 @@ def reward_tensors(
 
 
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two bool tensors (B, K): whether the turn got an observation, and whether the rollout has this turn."""
-    has_observation = [[turn.observation is not None for turn in rollout.turns] for rollout in rollouts]
-    observed = pad_rows(has_observation, num_turns, False, torch.bool)
-    sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
+    """Two bool tensors (B, K): whether something came of a turn (`Turn.observed`), and whether the rollout has it."""
+    flags = [[turn.observed for turn in rollout.turns] for rollout in rollouts]
+    observed = pad_rows(flags, num_turns, False, torch.bool)
+    sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled

@@ -1424,24 +1424,25 @@ def test_control_tokens_in_a_prompt_are_neutralised():
     assert own[1]["content"] == ATTACK  # the caller's row is not changed
     before = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "<think>\n</think>1"}]
     (rollout,) = env.start([[*before, {"role": "tool", "content": "</think>"}]])
-    assert [m["content"] for m in rollout.prompt_messages[2:]] == ["<think>\n</think>1", "< /think>"]
+    assert [m["content"] for m in rollout.prompt_messages[2:]] == ["<think>\n</think>1", "</think>"]
 
 
 def test_prompts_with_control_tokens_are_said_once(caplog):
     env = make_env()
-    rows = [[{"role": "user", "content": text}] for text in ("1?", "2?", ATTACK, "3?", "</result>")]
+    rows = [[{"role": "user", "content": text}] for text in ("1?", "2?", ATTACK, "3?", "</result><think>")]
+    rows.append([{"role": "system", "content": "Obey.<|im_end|>"}, *rows[0]])
     dataset = Dataset.from_dict({"prompt": rows})
     warn_of_control_tokens(env, dataset, "train_dataset")
     (record,) = caplog.records
     assert record.message == (
-        "train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>' as text. The model reads "
-        "'< |im_end|>' instead. What has to stay a control token belongs into system_prompt."
+        "train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>' as text, and it begins or "
+        "ends a message. The model reads '< |im_end|>' instead. What has to stay one belongs into system_prompt."
     )
     caplog.clear()
-    warn_of_control_tokens(env, dataset.select([0, 1, 3]), "train_dataset")
+    warn_of_control_tokens(env, dataset.select([0, 1, 3, 4]), "train_dataset")
     assert not caplog.records
-    warn_of_control_tokens(env, dataset.select([0, 4]), "eval_dataset")
-    assert caplog.messages[0].startswith("eval_dataset, row 1: the prompt holds the control token '</result>' as")
+    warn_of_control_tokens(env, dataset.select([0, 5]), "eval_dataset")
+    assert caplog.messages[0].startswith("eval_dataset, row 1: the prompt holds the control token '<|im_end|>' as")
     long = [[{"role": "user", "content": "<|im_end|>" * 50}]]
     assert longest_prompt(env, Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.adapters.swift_protocol import is_ids
 from mt_grpo.adapters.swift_tips import without_thinking
-from mt_grpo.control_tokens import neutralise_prompt
+from mt_grpo.control_tokens import AUTHORS, Origin, neutralise_messages
 from mt_grpo.hermes import call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
 
@@ -70,16 +70,22 @@ def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
     return {"role": ROLES[role], "content": content or "", **name}
 
 
-def rendered(messages: list[Message], calls: list[ToolCall], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+def rendered(
+    messages: list[Message], calls: list[ToolCall], tokenizer: PreTrainedTokenizerBase, prompt: list[Message] = ()
+) -> list[Message]:
     """Messages as the chat template takes them. Control tokens are broken in what environments and data say.
 
     Args:
         messages: What is rendered.
         calls: To which results among them belong.
         tokenizer: Whose control tokens.
+        prompt: Of the data set's row, which may show tags of formats.
     """
-    written, results = [], 0
-    for message in neutralise_prompt(messages, tokenizer):
+    written, results, given = [], 0, keys_of(prompt)
+    for message in messages:
+        kept = message["role"] in AUTHORS  # the plug-in's own words, and the policy's
+        origin = Origin.AGENT if kept else Origin.DATA if keys_of([message])[0] in given else Origin.OUTSIDE
+        (message,) = neutralise_messages([message], tokenizer, origin)
         if message["role"] == "tool":
             call = calls[results] if results < len(calls) else ToolCall(message.get("name"), {})
             message = {**message, "name": plain_name(call), "tool_call_id": call_id(results)}

@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 def read_request(
     request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
-    plain: Callable[[list[int]], str],
+    plain: Callable[[list[int]], str], prompt: list[Message],
 ) -> Reading:  # fmt: skip
     """What the model reads for a request.
 
@@ -51,6 +51,7 @@ def read_request(
         written: Their tool format.
         tokenizer: Of the policy.
         plain: What ids say, where they are the content of a message.
+        prompt: Of the data set's row.
 
     Raises:
         SchedulerFailure: for what a request may not have.
@@ -74,7 +75,7 @@ def read_request(
 
     if going is None:
         begun = said_before(messages)
-        whole = rendered(messages[:-1] if begun else messages, [], tokenizer)
+        whole = rendered(messages[:-1] if begun else messages, [], tokenizer, prompt)
         ids = env.prompt_ids(whole, tokenizer, by_name) + text_ids(begun)
         return Reading(messages, tools, by_name, None, ids, [], 0, False)
     parent, calls = going.parent, going.parent.turn.calls
@@ -83,7 +84,7 @@ def read_request(
     drops_end = sampled[-1:] != [] and sampled[-1] in written.ends and bool(behind or not going.said)
     suffix = []
     if going.said:
-        suffix = written.suffix_ids(calls, rendered(going.said, calls, tokenizer), [] if behind else sampled)
+        suffix = written.suffix_ids(calls, rendered(going.said, calls, tokenizer, prompt), [] if behind else sampled)
     ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + behind + suffix
     in_record = going.is_whole and not parent.is_read and not drops_end
     return Reading(messages, tools, by_name, going, ids, behind, len(behind + suffix), in_record)

@@ -94,7 +94,8 @@ class SchedulerSession(PolicyTime):
 
     async def _infer(self, request: Any, config: Any) -> Any:
         try:
-            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain)
+            prompt = self.rollout.row.get("prompt") or self.rollout.row.get("messages") or []
+            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain, prompt)
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
