@@ -17,6 +17,7 @@ from mt_grpo.adapters.verl_tools import BaseTool
 from mt_grpo.tool_threads import run_tool
 
 logger = logging.getLogger(__name__)
+NO_CALL = "no tool call"
 READ_OF = 300  # the last characters of a solution
 
 
@@ -90,9 +91,13 @@ class Gsm8kTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Check the argument `answer`."""
+        return await self.judge(instance_id, parameters, "#### ")
+
+    async def judge(self, instance_id: str, parameters: dict[str, Any], mark: str) -> tuple[Any, float, dict]:
+        """What `execute` gives for an answer that is scored behind this mark."""
         state, answer = self._instance_dict[instance_id], parameters.get("answer", "")
         answer = answer if isinstance(answer, str) else str(answer)
-        state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
+        state["response"] = answer if answer.startswith(mark) else mark + answer
         reward = await self.calc_reward(instance_id)
         state = self._instance_dict[instance_id]  # a subclass may have put another one there
         given, state["reward"] = 0.0 if reward > state["reward"] else -0.05, reward
@@ -106,6 +111,19 @@ class Gsm8kTool(BaseTool):
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget a conversation. Raises `KeyError` for one that is not there."""
         del self._instance_dict[instance_id]
+
+
+class Geo3kTool(Gsm8kTool):
+    """The same for Geometry3K. Its answers are judged by mathruler."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Check the argument `answer`."""
+        return await self.judge(instance_id, parameters, "")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """1 where the last answer is right."""
+        state, geo3k = self._instance_dict[instance_id], importlib.import_module("verl.utils.reward_score.geo3k")
+        return geo3k.compute_score(state["response"], state["ground_truth"], use_boxed=False, format_score=0.0)
 
 
 class SearchTool(BaseTool):
@@ -166,6 +184,41 @@ class Gsm8kInteraction(BaseInteraction):
         """1 where the last answer is right. One that is no text, as a message without content, has none."""
         state = self._instance_dict[instance_id]
         return score_of(state["response"] or "", state["ground_truth"], "strict")
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget a conversation. Raises `KeyError` for one that is not there."""
+        del self._instance_dict[instance_id]
+
+
+class WeatherInteraction(BaseInteraction):
+    """Ends after one turn, with the score 1 where a tool was called."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        """Begin a conversation."""
+        instance_id = str(uuid.uuid4()) if instance_id is None else instance_id
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Look for a tool's result."""
+        results = [message.get("content") for message in messages if message.get("role") == "tool"]
+        self._instance_dict[instance_id]["response"] = results[-1] if results else NO_CALL
+        score = await self.calculate_score(instance_id)
+        if score == 1.0:
+            return True, "Thank you for your weather query!", score, {}
+        return True, "Please use the weather tool to get the weather information.", score, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """1 where a tool was called."""
+        return 0.0 if self._instance_dict[instance_id]["response"] == NO_CALL else 1.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Forget a conversation. Raises `KeyError` for one that is not there."""
