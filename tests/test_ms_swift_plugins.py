@@ -10,16 +10,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_ms_swift import TOKENIZER, run
 
 from mt_grpo.adapters import swift_paths
 from mt_grpo.adapters.ms_swift import ScheduledConversation
-from mt_grpo.adapters.swift_recipe import as_reward, columns_of, completions_of
+from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_loss import LossMask, LossScale
+from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of
+from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
 from mt_grpo.plugins import import_file
+from mt_grpo.rollout import Turn
 from mt_grpo.scoring import run_rewards
 
 PLUGINS = Path(__file__).resolve().parents[1] / "../shared/data/plugins/ms_swift"
 needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
 swift_paths.install()
+
+
+@pytest.fixture(autouse=True)
+def registries():
+    """What plug-ins register is of their test."""
+    found = [swift_paths.ALL[name] for name in ("orms", "multi_turns", "envs", "rm_plugins", "context_managers")]
+    before = [dict(each) for each in found]
+    yield
+    for registry, entries in zip(found, before):
+        registry.clear()
+        registry.update(entries)
 
 
 def said(*texts):
@@ -125,3 +141,106 @@ def test_no_example_reward_is_left_out():
     import_file(str(PLUGINS / "plugin.py"), "external_plugins")
     with pytest.raises(ValueError, match="reward_funcs: 'external_code_reward' raised AssertionError: The e2b"):
         as_reward("external_code_reward", SimpleNamespace(), SimpleNamespace())
+
+
+# -- what schedulers get, and what they may not have --
+
+SQUARE = {"type": "function", "function": {"name": "square", "description": "Squares a number.", "parameters": {
+    "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "column", [[SQUARE], json.dumps([SQUARE]), [json.dumps(SQUARE)]], ids=["list", "text", "texts"]
+)
+def test_calls_are_objects_and_tools_may_be_json_text(column):
+    """The documented forms: a call's attributes, as of ms-swift, and a column of JSON text."""
+    seen = []
+
+    class Squares(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            (call,) = response_choice.message.tool_calls
+            seen.append((call.type, call.function.name, call.function.arguments, bool(call.id)))
+            squared = json.loads(call.function.arguments)["number"] ** 2
+            infer_request.messages.append({"role": "tool", "content": str(squared)})
+            return {"infer_request": infer_request}
+
+    call = '<tool_call>\n{"name": "square", "arguments": {"number": 7}}\n</tool_call>'
+    rollout, llm = run(Squares, call, "It is 49.", row={"tools": column}, max_turns=2)
+    assert seen == [("function", "square", '{"number": 7}', True)]
+    first, second = (TOKENIZER.decode(read) for read, _ in llm.asked)
+    assert '"name": "square"' in first and "Squares a number." in first  # the model read the tool
+    assert "49" in second.removeprefix(first) and len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize("column", ["no JSON", "7", [7], {"square": 1}.keys()])
+def test_tools_that_are_none_are_said(column):
+    class Stops(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            raise AssertionError
+
+    with pytest.raises(SchedulerFailure, match="The row's tools is .*expected a list of tools, or JSON text"):
+        run(Stops, "1", row={"tools": column}, max_turns=1)
+
+
+def test_a_scheduler_with_its_own_async_infer_is_refused_by_name():
+    """A tree for the whole batch would never be called, and another conversation would be trained."""
+
+    class Tree(MultiTurnScheduler):
+        async def async_infer(self, infer_requests, request_config, *, use_tqdm=None, **kwargs):
+            return await super().async_infer(infer_requests[:1], request_config, **kwargs)
+
+        async def run(self, infer_request, request_config, **kwargs):
+            raise AssertionError
+
+    class Inherits(Tree):
+        pass
+
+    for cls in (Tree, Inherits):
+        with pytest.raises(ValueError, match=f"'tree': {cls.__name__} has an async_infer of its own"):
+            check_scheduler(cls, "tree")
+
+    class Plain(RolloutScheduler):
+        pass
+
+    check_scheduler(Plain, "plain")  # the base's own is no reason
+
+
+# -- the mask of a part of a text --
+
+TEXTS = {1: "abc", 2: "def", 3: "g"}
+BYTES = {10: "\N{REPLACEMENT CHARACTER}", 11: "é"}  # two ids of one character: the first alone is no text yet
+
+
+class Part(LossScale):
+    def __init__(self, start, end):
+        super().__init__()
+        self.start, self.end = start, end
+
+    def get_loss_scale(self, context, *args, **kwargs):
+        start, end = self.start, self.end
+        return [context[:start], context[start:end], context[end:]], [1.0, 0.0, 1.0]
+
+
+class Written:
+    ends = frozenset({99})
+
+    def text(self, ids):
+        text = "".join(TEXTS.get(token, "") for token in ids if token < 10)
+        whole = sum(token in BYTES for token in ids)
+        return text + ("é" * (whole // 2) + "\N{REPLACEMENT CHARACTER}" * (whole % 2))
+
+
+@pytest.mark.parametrize(
+    "ids, part, mask",
+    [
+        ([1, 2], (0, 6), [0, 0]), ([1, 2], (0, 3), [0, 1]), ([1, 2], (3, 6), [1, 0]),
+        ([1, 2], (1, 6), [1, 0]), ([1, 2], (1, 3), [1, 1]), ([1, 2], (0, 5), [0, 1]), ([1, 2], (2, 4), [1, 1]),
+        ([1, 2, 3], (1, 7), [1, 0, 0]), ([1, 2, 3], (2, 6), [1, 0, 1]), ([1, 3, 2], (3, 4), [1, 0, 1]),
+        ([1, 10, 11], (3, 4), [1, 0, 0]), ([1, 10, 11], (0, 3), [0, 1, 1]), ([1, 10, 11], (2, 4), [1, 0, 0]),
+        ([1, 2, 99], (0, 6), [0, 0, 1]),  # an end of turn is no text
+    ],
+)  # fmt: skip
+def test_an_id_is_masked_where_all_of_its_text_is(ids, part, mask):
+    written = Written()
+    turn = Turn(ids, None, written.text(ids), "stop")
+    assert LossMask("default", (Part(*part),)).mask(turn, None, True, written) == mask
