@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.chat_messages import tool_call
-from mt_grpo.control_tokens import find_control, neutralise
+from mt_grpo.control_tokens import Origin, find_control, neutralise
 from mt_grpo.hermes import HermesFormat, call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
 
@@ -86,4 +86,6 @@ def texts_of(value: Any) -> Iterator[str]:
 
 def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """An agent's tools as a tool format takes them: their schemas, as they were sent."""
-    return {tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"]) for tool in tools}
+    return {
+        tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"], origin=Origin.AGENT) for tool in tools
+    }
