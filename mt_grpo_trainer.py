@@ -56,7 +56,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.ahead import AheadTrainer
 from mt_grpo.control_tokens import Origin, neutralise
-from mt_grpo.data import load_splits, with_prompts
+from mt_grpo.data import load_splits
 from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.first_batch import preflight_settings, run_preflight
@@ -95,7 +95,16 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.run_log import conversation_metrics, credit_metrics, mean_per_rollout, staleness_metrics
+from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
+from mt_grpo.run_log import (
+    EvaluationMetrics,
+    RewardUse,
+    conversation_columns,
+    conversation_metrics,
+    credit_metrics,
+    mean_per_rollout,
+    staleness_metrics,
+)
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
@@ -104,7 +113,7 @@ from mt_grpo.settings import absolute, check_mappings, check_ranges
 from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
 from mt_grpo.token_checks import check_rollouts
 from mt_grpo.tool_results import as_result, error_text
-from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.tool_threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.vllm_server import ServerConnection
 from mt_grpo.watch import run_reports
@@ -283,6 +292,7 @@ class MultiTurnToolEnv:
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
             reply = await self.ask(rollout, turn)
+            turn.went_on = bool(reply.messages or reply.continuation or reply.history)
             rollout.stop_reason = self.end(rollout, turn, reply, llm)
             if rollout.stop_reason is not None:
                 turn.messages = []  # nobody reads them
@@ -343,6 +353,8 @@ class MultiTurnToolEnv:
             if not is_own_method(call, rollout):
                 return await self.call_tool(call, rollout.tools)
             async with own:
+                await self.environments.idle(rollout)
+                GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
         results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])
@@ -530,7 +542,7 @@ class MultiTurnToolEnv:
 #
 #   outcome      norm(R^O)                           GRPO, outcome rewards only (GRPO-OR in arXiv 2505.11821)
 #   merged       norm(R^O + R^T)                     one advantage from the sum of everything (GRPO-MR)
-#   mt_grpo      norm(R^O) + c * norm(r_k)           turns that got an observation (eq. 5 of the paper)
+#   mt_grpo      norm(R^O) + c * norm(r_k)           turns that were given a number (eq. 5 of the paper)
 #                norm(R^O)                           the other turns of such a rollout
 #                norm(R^O + c * R^T)                 rollouts without any observation
 #   turn_return  norm(R^O) + c * norm(G_k)           over the rollouts of the group that sampled turn k
@@ -604,7 +616,7 @@ class RewardTable:
     outcome: torch.Tensor  # (N,) R^O
     rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
     turn: torch.Tensor  # (N, K) turn rewards given per turn
-    observed: torch.Tensor  # (N, K) bool: the turn got an observation
+    observed: torch.Tensor  # (N, K) bool: something came of the turn (`Turn.observed`)
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
     group_size: int = 0  # G; `turn_advantages` sets it, and the scaling
@@ -697,19 +709,20 @@ def merged_advantages(rewards: RewardTable, coef: float, discount: float) -> tor
 
 @credit_estimator("mt_grpo", reads=("turn_advantage_coef",))
 def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it got an observation.
+    """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it was given a number.
 
-    A turn's own reward is compared with the same turn of the rollouts that got an observation there too, and with
-    nothing later: it says which call is better, not whether to call again. A rollout that never called a tool gets
-    `norm(R^O + c R^T)`, as in the paper's code at c = 1. So a call's own worth is credited only in part, by the share
-    of the group that calls. In the example turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
+    A turn's number is compared with those of the same turn in the group, and with nothing later: it says which call is
+    better, not whether to call again. None is no number. A number that is alone at its turn moves nothing. A rollout
+    without any observation, that never called a tool, gets `norm(R^O + c R^T)`, as in the paper's code at c = 1. So
+    where only calls are paid, a call's own worth is credited in part, by the share of the group that calls. In the
+    example turn 0 is 0.2 against 0.4; in turn 1 A's call is alone.
 
     >>> mt_grpo_advantages(doctest_batch(), 1.0, 1.0)
     tensor([[ 0.4000,  0.5000,  0.5000],
             [-0.4000, -0.5000, -0.5000]])
     """
     outcome = rewards.norm(rewards.outcome)[:, None]  # (N, 1)
-    per_turn = rewards.norm(rewards.turn.where(rewards.observed, NAN))  # (N, K)
+    per_turn = rewards.norm(rewards.turn)  # (N, K), of the rollouts with a number at turn k
     per_rollout = rewards.rollout_turn_advantages()
     no_call = rewards.norm(rewards.outcome + coef * rewards.turn_total)[:, None]
     has_observation = rewards.observed.any(1, keepdim=True)
@@ -794,6 +807,43 @@ def turn_advantages(
     return torch.where(missing, 0.0, advantages)
 
 
+def numbers_that_count(
+    rewards: RewardTable, credit_assignment: str, group_size: int, coef: float, discount: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
+
+    The estimator itself is asked, by the gradients of its advantages, so a new one has nothing to declare. It is asked
+    at random numbers in the places of those that were given, without scaling: that two numbers happen to be equal, or
+    that a group of two has no more than a sign, does not count.
+
+    >>> masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
+    >>> masks["turn"]  # A's 0.6 is alone at its turn
+    tensor([[ True, False, False],
+            [ True, False, False]])
+    >>> numbers_that_count(doctest_batch(), "outcome", 2, 1.0)["turn"].any(), masks["outcome"].all()
+    (tensor(False), tensor(True))
+    """
+    generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64)
+
+    names = ("outcome", "rollout_turn", "turn")
+    with torch.enable_grad():
+        given = {name: getattr(rewards, name).cpu() for name in names}
+        asked = {name: drawn(x).where(~x.isnan(), NAN).requires_grad_() for name, x in given.items()}
+        facts = {name: getattr(rewards, name).cpu() for name in ("observed", "sampled", "state")}
+        table = dataclasses.replace(rewards, **asked, **facts)
+        advantages = turn_advantages(table, credit_assignment, group_size, coef, "none", discount)
+        probe = (advantages * drawn(advantages) * facts["sampled"]).sum()  # a random sum, in which nothing cancels
+        moves = (
+            torch.autograd.grad(probe, list(asked.values()), allow_unused=True) if probe.requires_grad else [None] * 3
+        )
+    masks = [torch.zeros_like(x, dtype=torch.bool) if move is None else move.abs() > 1e-12
+             for x, move in zip(asked.values(), moves)]  # fmt: skip
+    return {name: mask.to(rewards.outcome.device) for name, mask in zip(names, masks)}
+
+
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
     """Spread turn advantages (B, K) over tokens: (B, C), 0 where `turn_ids` (B, C) is -1 (environment, padding).
 
@@ -873,6 +923,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         self._reward_table: RewardTable | None = None  # of the same batch, all ranks
         self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
         self._weight_counter = WeightCounter()
+        self._columns: torch.Tensor | None = None  # (N, 12), of the conversations of the same batch
+        self._evaluation = EvaluationMetrics()
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
@@ -884,12 +936,17 @@ class MTGRPOEnvTrainer(AheadTrainer):
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
         super().__init__(
-            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, processing_class=tokenizer, optimizers=optimizers, peft_config=peft_config,
-            callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=for_trl(train_dataset),
+            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
+            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+        setting = f"credit_assignment={args.credit_assignment}"
+        if self.turn_advantage_coef == 0:
+            setting += ", turn_advantage_coef=0"
+        self._reward_use = RewardUse(self.reward_func_names, weights, setting)
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
@@ -961,11 +1018,11 @@ class MTGRPOEnvTrainer(AheadTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        self._rows = inputs = with_prompts(inputs)
         if self.args.max_staleness and self.model.training:
-            self._rows = inputs = self._rows_of_step(inputs)
+            inputs = self._rows_of_step(inputs)
+        self._rows = inputs
         try:
-            output = super()._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(rows_for_trl(inputs))
         finally:
             self.env.close(self._rollouts)
         group_size, args = self._group_size, self.args
@@ -989,7 +1046,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         self._rollouts = rollouts = self._roll_out(self._rows)
-        metrics, num_tokens = conversation_metrics(rollouts, self.accelerator)
+        self._columns = conversation_columns(rollouts, self.accelerator)  # (N, 12)
+        metrics, num_tokens = conversation_metrics(self._columns)
         self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
@@ -1079,7 +1137,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         rollouts = []
         try:
             chosen = [rows[i] for i in indices]
-            started = self.env.start([row["prompt"] for row in chosen], rows=chosen)
+            started = self.env.start(prompts_of(chosen), rows=chosen)
             for rollout in started:
                 if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
                     raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
@@ -1129,8 +1187,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
-        columns |= {
+        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
+        columns = column_lists(self._rows, self.train_dataset if self.model.training else evaluated) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
             "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],
@@ -1171,6 +1229,15 @@ class MTGRPOEnvTrainer(AheadTrainer):
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
         self._logged_rewards = logged
+        if self.model.training:
+            counts = numbers_that_count(
+                self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
+                self.args.turn_discount,
+            )  # fmt: skip
+            metrics, texts = self._reward_use.add(whole, per_turn, counts)
+            self._log_metrics(metrics)
+            for text in texts if self.accelerator.is_main_process else []:
+                logger.warning(text)
         return logged
 
     # -- 3.4 logging --
@@ -1180,7 +1247,11 @@ class MTGRPOEnvTrainer(AheadTrainer):
     ) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
-        self._log_metrics(credit_metrics(output, advantages, group_size, self.accelerator, ratio_limit))
+        self._log_metrics(credit_metrics(output, self._owners, len(inputs), group_size, self.accelerator, ratio_limit))
+        if not self.model.training:
+            loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
+            total = len(loader.dataset) * group_size if loader is not None else None
+            self._evaluation.add(self._metrics["eval"], self._columns, self._logged_rewards, total)
         log_rollouts(self, inputs, output, advantages, group_size)
         self._wrote_rollouts = True
         mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
@@ -1188,6 +1259,12 @@ class MTGRPOEnvTrainer(AheadTrainer):
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(self.accelerator.gather(mean_advantages).tolist())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`. The metrics of an evaluation are means over its rollouts, and not of the means of batches."""
+        if not self.model.training:
+            self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
+        super().log(logs, start_time)
 
 
 # =====================================================================================================================
@@ -1231,6 +1308,7 @@ class VLLMServerClient(ServerConnection):
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
         super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout)
         self.tokenizer = tokenizer
+        self.vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)
@@ -1253,7 +1331,9 @@ class VLLMServerClient(ServerConnection):
 
         asked = self.policy_version
         generation = await self._post(
-            "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
+            "/v1/completions",
+            payload,
+            lambda answer: read_completion(answer, len(prompt_ids), max_tokens, self.vocab_size),
         )
         return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 
@@ -1341,6 +1421,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
         default=None, metadata={"help": "System message, with {tool_descriptions} filled in. None: the built-in one"}
     )
     dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
+    dataset_drop_none: bool = field(default=False, metadata={"help": "Rows of the Hub lose their keys that are None"})
     eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
     preflight: bool = field(default=False, metadata={"help": "Say what the run will do, roll out once, and end"})
 

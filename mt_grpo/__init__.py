@@ -11,6 +11,7 @@ A module imports only from modules that stand above it in this list.
     locks            lock files in places where others may write
     output           the output directory of one run; streams that outlive their readers
     json_types       type hints: those of JSON itself, their names, values from YAML
+    rows             rows as they were written, without a table's types
     data             training and test rows
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
@@ -40,6 +41,7 @@ A module imports only from modules that stand above it in this list.
     weight_sync      push, check, push again after a restart
     prefetch         running conversations; a later batch of the data, seen early
     progress         one line per log, and what the run is doing
+    reward_calls     a reward in the main thread, within a time limit
     scoring          running reward functions, and checking what they return
     records          rollouts as rows of the loss, in passes
     text_check       a record's text against the chat template's

@@ -24,11 +24,11 @@ from mt_grpo.admission import (
     slot_kinds,
     write_in_flight,
 )
-from mt_grpo.data import with_prompts
 from mt_grpo.nodes import checkpoint_of_all_ranks
 from mt_grpo.prefetch import LookAhead, RolloutBatch
 from mt_grpo.ranks import RunError
 from mt_grpo.resume import ResumableTrainer
+from mt_grpo.rows import prompts_of
 
 
 class BetweenBatches(TrainerCallback):
@@ -128,7 +128,7 @@ class AheadTrainer(ResumableTrainer):
             return taken
         if not self._in_flight:
             return None
-        if self._in_flight[0].prompts != [row["prompt"] for row in rows]:
+        if self._in_flight[0].prompts != prompts_of(rows):
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         return self._in_flight.popleft()
 
@@ -149,7 +149,7 @@ class AheadTrainer(ResumableTrainer):
         """
         upcoming = self._batches.next_rollouts(self.args.max_staleness)
         started = max(len(self._in_flight) - 1, 0)  # the first one in flight is this step's
-        self._next_rows = [with_prompts(inputs) for inputs in upcoming[started : self._batches_left - 1]]
+        self._next_rows = upcoming[started : self._batches_left - 1]
 
     def _prefetch(self) -> None:
         """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
@@ -162,7 +162,7 @@ class AheadTrainer(ResumableTrainer):
         def start() -> None:
             for rows in batches:
                 self._in_flight.append(self._start_rollouts(rows, list(range(len(rows)))))
-                self._in_flight[-1].prompts = [row["prompt"] for row in rows]
+                self._in_flight[-1].prompts = prompts_of(rows)
 
         self._on_all_ranks(start, "Rollouts")
 
@@ -214,8 +214,8 @@ class AheadTrainer(ResumableTrainer):
             return
         self._prompts = EpochPrompts(epoch, order, trained)
         expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
-        prompts = [row["prompt"] for row in with_prompts([self.train_dataset[k] for k in expected])]
-        if expected and prompts != [row["prompt"] for row in rows]:
+        prompts = prompts_of(self.train_dataset[k] for k in expected)
+        if expected and prompts != prompts_of(rows):
             raise RunError("late_groups: admit: the batch is of other prompts than the trainer's own sampler gives.")
         self._to_save = self._prompts.state([], num_prompts)
 
@@ -223,7 +223,7 @@ class AheadTrainer(ResumableTrainer):
         """Start whole batches until `wanted` groups are in flight, or all of the epoch's are."""
         while len(self._in_flight) < wanted and self._prompts.left >= len(slots):
             prompts = [self._prompts.take() for _ in slots]
-            rows = with_prompts([self.train_dataset[prompts[slot]] for slot in slot_of_row])
+            rows = [self.train_dataset[prompts[slot]] for slot in slot_of_row]
             for slot, (prompt, kind) in enumerate(zip(prompts, slots)):
                 own = [i for i, of in enumerate(slot_of_row) if of == slot]
                 batch = self._start_rollouts(rows, own) if own else None

@@ -81,6 +81,7 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
+    unused = trainer._reward_use.unused
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
@@ -97,7 +98,8 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
         "first/call_error": shown(r for r in results if r.error == "call"),
         "first/environment_error": next((str(r.error)[:MOST_SHOWN] for r in rollouts if r.error is not None), ""),
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
-        "rewards/varied": varied,
+        "rewards/varied": varied, "rewards/unused": ", ".join(unused),
+        "rewards/varied_and_used": [name for name in varied if name not in unused],
         "tokens/differ": sum(facts.get(f"tokens/{check}_differ", 0.0) for check in ("ids", "mask", "text")),
     }  # fmt: skip
 

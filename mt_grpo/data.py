@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from mt_grpo.json_types import fits_type
+from mt_grpo.rows import DataRow, JsonLines, Rows, check_images, without_padding
 
 
 def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:
@@ -83,6 +85,10 @@ def check_prompt(prompt: Any, where: str) -> None:
                     f"{where}: a prompt must be a list of messages with role and content, which are text, got "
                     f"{key}: {message.get(key)!r:.100} in {message!r:.200}."
                 )
+            try:
+                message[key].encode()
+            except UnicodeEncodeError as error:  # JSON can hold half of a pair of surrogates; no tokenizer reads it
+                raise ValueError(f"{where}: the {key} of a message is no text: {error}.") from None
 
 
 def plain_content(content: Any, where: str) -> Any:
@@ -97,18 +103,18 @@ def plain_content(content: Any, where: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
-def to_row(row: dict[str, Any], where: str, needs_prompt: bool = True) -> dict[str, Any]:
-    """One training row from a row of TriviaQA, of GSM8K, with a plain question and answer, or with a prompt.
+def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
+    """One row of training: all that the data's row has, as it is, and a `prompt` of messages.
 
-    Raises `ValueError` for a row of any other form, unless it needs no prompt; `where` names the row in the message.
+    The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
+    Raises `ValueError` for a row without them, unless it needs no prompt; `where` names the row in the message.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
-    '4'
-    >>> to_row({"question": "Who?", "answer": {"value": "Ada", "aliases": ["Ada", "Lovelace"]}}, "")["answer"]
-    ['Ada', 'Lovelace']
+    'It is 2 and 2.\\n#### 4'
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where} is {row!r:.100}, expected an object with 'question' and 'answer', or 'prompt'.")
+    check_images(row, where)
     if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
         return row
     if "prompt" in row:
@@ -123,23 +129,29 @@ def to_row(row: dict[str, Any], where: str, needs_prompt: bool = True) -> dict[s
         return {**row, "prompt": prompt}
     if "question" not in row or "answer" not in row:
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
-    answer = row["answer"]
-    if isinstance(answer, dict):  # TriviaQA
-        if "value" not in answer:
-            raise ValueError(f"{where}: answer has {sorted(answer)}, expected 'value' and 'aliases'.")
-        aliases = answer.get("aliases") or []
-        if not fits_type(aliases, list[str]) or not isinstance(answer["value"], str):
-            raise ValueError(
-                f"{where}: answer is {answer!r:.100}, expected text as 'value', a list of it as 'aliases'."
-            )
-        answer = list(dict.fromkeys([answer["value"], *aliases]))
-    elif isinstance(answer, str) and "####" in answer:  # GSM8K
-        answer = answer.rpartition("####")[2].strip().replace(",", "")
     question = row["question"]
-    if not isinstance(question, str) or not question.strip() or answer is None:
-        key, value = ("answer", answer) if answer is None else ("question", question)
-        raise ValueError(f"{where}: {key} is {value!r:.100}, expected {'one' if key == 'answer' else 'text'}.")
-    return {**row, "prompt": [{"role": "user", "content": question}], "question": question, "answer": answer}
+    if not isinstance(question, str) or not question.strip() or row["answer"] is None:
+        key, expected = ("answer", "one") if row["answer"] is None else ("question", "text")
+        raise ValueError(f"{where}: {key} is {row[key]!r:.100}, expected {expected}.")
+    prompt = [{"role": "user", "content": question}]
+    check_prompt(prompt, where)
+    return {**row, "prompt": prompt}
+
+
+def accepted_answers(answer: Any) -> list[str]:
+    """The texts that a row's `answer` accepts, in whichever of the known forms it is: for people, and for `evaluate`.
+
+    >>> accepted_answers("It is 2 and 2.\\n#### 1,004"), accepted_answers({"value": "Ada", "aliases": ["Lovelace"]})
+    (['1004'], ['Ada', 'Lovelace'])
+    >>> accepted_answers(["a", "b"]), accepted_answers(7), accepted_answers(None)
+    (['a', 'b'], ['7'], [])
+    """
+    if isinstance(answer, dict) and "value" in answer:  # TriviaQA
+        answer = [answer["value"], *(answer.get("aliases") or [])]
+    if isinstance(answer, str) and "####" in answer:  # GSM8K
+        answer = answer.rpartition("####")[2].strip().replace(",", "")
+    answers = answer if isinstance(answer, list) else [answer]
+    return list(dict.fromkeys(str(each) for each in answers if each is not None))
 
 
 MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
@@ -151,9 +163,14 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 
 
 def load_rows(
-    name: str, split: str, size: int | None = None, config: str | None = None, needs_prompt: bool = True
-) -> Dataset:
-    """Training or test rows with `prompt` (messages), `question` and `answer`.
+    name: str,
+    split: str,
+    size: int | None = None,
+    config: str | None = None,
+    needs_prompt: bool = True,
+    drop_none: bool = False,
+) -> Rows:
+    """Training or test rows with `prompt` (messages), and each column as the data has it.
 
     Args:
         name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
@@ -162,9 +179,10 @@ def load_rows(
         size: How many rows to take from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
+        drop_none: Rows of the Hub lose the keys that are None, which a table gives them for other rows' sake.
 
     Raises:
-        ValueError: The dataset does not exist or is empty, a line is not JSON, or a column is missing.
+        ValueError: The dataset does not exist or is empty, a line is not JSON, or a row is none.
     """
     hub = False
     if name in GENERATED_DATASETS:
@@ -173,21 +191,28 @@ def load_rows(
                 f"{name}: split {split!r}, size {size}. Expected train or test, at most {MOST_GENERATED} rows."
             )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
+        source = JsonLines(json.dumps(row).encode() for row in rows)
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
-        rows = read_jsonl(path, size)
+        source = JsonLines(json_lines(path, size))
     elif Path(name).is_file() or Path(name).suffix in (".csv", ".tsv", ".parquet", ".txt") or name[0] in "/.~":
         raise ValueError(
             f"dataset_name: {name!r} {'cannot be read' if Path(name).is_file() else 'does not exist'}. Expected JSON "
             f"lines (.jsonl, .json), a folder of them, {', '.join(GENERATED_DATASETS)}, or a Hub name."
         )
     else:
-        hub, rows = True, load_from_hub(name, split, size, config)
-    if config and not hub:
-        raise ValueError(f"dataset_config={config!r} has no effect with dataset_name: {name!r}. Remove it.")
-    if not len(rows):
+        hub, source = True, load_from_hub(name, split, size, config)
+    for key, value in (("dataset_config", config), ("dataset_drop_none", drop_none)):
+        if value and not hub:
+            raise ValueError(f"{key}={value!r} has no effect with dataset_name: {name!r}. Remove it.")
+    if not len(source):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
-    return to_dataset([to_row(row, f"dataset {name!r}, row {i}", needs_prompt) for i, row in enumerate(rows)], name)
+    return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt, drop_none=drop_none))
+
+
+def made_row(row: DataRow, number: int, name: str, needs_prompt: bool, drop_none: bool) -> DataRow:
+    """The row of this number in a data set of this name (`to_row`)."""
+    return to_row(without_padding(row) if drop_none else row, f"dataset {name!r}, row {number}", needs_prompt)
 
 
 def empty_prompts(num_rows: int) -> Dataset:
@@ -195,14 +220,7 @@ def empty_prompts(num_rows: int) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_rows})
 
 
-def with_prompts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with the key `prompt`, which is empty where an environment brings the prompt."""
-    return [{**row, "prompt": row.get("prompt") or []} for row in rows]
-
-
-def load_splits(
-    script_args: Any, eval_strategy: str, needs_prompt: bool = True
-) -> tuple[Dataset | None, Dataset | None]:
+def load_splits(script_args: Any, eval_strategy: str, needs_prompt: bool = True) -> tuple[Rows | None, Rows | None]:
     """(training rows, test rows) of a recipe.
 
     The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
@@ -212,10 +230,10 @@ def load_splits(
     if not name:
         check_no_data(script_args, eval_strategy, needs_prompt)
         return None, None
-    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, config, needs_prompt)
+    how = {"config": config, "needs_prompt": needs_prompt, "drop_none": script_args.dataset_drop_none}
+    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
     if eval_strategy != "no":
-        size = script_args.eval_dataset_size
-        return train_rows, load_rows(name, script_args.dataset_test_split, size, config, needs_prompt)
+        return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, **how)
     if script_args.eval_dataset_size is not None:
         raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
     return train_rows, None
@@ -231,8 +249,8 @@ def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> N
         raise ValueError(
             f"eval_strategy={eval_strategy} needs test rows, and dataset_name is not set. Set one of them."
         )
-    for key in ("dataset_config", "dataset_size", "eval_dataset_size"):
-        if getattr(script_args, key) is not None:
+    for key in ("dataset_config", "dataset_size", "eval_dataset_size", "dataset_drop_none"):
+        if getattr(script_args, key) not in (None, False):
             raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
 
 
@@ -255,41 +273,35 @@ def load_from_hub(name: str, split: str, size: int | None, config: str | None) -
     return rows.select(range(min(size, len(rows)))) if size else rows
 
 
-def to_dataset(rows: list[dict[str, Any]], name: str) -> Dataset:
-    """The rows as a `Dataset`; a missing value becomes None. Raises `ValueError` for a column of mixed types."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))  # `from_list` reads only the first row's
-    try:
-        return Dataset.from_list([{key: row.get(key) for key in columns} for row in rows])
-    except (ValueError, TypeError, OverflowError) as error:
-        for key in columns:
-            first: dict[str, int] = {}
-            for i, row in enumerate(rows):
-                if row.get(key) is not None:
-                    first.setdefault(type(row[key]).__name__, i)
-            if len(first) > 1:
-                found = ", ".join(f"{kind} in row {i}" for kind, i in first.items())
-                raise ValueError(f"dataset {name!r}: {key!r} is {found}. Expected one type in all rows.") from error
-        raise ValueError(f"dataset {name!r} cannot be made a table: {error}") from error
+def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
+    """The first `size` lines of a file that hold an object of JSON (None: all), each as its bytes.
 
-
-def read_jsonl(path: Path, size: int | None) -> list[dict[str, Any]]:
-    """The first `size` objects of a file of JSON lines (None: all). Raises `ValueError` with the line's number."""
+    Raises `ValueError` with the line's number for a line that is none, and what is wrong with the file.
+    """
     if not path.is_file():
         raise ValueError(f"dataset_name: {str(path)!r} is not a file. Expected JSON lines with question and answer.")
-    rows, number = [], 0
+    number = found = 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                if size is not None and len(rows) >= size:
+                if size is not None and found >= size:
                     break
                 if text := line.decode("utf-8-sig").strip():  # with or without a byte order mark
-                    rows.append(json.loads(text))
-                    if not isinstance(rows[-1], dict):
+                    if not isinstance(read_json_line(text, path, number), dict):
                         raise ValueError(f"{path}, line {number} is {text:.80}, expected an object on each line.")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+                    found += 1
+                    yield text.encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}, line {number} is not UTF-8 text: {error}. Save the file as UTF-8.") from None
     except (OSError, RecursionError) as error:
         raise ValueError(f"{path}, line {number} cannot be read: {error}.") from error
-    return rows
+
+
+def read_json_line(text: str, path: Path, number: int) -> Any:
+    """What a line holds. Raises `ValueError` with the line's number, also for a number of too many digits."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} cannot be read: {error}.") from None

@@ -191,12 +191,28 @@ class Environments:
         if rollout.abandoned:
             self._close_now(rollout)
 
+    async def idle(self, rollout: Rollout) -> None:
+        """Wait for calls that were given up at their time limit: an instance has one call at a time.
+
+        Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
+        """
+        running = [future for future in rollout.given_up if not future.done()]
+        rollout.given_up.clear()
+        if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
+            raise EnvironmentFailure(
+                f"{type(rollout.environment).__name__}: a call that was given up at tool_timeout still runs after "
+                f"environment_timeout={self.timeout:g} s more. Its instance cannot be used meanwhile: give the method "
+                "a time limit of its own, or raise tool_timeout."
+            )
+
     async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
         function = getattr(rollout.environment, method, None)
         if function is None:
             return None
         name = f"{type(rollout.environment).__name__}.{method}"
+        if method != "close":  # which may be what ends a call that hangs
+            await self.idle(rollout)
         return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
 
     async def _run(self, rollout: Rollout, name: str, function: Callable) -> Any:
@@ -222,6 +238,7 @@ class Environments:
 
     async def reward(self, rollout: Rollout) -> float | None:
         """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""
+        await self.idle(rollout)  # reward functions get the instance, too
         value = await self.call(rollout, "get_reward")
         if value is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import re
@@ -15,10 +16,11 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
 
 from mt_grpo.control_tokens import Origin, forbidden_in, neutralise
-from mt_grpo.data import check_prompt, empty_prompts, with_prompts
+from mt_grpo.data import check_prompt, empty_prompts
 from mt_grpo.nccl_group import check_group_port
 from mt_grpo.ranks import on_main_process
 from mt_grpo.refusals import backend_of, check_ddp_timeout, check_sharding
+from mt_grpo.rows import IMAGE_COLUMNS, check_images
 from mt_grpo.scoring import check_reward_columns
 from mt_grpo.server_errors import ServerError
 from mt_grpo.server_pool import engine_ranks
@@ -36,6 +38,9 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """
     columns = getattr(dataset, "column_names", None)
     environments = getattr(env, "environments", None)
+    if images := [key for key in IMAGE_COLUMNS if key in (columns or ())]:
+        for i, row in enumerate(dataset.select_columns(images)):
+            check_images(row, f"{name}, row {i}")
     if environments is not None and columns is not None:
         environments.check_rows(dataset)
         if "prompt" not in columns and len(dataset):
@@ -44,9 +49,9 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
         raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty.")
-    for i, prompt in enumerate(dataset["prompt"]):
-        if prompt or environments is None:
-            check_prompt(prompt, f"{name}, row {i}")
+    for i, row in enumerate(dataset.select_columns(["prompt"])):
+        if row.get("prompt") or environments is None:
+            check_prompt(row.get("prompt"), f"{name}, row {i}")
 
 
 def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
@@ -88,7 +93,8 @@ def longest_prompt(env: Any, dataset: Any) -> int:
     """
     columns = [c for c in ("prompt", "environment") if c in dataset.column_names]
     rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
-    rows = sorted(with_prompts(rows), key=lambda row: -sum(len(m["content"]) for m in row["prompt"]))[:32]
+    rows = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
+    rows = heapq.nlargest(32, rows, key=lambda row: sum(len(m["content"]) for m in row["prompt"]))
     try:
         return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:
@@ -100,8 +106,8 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
     forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
     found = {}  # row -> its first control token
-    for row, prompt in enumerate(dataset["prompt"] if "prompt" in dataset.column_names else []):
-        contents = [m["content"] for m in prompt or [] if isinstance(m["content"], str)]
+    for row, columns in enumerate(dataset.select_columns(["prompt"]) if "prompt" in dataset.column_names else []):
+        contents = [m["content"] for m in columns.get("prompt") or [] if isinstance(m["content"], str)]
         if token := next(filter(None, map(forbidden.search, contents)), None):
             found[row] = token[0]
     if found:
@@ -196,6 +202,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
                 f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
                 f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
             )
+    client.vocab_size = getattr(ours, "vocab_size", None)
     text = '<tool>{"name": "x"}</tool> Ünï 123'
     payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
     tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])

@@ -189,6 +189,13 @@ READINGS = (
         "Raise max_env_steps, or tell the model how many calls it has.",
     ),
     Reading(
+        "unused rewards", ("rewards/unused", "credit/frac_groups_without_signal"), lambda f: bool(f["rewards/unused"]),
+        "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}.",
+        "What it rewards is not trained.",
+        "Choose another credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
+        lambda f: not f["rewards/varied_and_used"] and f["credit/frac_groups_without_signal"] >= 1.0,
+    ),
+    Reading(
         "constant rewards", ("rewards/constant", "credit/frac_groups_without_signal"),
         lambda f: not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0,
         "The rewards are the same for all rollouts: {rewards/constant}.",
@@ -199,7 +206,7 @@ READINGS = (
     ),
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
-        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied"]),
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
         "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
         "counts them.",
         "Advantages are differences within a group: all of them are 0.",

@@ -109,6 +109,7 @@ class Turn:
     after: int | None = None  # the turn that this one goes on from; None: the one before it
     trained: bool = True  # False: its tokens are only read, as those of observations
     mask: list[int] | None = None  # per token 1, or 0 for one that is only read; None: all ones
+    went_on: bool = False  # the other side replied to it, or went on from it, in whatever record
     reward: float | None = None  # from the environment's reply
     info: dict[str, Any] = field(default_factory=dict)  # from the environment's replies
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
@@ -128,6 +129,16 @@ class Turn:
             return None
         said = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
         return "\n".join(said)
+
+    @property
+    def observed(self) -> bool:
+        """Whether something came of this turn: a call was answered, or the other side replied or went on from it.
+
+        It is a fact about the conversation and not about what the model read: the last turn of a game, whose move was
+        made, is observed though nobody reads its result. `mt_grpo` asks which rollouts have such a turn, and a turn
+        reward that is one number per rollout is credited up to the first one (`RewardTable`).
+        """
+        return self.went_on or bool(self.results or self.messages or self.continuation)
 
     @property
     def error(self) -> str | None:
@@ -245,6 +256,7 @@ class Rollout(TurnTokens):
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
     error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`
     abandoned: bool = False  # a call into its environment was given up, and may still run
+    given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
 
     @property
     def failed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections import Counter
 from typing import Any
@@ -13,14 +14,15 @@ from accelerate.utils import gather_object
 
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.tensors import nanstd, nansum
 from mt_grpo.tool_threads import HUNG
 from mt_grpo.versions import versions_of
 
 logger = logging.getLogger(__name__)
 
 
-def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dict[str, float], int]:
-    """(metrics of the conversations, number of prompt tokens and sampled tokens), over all ranks. Collective.
+def conversation_columns(rollouts: list[Rollout], accelerator: Any) -> torch.Tensor:
+    """What `conversation_metrics` is made of, (N, 12), over all ranks. Collective.
 
     One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks.
     """
@@ -38,7 +40,12 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         ],
         device=accelerator.device, dtype=torch.float32,
     )  # fmt: skip
-    columns = accelerator.gather(columns)  # (N, 12)
+    return accelerator.gather(columns)
+
+
+def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
+    """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
+    reasons = list(StopReason)
     prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records, unclosed = columns.T
     truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
@@ -64,6 +71,71 @@ def conversation_metrics(rollouts: list[Rollout], accelerator: Any) -> tuple[dic
         **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
     }
     return metrics, int(prompt.sum() + trained.sum())
+
+
+class EvaluationMetrics:
+    """The metrics of an evaluation as of all its rollouts at once.
+
+    TRL logs the mean of what its batches gave, and the last batch is often smaller: 4 rollouts with the rewards 1, 0,
+    0 and 1 in batches of 3 and 1 give 0.667 in place of 0.5. Rewards and conversations are counted anew here, over all
+    rollouts; other metrics of batches are weighted by their number of rollouts.
+    """
+
+    def __init__(self):
+        self.columns: list[torch.Tensor] = []  # of each batch, (N, 12)
+        self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
+
+    def add(self, metrics: dict[str, list[float]], columns: torch.Tensor, rewards: torch.Tensor, total: int | None):
+        """Add a batch, whose metrics TRL has added to `metrics`.
+
+        With several ranks accelerate fills the last batch up with rows of the first one. They are left out here.
+
+        Args:
+            metrics: The trainer's, of evaluation.
+            columns: `conversation_columns` of the batch, (N, 12).
+            rewards: What the functions gave, (N, F).
+            total: The number of rollouts of the whole evaluation; None if it is not known.
+        """
+        if len(metrics["reward"]) == 1:  # the first batch of an evaluation; one that was broken off leaves nothing
+            self.columns, self.rewards = [], []
+        real = None if total is None else max(total - sum(map(len, self.rewards)), 0)
+        self.columns.append(columns[:real].cpu())
+        self.rewards.append(rewards[:real].cpu())
+
+    def finish(self, metrics: dict[str, list[float]], names: list[str], weights: torch.Tensor) -> None:
+        """Replace the values of all batches by one value of the whole evaluation.
+
+        Args:
+            metrics: The trainer's, a value per batch. Metrics that have another number of values stay as they are.
+            names: Of the F reward functions.
+            weights: Of them, (F,).
+
+        >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
+        >>> whole.rewards = [torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([[1.0]])]
+        >>> whole.columns = [torch.zeros(3, 12), torch.zeros(1, 12)]
+        >>> whole.finish(metrics, ["match"], torch.ones(1))
+        >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
+        {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}
+        """
+        sizes = [len(batch) for batch in self.rewards]
+        if not sizes or len(metrics["reward"]) != len(sizes):
+            return
+        for name, values in metrics.items():
+            there = [(value, size) for value, size in zip(values, sizes) if not math.isnan(value)]
+            if len(values) != len(sizes) or name == "num_tokens" or name.startswith("rollout/") or not there:
+                continue
+            if name.endswith(("/max", "_max", "/min", "_min")):
+                metrics[name] = [(max if name.endswith("max") else min)(value for value, _ in there)]
+            else:
+                metrics[name] = [sum(value * size for value, size in there) / sum(size for _, size in there)]
+        metrics |= {name: [value] for name, value in conversation_metrics(torch.cat(self.columns))[0].items()}
+        rewards = torch.cat(self.rewards)  # (N, F)
+        for name, column in zip(names, rewards.T):
+            metrics[f"rewards/{name}/mean"] = [column.nanmean().item()]
+            metrics[f"rewards/{name}/std"] = [nanstd(column, 0).item()]
+        total = nansum(rewards * weights.cpu(), 1)  # (N,), NaN where no function gave a number
+        metrics |= {"reward": [total.nanmean().item()], "reward_std": [nanstd(total, 0).item()]}
+        self.columns, self.rewards = [], []
 
 
 def staleness_metrics(
@@ -113,20 +185,94 @@ def num_errors(rollout: Rollout) -> tuple[int, int, int]:
     return len(errors), errors.count("timeout"), errors.count("call")
 
 
+class RewardUse:
+    """How many numbers each reward function gave in training, and how many of them moved no advantage.
+
+    What an estimator does not use is said once per function, so that no reward is dropped in silence.
+
+    Args:
+        names: Of the F functions, turn functions first.
+        weights: Of them. A function of weight 0 is left out: somebody chose that.
+        setting: What the advantages are computed with, for the message.
+
+    >>> use = RewardUse(["tool", "match"], [1.0, 1.0], "credit_assignment=outcome")
+    >>> whole = torch.tensor([[0.5, 1.0], [0.1, 0.0]])  # (N, F): both functions gave one number per rollout
+    >>> counts = {"outcome": torch.tensor([True, True]), "rollout_turn": torch.tensor([False, False])}
+    >>> counts["turn"] = torch.zeros(2, 3, dtype=torch.bool)
+    >>> metrics, [text] = use.add(whole, torch.full((2, 3, 1), float("nan")), counts)
+    >>> metrics, text[:53], use.unused
+    ({'credit/frac_rewards_unused': 0.5}, 'Reward tool: none of the 2 numbers that it gave moves', ['tool'])
+    """
+
+    def __init__(self, names: list[str], weights: list[float], setting: str):
+        self.names, self.weights, self.setting = names, weights, setting
+        self.given, self.moved = [0] * len(names), [0] * len(names)
+        self._said: set[tuple[int, bool]] = set()
+
+    @property
+    def unused(self) -> list[str]:
+        """The functions that gave numbers of which none has moved an advantage so far."""
+        return [name for name, given, moved in zip(self.names, self.given, self.moved) if given and not moved]
+
+    def add(
+        self, whole: torch.Tensor, per_turn: torch.Tensor, counts: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, float], list[str]]:
+        """(metrics of this batch, what is to be said for the first time).
+
+        Args:
+            whole: (N, F), the numbers per rollout, NaN where there is none.
+            per_turn: (N, K, F_turn), the numbers per turn.
+            counts: Which numbers move an advantage: `outcome` and `rollout_turn` (N,), `turn` (N, K).
+        """
+        num_turn_funcs, texts, all_given, all_moved = per_turn.shape[2], [], 0, 0
+        for f, (name, weight) in enumerate(zip(self.names, self.weights)):
+            if weight == 0:
+                continue
+            there = ~whole[:, f].isnan()  # (N,)
+            moves = there & counts["rollout_turn" if f < num_turn_funcs else "outcome"]
+            given, moved = int(there.sum()), int(moves.sum())
+            if f < num_turn_funcs:
+                there = ~per_turn[:, :, f].isnan()  # (N, K)
+                given, moved = given + int(there.sum()), moved + int((there & counts["turn"]).sum())
+            self.given[f], self.moved[f] = self.given[f] + given, self.moved[f] + moved
+            all_given, all_moved = all_given + given, all_moved + moved
+            if moved < given and (f, moved == 0) not in self._said:
+                self._said.add((f, moved == 0))
+                texts.append(self._text(name, given, moved, f < num_turn_funcs))
+        return {"credit/frac_rewards_unused": 1 - all_moved / all_given if all_given else 0.0}, texts
+
+    def _text(self, name: str, given: int, moved: int, of_turns: bool) -> str:
+        if moved:
+            return (
+                f"Reward {name}: {given - moved} of the {given} numbers that it gave move no advantage with "
+                f"{self.setting}: they are compared with no other number of their group. It is said once; "
+                "credit/frac_rewards_unused counts such numbers."
+            )
+        move = "move it to OUTCOME_REWARD_FUNCS, " if of_turns else ""
+        return (
+            f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
+            f"rewards is not trained. Choose another credit_assignment, {move}or set its weight to 0."
+        )
+
+
 def credit_metrics(
-    output: dict[str, Any], advantages: torch.Tensor, group_size: int, accelerator: Any, ratio_limit: float
+    output: dict[str, Any], owners: list[int], count: int, group_size: int, accelerator: Any, ratio_limit: float
 ) -> dict[str, float]:
     """Metrics of the advantages and importance ratios that the loss uses. Collective.
 
     Args:
         output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
-        advantages: Of every turn of the whole batch, (N, K).
+        owners: The rollout of each record.
+        count: B.
         group_size: G.
         accelerator: Of the trainer.
         ratio_limit: Where importance ratios are cut.
     """
-    no_signal = (advantages.view(-1, group_size * advantages.shape[1]).abs() < 1e-8).all(1)
     loss_mask = output["completion_mask"] * output["tool_mask"]
+    # INVARIANT: what is called a signal is an advantage that a token is trained with.
+    largest = (output["advantages"].abs() * loss_mask).amax(1)  # (M,)
+    largest = largest.new_zeros(count).scatter_reduce(0, torch.tensor(owners, device=largest.device), largest, "amax")
+    no_signal = (accelerator.gather(largest).view(-1, group_size) < 1e-8).all(1)
     sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
     if "importance_sampling_ratio" in output:
         ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import array
 import concurrent.futures
 import copy
+import functools
 import hashlib
 import inspect
+import logging
+import time
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +17,17 @@ from typing import Any
 import torch
 
 from mt_grpo.environments import tool_methods
-from mt_grpo.event_loop import gather_all, run_async
+from mt_grpo.event_loop import gather_all, run_async, start_in_background
+from mt_grpo.ranks import RunStopped
+from mt_grpo.reward_calls import call_in_main_thread, in_main_thread
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.settings import RANGES, in_range
 from mt_grpo.tensors import NAN, pad_rows
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolTimeout, run_tool
+
+logger = logging.getLogger(__name__)
+BLOCKED_SECONDS = 30.0  # behind reward_timeout; then an async function blocks the loop on which its limit is kept
 
 
 def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
@@ -131,52 +139,92 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
 
     INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
 
-    Functions without `async` run in a thread, which is abandoned if the function hangs.
+    Functions without `async` run in the main thread, as in TRL: see `reward_calls`. Where training itself runs in
+    another thread they run in threads, in which signals do not work.
 
     Raises:
         RuntimeError: A function raised, or took longer than `timeout` seconds. The message names the first such one.
     """
 
-    async def run(func: Callable) -> Any:
-        def on_device(**kwargs):  # every thread has its own current GPU
+    def failure(func: Callable, error: Exception) -> RuntimeError:
+        if isinstance(error, ToolTimeout):
+            return RuntimeError(
+                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+                "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
+            )
+        text = error_text(error)
+        hint = " (rewards run in threads here)" if "thread" in text and not in_main_thread() else ""
+        if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+            hint = f": there is no such column in {', '.join(columns)}"
+        return RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}")
+
+    async def run_awaited(func: Callable) -> Any:
+        try:
+            return await run_tool(func, own_copy(columns), timeout)
+        except Exception as error:
+            raise failure(func, error) from (None if isinstance(error, ToolTimeout) else error)
+
+    async def all_awaited() -> None:
+        for i, value in zip(awaited, await gather_all([run_awaited(funcs[i]) for i in awaited])):
+            values[i] = value
+
+    values: list = [None] * len(funcs)
+    awaited = [i for i, func in enumerate(funcs) if inspect.iscoroutinefunction(func)]
+    running, began = start_in_background(all_awaited()), time.monotonic()
+    try:
+        for i in sorted(set(range(len(funcs))) - set(awaited)):
+            try:
+                values[i] = run_synchronous(funcs[i], columns, timeout, device)
+            except RunStopped:
+                raise
+            except Exception as error:
+                raise failure(funcs[i], error) from (None if isinstance(error, ToolTimeout) else error)
+        running.result(max(0.0, began + timeout + BLOCKED_SECONDS - time.monotonic()))
+    except concurrent.futures.TimeoutError:
+        raise RuntimeError(
+            f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s: an async function blocks the event loop, "
+            "where no time limit can reach it. Await inside it (aiohttp, asyncio.sleep), or remove `async`, and it "
+            "runs in the main thread."
+        ) from None
+    finally:
+        running.cancel()
+    return values
+
+
+@functools.cache
+def warn_of_threads() -> None:
+    """Say once where signals do not work."""
+    logger.warning(
+        "Training does not run in the main thread, and so rewards run in threads of their own. No signal handler can "
+        "be installed there: a time limit by SIGALRM raises ValueError. Train in the main thread for rewards with one."
+    )
+
+
+def run_synchronous(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
+    """What a function without `async` returns. It may be one behind a decorator that hides its `async`.
+
+    Raises `ToolTimeout`, or the error of the function.
+    """
+    if not in_main_thread():
+        warn_of_threads()
+
+        def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
 
         on_device.__name__ = func.__name__
-        try:
-            if inspect.iscoroutinefunction(func):
-                return await run_tool(func, own_copy(columns), timeout)
-            return await run_tool(on_device, columns, timeout)
-        except ToolTimeout:
-            raise RuntimeError(
-                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-                "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
-            ) from None
-        except Exception as error:
-            text = error_text(error)
-            hint = " (functions without async run in a thread, for the time limit)" if "thread" in text else ""
-            if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-                hint = f": there is no such column in {', '.join(columns)}"
-            raise RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}") from error
+        return run_async(run_tool(on_device, columns, timeout))
+    began = time.monotonic()
+    returned = call_in_main_thread(func, own_copy(columns), timeout)
+    if not inspect.isawaitable(returned):
+        return returned
 
-    values: list = [None] * len(funcs)
+    async def rest() -> Any:
+        return await returned
 
-    async def run_in_turn(indices: list[int]) -> None:
-        for i in indices:
-            values[i] = await run(funcs[i])
-
-    in_turn = [i for i, func in enumerate(funcs) if not inspect.iscoroutinefunction(func)]
-    at_once = [[i] for i in range(len(funcs)) if i not in in_turn]
-    longest = timeout * max(1, len(in_turn)) + 30
-    try:
-        run_async(gather_all([run_in_turn(indices) for indices in (in_turn, *at_once)]), longest)
-    except concurrent.futures.TimeoutError:
-        raise RuntimeError(
-            f"Rewards took longer than {longest:g} s: an async function blocks the event loop, where no time limit "
-            "can reach it. Await inside it (aiohttp, asyncio.sleep), or remove `async` and it runs in a thread."
-        ) from None
-    return values
+    rest.__name__ = func.__name__
+    return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
 
 
 def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
@@ -258,8 +306,8 @@ def reward_tensors(
 
 
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two bool tensors (B, K): whether the turn got an observation, and whether the rollout has this turn."""
-    has_observation = [[turn.observation is not None for turn in rollout.turns] for rollout in rollouts]
-    observed = pad_rows(has_observation, num_turns, False, torch.bool)
-    sampled = pad_rows([[True] * len(row) for row in has_observation], num_turns, False, torch.bool)
+    """Two bool tensors (B, K): whether something came of a turn (`Turn.observed`), and whether the rollout has it."""
+    flags = [[turn.observed for turn in rollout.turns] for rollout in rollouts]
+    observed = pad_rows(flags, num_turns, False, torch.bool)
+    sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled

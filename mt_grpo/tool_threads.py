@@ -17,6 +17,11 @@ HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 IDLE = "tool-idle"
 
 
+# Where a call that is given up at its time limit leaves the future that is done when it is over; None: nowhere. Its
+# thread cannot be stopped, and what it works on is not to be used before.
+GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.ContextVar("GIVEN_UP", default=None)
+
+
 class ToolTimeout(Exception):
     """A tool call exceeded its time limit. It is no `TimeoutError`, because the tool itself may raise that."""
 
@@ -175,6 +180,8 @@ async def run_tool(
     if not done.done():
         if (abandoned := thread) is not None:
             abandoned.name = f"{HUNG}{tool.__name__}"
+        if (given_up := GIVEN_UP.get()) is not None:
+            given_up.append(done)
         raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
     result, error = done.result()
     if error is not None:

@@ -1,6 +1,7 @@
 """Rewards for arithmetic with a calculator tool: the smallest task that shows turn credit.
 
-Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, the result as a string like "1889".
+Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, the result as a string like "1889", or a
+worked solution, whose result follows `####`.
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
 apply. Numbers are decimals: 1,889 = 1889 = 1889.0, and a number of any length is compared exactly. This file imports
@@ -71,7 +72,7 @@ def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
     """
     rewards = []
     for turns, gold in zip(rollout_turns, answer, strict=True):
-        target = _number(str(gold))
+        target = _number(str(gold).rpartition("####")[2])
         numbers = [_number(result) for result in _results(turns) if result is not None]
         rewards.append(None if target is None else 0.5 * (target in numbers))
     return rewards
@@ -95,7 +96,7 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     """
     rewards = []
     for turns, gold in zip(rollout_turns, answer, strict=True):
-        target = _number(str(gold))
+        target = _number(str(gold).rpartition("####")[2])
         rewards.append(None if target is None else float(_number(_answer(turns) or "") == target))
     return rewards
 

@@ -1,7 +1,7 @@
 """Rewards for question answering with a search tool, with the values of the MT-GRPO paper (arXiv 2505.11821).
 
 Recipe: `reward_fn: rewards/triviaqa_reward.py`. Dataset column: `answer`, the accepted answers of a row (a list of
-strings, TriviaQA's dict with `value` and `aliases`, or one string).
+strings, TriviaQA's dict with `value` and `aliases`, or one string; of a worked solution what follows `####`).
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
 apply. This file imports nothing from the trainer: copy it and edit the copy.
@@ -36,7 +36,7 @@ def _aliases(gold: Any) -> list[str]:
     if isinstance(gold, dict):
         gold = [gold.get("value"), *(gold.get("aliases") or [])]
     elif gold is None or isinstance(gold, str):
-        gold = [gold]
+        gold = [gold and gold.rpartition("####")[2]]  # of a worked solution, as GSM8K's, what follows the mark
     return [folded for alias in gold if alias is not None and (folded := _fold(str(alias)))]
 
 

@@ -31,13 +31,14 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
 from mt_grpo.adapter_keys import load_adapter_tools
-from mt_grpo.data import check_no_data, empty_prompts, load_rows, with_prompts
+from mt_grpo.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.event_loop import gather_all, run_async
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
 from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.rows import column_lists, prompts_of
 from mt_grpo.scoring import check_reward_values, environment_rewards, run_rewards
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
@@ -184,7 +185,7 @@ def evaluate(
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         rollouts = roll_out(backend, env, repeated, sampling_params(args), seed, batch_size, bar)
-    columns = {key: [v for v in rows[key] for _ in range(k)] for key in rows.column_names if key != "prompt"}
+    columns = column_lists(repeated, rows)
     try:
         scores = score(turn_funcs + outcome_funcs, rollouts, columns, args.reward_timeout)
     finally:
@@ -194,7 +195,8 @@ def evaluate(
     found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
     if found is None and all(isinstance(answer, str) for answer in columns.get("answer", [None])):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
-        found = [answer in texts for texts, answer in zip(read, columns["answer"], strict=True)]
+        golds = [accepted_answers(answer)[0] for answer in columns["answer"]]
+        found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
     solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
@@ -222,7 +224,10 @@ def load_problems(
     if not name:
         check_no_data(script_args, "no", needs_prompt)
         return empty_prompts(num_problems)
-    return load_rows(name, split_name(script_args, split), num_problems, script_args.dataset_config, needs_prompt)
+    return load_rows(
+        name, split_name(script_args, split), num_problems, script_args.dataset_config, needs_prompt,
+        script_args.dataset_drop_none,
+    )  # fmt: skip
 
 
 def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
@@ -235,7 +240,7 @@ def roll_out(
     backend: Any, env: mt.MultiTurnToolEnv, rows: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
 ) -> list[Rollout]:
     """The conversations of all rows to their ends, `batch_size` at a time."""
-    rollouts = env.start([row["prompt"] for row in with_prompts(rows)], rows=rows)
+    rollouts = env.start(prompts_of(rows), rows=rows)
 
     async def converse(rollout: Rollout) -> None:
         await env.converse(rollout, backend, sampling)

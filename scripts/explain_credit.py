@@ -32,6 +32,7 @@ from rollout_index import as_item, question
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
+from mt_grpo.data import accepted_answers
 from mt_grpo.rollout_log import read_rollouts
 from mt_grpo.server_errors import ServerError
 
@@ -151,10 +152,14 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),
     }  # fmt: skip
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
-    answer = row.get("answer", "")
-    answer = " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+    table = trainer._reward_table
+    numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)
+    differ = not torch.allclose(numbers, numbers[:1].expand_as(numbers), equal_nan=True)
+    answer = " | ".join(accepted_answers(row.get("answer")))
     asked = question(logged[0])
-    return GroupCredit(asked, answer, credit, sampling, rollouts, notes(logged, credit), logged)
+    return GroupCredit(
+        asked, answer, credit, sampling, rollouts, notes(logged, credit, trainer._reward_use.unused, differ), logged
+    )
 
 
 def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -> RolloutCredit:
@@ -203,12 +208,26 @@ def value(number: torch.Tensor) -> float | None:
     return None if number.isnan() else number.item()
 
 
-def notes(rows: list[dict[str, Any]], credit: dict[str, str]) -> list[str]:
-    """Sentences about a group whose numbers would otherwise be misread."""
+def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str], differ: bool) -> list[str]:
+    """Sentences about a group whose numbers would otherwise be misread.
+
+    Args:
+        rows: Of the log of rollouts.
+        credit: What the advantages were computed with.
+        unused: The reward functions whose numbers move no advantage.
+        differ: Whether the rewards of the rollouts differ.
+    """
     found, turns = [], [turn for row in rows for turn in row["turns"]]
     trained = [advantage for turn in turns for advantage in trained_advantages(turn)]
+    if unused:
+        found.append(f"Nothing that {', '.join(unused)} gave moves an advantage with {credit['credit_assignment']}.")
     if trained and not any(trained):
-        found.append("Every advantage is 0: these rewards tell the rollouts apart in nothing, so nothing is learned.")
+        why = (
+            "though the rewards differ: what is compared with each other is the same"
+            if differ
+            else ("since the rewards are the same for all rollouts")
+        )
+        found.append(f"Every advantage is 0, {why}. Nothing is learned.")
     if credit["scale_rewards"] == "batch":
         found.append("scale_rewards batch: here the batch is this group; in training it is all prompts of a batch.")
     ends = {row["stop_reason"] for row in rows if not any(turn["num_trained"] for turn in row["turns"])}

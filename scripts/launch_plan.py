@@ -144,7 +144,10 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     for number, (split, size) in enumerate(splits):
         if script_args.dataset_name:
             needs_prompt = env.environments is None
-            rows = load_rows(script_args.dataset_name, split, size, script_args.dataset_config, needs_prompt)
+            rows = load_rows(
+                script_args.dataset_name, split, size, script_args.dataset_config, needs_prompt,
+                script_args.dataset_drop_none,
+            )  # fmt: skip
         else:
             check_no_data(script_args, args.eval_strategy, env.environments is None)
             rows = rows_of_environment(env, whole)

@@ -37,13 +37,14 @@ TURN_REWARDS = [[0.5, 0.5, 0.25], [1.25, None], [0.5], [None, 1.0, 0.75], [0.25,
 # R^T              3.0             1.25         1.25   2.25               2.25         3.0          2.25   -
 # R^O centred      1.625          -0.875       -0.875  0.125              1.5         -1.0         -0.5    -
 
-# Turns with a result only. Turn 0: 0.5, 1.25 around 0.875; 0.25, 1.0 around 0.625. Turn 1: 0.5, 1.0 around 0.75.
+# Turn 0: 0.5, 1.25, 0.5 around 0.75; 0.25, 1.0, 1.0 around 0.75. Turn 1: 0.5, 1.0 around 0.75; 2.0 is alone. Turn 2:
+# 0.25, 0.75 around 0.5. Rollouts without a result are in these means, and have no such term.
 # Per rollout 1.75, 0.75, 0.5 around 1.0, and 2.0, 1.25 around 1.625: on the turns up to the first result.
 # Rollouts without a result: R^O + R^T/2 = 1.125 around 9.375/4, and 2.125 around 8.25/3. All with the coefficient 0.5.
 MT_GRPO = [
-    [1.625 + 0.5 * (-0.375 + 0.75), 1.625 + 0.5 * -0.25, 1.625], [-0.875 + 0.5 * 0.375, -0.875], [1.125 - 2.34375],
-    [0.125 + 0.5 * -0.5, 0.125 + 0.5 * 0.25, 0.125],
-    [1.5 + 0.5 * -0.375, 1.5], [-1.0 + 0.5 * (0.375 + 0.375), -1.0], [2.125 - 2.75], [0.0, 0.0],
+    [1.625 + 0.5 * (-0.25 + 0.75), 1.625 + 0.5 * -0.25, 1.625 + 0.5 * -0.25], [-0.875 + 0.5 * 0.5, -0.875],
+    [1.125 - 2.34375], [0.125 + 0.5 * -0.5, 0.125 + 0.5 * 0.25, 0.125 + 0.5 * 0.25],
+    [1.5 + 0.5 * -0.5, 1.5], [-1.0 + 0.5 * (0.25 + 0.375), -1.0], [2.125 - 2.75], [0.0, 0.0],
 ]  # fmt: skip
 # Returns with the discount 0.5. Turn 0: 0.8125, 1.25, 0.5, 0.6875 around 0.8125; 1.25, 1, 1 around 13/12.
 # Turn 1: 0.625, 0, 1.375 around 2/3; 2, 0 around 1. Turn 2: 0.25, 0.75 around 0.5. Per rollout as above.
@@ -164,8 +165,9 @@ def make_trainer(model, out, funcs=FUNCS, **changes):
         disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1,
     )  # fmt: skip
     return MTGRPOEnvTrainer(
-        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2), *funcs, turn_reward_weights=TURN_WEIGHTS,
-        outcome_reward_weights=OUTCOME_WEIGHTS, args=MTGRPOConfig(**{**args, **changes}),
+        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2), *funcs,
+        turn_reward_weights=TURN_WEIGHTS[: len(funcs[0])], outcome_reward_weights=OUTCOME_WEIGHTS[: len(funcs[1])],
+        args=MTGRPOConfig(**{**args, **changes}),
         train_dataset=Dataset.from_list(ROWS), eval_dataset=Dataset.from_list(ROWS),
     )  # fmt: skip
 

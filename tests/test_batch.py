@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from mt_grpo.data import make_arithmetic, make_chain
 from mt_grpo.in_process import InProcessBackend
-from mt_grpo.rollout import Generation, ToolCall, Turn
+from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
+from mt_grpo.run_log import EvaluationMetrics
 from mt_grpo.scoring import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
@@ -43,6 +44,95 @@ def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
     for row in log:
         assert row["messages"][0]["content"] == f"What is {row['answer']}?"
         assert row["messages"][1]["content"].count(f" of {row['answer']}") == 1
+
+
+def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, tmp_path):
+    """Twelve rollouts in batches of eight and four: the eight that are written by hand, and the first four again."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    logged = trainer.evaluate()
+    logged = next(row for row in trainer.state.log_history if "eval_reward" in row)
+    rewards = [6.0, 1.75, 1.75, 3.75, 5.25, 3.5, 3.25, 4.75, 6.0, 1.75, 1.75, 3.75]  # R^O + R^T; of rollout 7 R^T
+    mean = sum(rewards) / 12
+    expected = {
+        "eval_reward": 43.25 / 12,  # 3.604; the mean of the batches' means is 3.531
+        "eval_reward_std": (sum((r - mean) ** 2 for r in rewards) / 11) ** 0.5,
+        "eval_rewards/outcome_b/mean": 7.0 / 9, "eval_rewards/turn_a/mean": (9.5 + 0.75 + 1.0 + 1.75) / 10,
+        "eval_turns/mean": 25 / 12, "eval_turns/max": 3.0, "eval_tools/call_frequency": 17 / 12,
+        "eval_stop/max_turns": 4 / 12, "eval_credit/frac_groups_without_signal": 0.0,
+    }  # fmt: skip
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    # A second one starts anew.
+    trainer.evaluate()
+    again = [row for row in trainer.state.log_history if "eval_reward" in row][1]
+    assert {name: again[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_that_fill_the_last_batch_do_not_count():
+    """Two ranks evaluate three prompts twice in batches of four rows: the last two rows are the first ones again."""
+    whole, metrics = EvaluationMetrics(), {"reward": []}
+    for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
+        metrics["reward"].append(sum(rewards) / 4)
+        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 8 for r in rewards])  # as many turns as reward
+        whole.add(metrics, columns, torch.tensor(rewards)[:, None], 6)
+    whole.finish(metrics, ["match"], torch.ones(1))
+    assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
+
+
+def one_group(model, out, funcs, **settings):
+    """A trainer that has scored the first four conversations, as one group."""
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4, "scale_rewards": "none", **settings}
+    trainer = golden.make_trainer(model, out, funcs, **settings)
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.train()
+    return trainer, lambda: trainer._generate_and_score_completions([golden.ROWS[0]] * 4)
+
+
+def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, monkeypatch):
+    """Where all that would be trained is masked, a group has no signal, whatever its advantages."""
+    trainer, score = one_group(random_model, tmp_path, ([golden.turn_a], [golden.outcome_b]))
+    score()
+    assert trainer._metrics["train"]["credit/frac_groups_without_signal"] == [0.0]
+    # Truncated rollouts are out of the loss; rollouts 1 and 2, which are left, get the same.
+    masked, score = one_group(
+        random_model, tmp_path / "masked", ([], [golden.outcome_b]), mask_truncated_completions=True
+    )
+    roll_out = masked._roll_out
+
+    def truncated(rows):
+        rollouts = roll_out(rows)
+        rollouts[0].stop_reason = rollouts[3].stop_reason = StopReason.MAX_TOKENS
+        return rollouts
+
+    monkeypatch.setattr(masked, "_roll_out", truncated)
+    monkeypatch.setattr(golden, "OUTCOME_B", [1.5, 1.0, 1.0, 0.5])  # around 1.0: 0.5, 0, 0, -0.5
+    score()
+    assert masked._metrics["train"]["credit/frac_groups_without_signal"] == [1.0]
+
+
+def test_a_reward_that_moves_nothing_is_said_once(random_model, tmp_path, caplog):
+    funcs = [golden.turn_a, golden.rollout_a], [golden.outcome_b]
+    said = []
+    for name in ("outcome", "mt_grpo"):
+        trainer, score = one_group(random_model, tmp_path / name, funcs, credit_assignment=name)
+        caplog.clear()
+        score()
+        score()
+        said.append([r.getMessage() for r in caplog.records if r.getMessage().startswith("Reward ")])
+        assert trainer._reward_use.unused == (["turn_a", "rollout_a"] if name == "outcome" else [])
+    turn, rollout = said[0]
+    assert turn.startswith(
+        "Reward turn_a: none of the 6 numbers that it gave moves an advantage with credit_assignment=outcome. "
+    )
+    assert rollout.startswith("Reward rollout_a: none of the 3 numbers that it gave moves an advantage with")
+    # Rollout 0 has no outcome, so what it was given is not compared. The others' numbers are in the comparison of
+    # rollout 2, in which nothing was observed.
+    turn, rollout = said[1]
+    assert turn.startswith("Reward turn_a: 3 of the 6 numbers that it gave move no advantage with")
+    assert rollout.startswith("Reward rollout_a: 1 of the 3 numbers that it gave move no advantage with")
 
 
 def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):

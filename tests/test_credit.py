@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mt_grpo.tensors import NAN, nanstd
-from mt_grpo_trainer import RewardTable, norm, token_advantages, turn_advantages
+from mt_grpo_trainer import RewardTable, norm, numbers_that_count, token_advantages, turn_advantages
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
 SCALES = ["group", "batch", "none"]
@@ -278,14 +278,27 @@ def test_unequal_rollouts_scaled_by_the_batch():
     )
 
 
-def test_the_last_turn_gets_no_turn_advantage_of_its_own():
-    """A reward on a turn without observation counts in no statistic of the turns that got one."""
-    rewards = table([1, 0, 0], [[1, 0], [1, 0], [1, 1, 0]], turn=[[0.2, 100], [0.2, -100], [0.8, 0.3, 7]])
-    # norm(R^O) = 2/3 -1/3 -1/3. Turn 0, mean 0.4: -0.2 -0.2 0.4. Turn 1: one survivor.
+def test_a_number_counts_whether_or_not_something_was_read_behind_its_turn():
+    """None counts nowhere, and a number is compared with all numbers of its turn."""
+    rewards = table([1, 0, 0], [[1, 0], [1, 0], [1, 1, 0]], turn=[[0.2, 5], [0.2, -1], [0.8, 2, 7]])
+    # norm(R^O) = 2/3 -1/3 -1/3. Turn 0, mean 0.4: -0.2 -0.2 0.4. Turn 1, mean 2: 3 -3 0. Turn 2: 7 is alone.
     assert_rows(
         turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"),
-        [[2 / 3 - 0.2, 2 / 3], [-1 / 3 - 0.2, -1 / 3], [-1 / 3 + 0.4, -1 / 3, -1 / 3]],
+        [[2 / 3 - 0.2, 2 / 3 + 3], [-1 / 3 - 0.2, -1 / 3 - 3], [-1 / 3 + 0.4, -1 / 3, -1 / 3]],
     )
+
+
+def test_the_reward_of_the_turn_that_ends_a_game_counts():
+    """A game that pays 0.1 for its first move and 1 or -1 where it is over, with nothing to read behind that."""
+    rewards = table([0, 0], [[1, 1], [1, 1]], turn=[[0.1, 1.0], [0.1, -1.0]])
+    # Turn 0: equal. Turn 1: mean 0, std sqrt(2): 1 / 1.414314.
+    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), [[0.0, 0.707057], [0.0, -0.707057]])
+
+
+def test_a_rollout_without_observation_is_in_the_comparison_and_gets_no_second_term():
+    # norm(R^O) = 0. Turn 0 of all three, mean 0.2: 0.1 0.1 -0.2. The silent one: R^T = 0.3 0.3 0, mean 0.2: -0.2.
+    rewards = table([1, 1, 1], [[1, 0], [1, 0], [0]], turn=[[0.3, None], [0.3, None], [0.0]])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.1, 0.0], [0.1, 0.0], [-0.2]])
 
 
 def test_a_turn_without_reward_keeps_the_outcomes_advantage():
@@ -540,10 +553,11 @@ def test_mean_zero_in_every_group(scale):
     for name in ("outcome", "merged"):
         advantages = turn_advantages(rewards, name, 6, 1.0, scale)
         torch.testing.assert_close(advantages.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
-    # mt_grpo: the turn's own term sums to zero over the rollouts that have a reward for that observed turn.
-    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN))
+    # mt_grpo: the turn's own term sums to zero over the rollouts that have a number at that turn, where all of them
+    # observed something.
+    calling = torch.cat([torch.ones(30, 1, dtype=torch.bool), rewards.observed[:, 1:]], 1)
+    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN), observed=calling)
     own = turn_advantages(with_turns, "mt_grpo", 6, 1.0, scale) - turn_advantages(rewards, "outcome", 6, 1.0, scale)
-    own = own * rewards.observed
     torch.testing.assert_close(own.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
     assert own.abs().max() > 0.1
 
@@ -635,6 +649,60 @@ def test_finite_whatever_is_missing(name, scale):
         advantages = turn_advantages(rewards, name, 6, 1.0, scale)
         assert advantages.shape == (30, 4) and advantages.isfinite().all()
         assert advantages[rewards.outcome.isnan()].eq(0).all()
+
+
+# --- numbers that count ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_number_changes_an_advantage_or_is_known_not_to(name, scale):
+    """Over random tables: nothing that a reward gave is dropped without a word, and what counts is not called dropped.
+
+    With `batch` a number can change what other groups are divided by, and count in no comparison.
+    """
+    counted = 0
+    for seed in range(6):
+        rewards = random_table(seed, num_groups=2, group_size=4, num_turns=3)
+        rewards.outcome[::5] = NAN
+        masks = numbers_that_count(rewards, name, 4, 0.7)
+        before = turn_advantages(rewards, name, 4, 0.7, scale)[rewards.sampled]
+        for part in ("outcome", "rollout_turn", "turn"):
+            for place in (~getattr(rewards, part).isnan()).nonzero().tolist():
+                values = getattr(rewards, part).clone()
+                # By two amounts: where only the sign of a group's difference counts, one of them changes it.
+                changed = []
+                for by in (-9.0, 9.0):
+                    values[tuple(place)] += by
+                    after = turn_advantages(replace(rewards, **{part: values}), name, 4, 0.7, scale)
+                    changed.append(not torch.allclose(after[rewards.sampled], before, atol=1e-6, rtol=0))
+                    values[tuple(place)] -= by
+                counts = masks[part][tuple(place)].item()
+                assert any(changed) == counts or (scale == "batch" and not counts), (seed, part, place)
+                counted += any(changed)
+            assert not masks[part][getattr(rewards, part).isnan()].any()
+    assert counted > 30
+
+
+def test_numbers_that_count_by_hand():
+    # Two groups of two. mt_grpo: turn 1 of the first group has one number. The second group's second rollout has no
+    # outcome: nothing is compared there but a rollout with itself.
+    rewards = table([1, 0, 1, None], [[1, 0], [1, 0], [1], [1]], turn=[[0.2, 5], [0.2, None], [3], [4]],
+                    rollout_turn=[1, None, 1, 1])  # fmt: skip
+    masks = numbers_that_count(rewards, "mt_grpo", 2, 1.0)
+    assert masks["turn"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
+    assert masks["rollout_turn"].tolist() == [False, False, False, False]  # alone in the first group, too
+    assert masks["outcome"].tolist() == [True, True, False, False]
+    assert not numbers_that_count(rewards, "mt_grpo", 2, 0.0)["turn"].any()  # turn_advantage_coef: 0
+    assert numbers_that_count(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
+    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
+    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
+
+
+def test_numbers_that_count_draw_no_random_number_of_the_run():
+    state = torch.get_rng_state()
+    numbers_that_count(random_table(1), "gigpo", 6, 1.0)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- token advantages ------------------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from mt_grpo.log_rows import Scored, rollout_rows
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
+from mt_grpo.scoring import turn_flags
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
 ANSWER = "<answer>5</answer>"
 
@@ -98,6 +99,77 @@ def test_state_is_of_one_conversation_and_the_prompt_is_joined():
     )
     assert backend.of(0)[1].prompt == rollouts[0].prompt_ids + ids(add) + ids(result("12"))
     assert rollouts[0].stop_reason == StopReason.ANSWERED
+
+
+class LastMove:
+    """A game whose reply to the move that ends it has the reward of this move."""
+
+    def reset(self, start: int = 3, **row) -> str:
+        self.left = start
+        return f" Take 1 or 2 of {start}. Leave nothing."
+
+    def take(self, number: int) -> str:
+        """Take away.
+
+        Args:
+            number: 1 or 2.
+        """
+        self.left -= number
+        return f"{self.left} left"
+
+    def respond(self, rollout, turn) -> Reply:
+        if self.left <= 0:
+            return Reply(stop=True, reward=1.0 if self.left == 0 else -1.0)
+        return Reply(reward=0.1)
+
+
+def test_the_move_that_ends_a_game_is_credited():
+    """Nobody reads its result, and it is an observed turn with a reward all the same."""
+    one, two = call("take", number=1), call("take", number=2)
+    _, rollouts, _ = run(LastMove, [[one, two], [two, two]], [{"start": 3}] * 2)
+    assert [r.stop_reason for r in rollouts] == [StopReason.ENVIRONMENT_STOP] * 2
+    assert [[t.reward for t in r.turns] for r in rollouts] == [[0.1, 1.0], [0.1, -1.0]]
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["2 left", None], ["1 left", None]]
+    observed, sampled = turn_flags(rollouts, 2)
+    assert observed.all() and sampled.all()
+    table = RewardTable(
+        outcome=torch.zeros(2), rollout_turn=torch.full((2,), float("nan")),
+        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), observed=observed, sampled=sampled,
+        state=torch.zeros(2, 2, dtype=torch.long),
+    )  # fmt: skip
+    advantages = turn_advantages(table, "mt_grpo", 2, 1.0, "group")
+    # Turn 0: 0.1 and 0.1. Turn 1: 1 and -1 around 0, over their deviation sqrt(2) and 1e-4.
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.707057], [0.0, -0.707057]]), atol=1e-6, rtol=0)
+
+
+def test_what_is_observed_of_a_turn():
+    """A result, an error message, a message, a continuation, another history; not: an answer, silence, a stop."""
+    replies = {
+        "say": Reply(messages=[{"role": "user", "content": "Go on."}]), "more": Reply(continuation=" and"),
+        "forget": Reply(history=[{"role": "user", "content": "Anew."}]), "end": Reply(stop=True, reward=1.0),
+    }  # fmt: skip
+
+    class Replies:
+        def reset(self, **row):
+            return None
+
+        def respond(self, rollout, turn):
+            return next((reply for word, reply in replies.items() if word in turn.text), None)
+
+    def echo(text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: What to return.
+        """
+        return text
+
+    bad = call("nobody")
+    scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"]]
+    _, rollouts, _ = run(Replies, scripts, tools=[echo], max_steps=5)
+    assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
+        [True, True, True, False], [True, True, False], [False]
+    ]  # fmt: skip
 
 
 def test_instances_are_reset_and_used_again():
@@ -312,6 +384,92 @@ def test_a_reply_may_be_a_dict():
 def test_a_reply_without_info():
     _, (rollout,), _ = run(Say([{"stop": True, "info": None, "reward": 0.5}]).environment(), [[ANSWER]])
     assert (rollout.turns[0].info, rollout.turns[0].reward, rollout.error) == ({}, 0.5, None)
+
+
+class Slow:
+    """Its first call goes on behind its time limit until a second one begins, or for a second and a half."""
+
+    def reset(self, **row):
+        self.calls, self.second, self.overlap = 0, threading.Event(), False
+
+    def look(self) -> str:
+        """Look.
+
+        Returns:
+            What is seen.
+        """
+        self.calls += 1
+        if self.calls == 1:
+            self.overlap = self.second.wait(1.5)
+        else:
+            self.second.set()
+        return f"look {self.calls}"
+
+
+@pytest.mark.parametrize("turns", [[call("look"), call("look"), ANSWER], [call("look") * 2, ANSWER]])
+def test_a_call_that_was_given_up_is_over_before_the_next_one_begins(turns):
+    """In the next turn, and in the same one."""
+    tool_format = {"tool_format": "hermes", "tokenizer": QWEN3_TOKENIZER} if len(turns) == 2 else {}
+    if tool_format:
+        one = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+        turns = [f"{one}\n{one}{END}", f"5{END}"]
+    _, (rollout,), _ = run(Slow, [turns], tool_timeout=0.1, **tool_format)
+    results = [result for turn in rollout.turns for result in turn.results]
+    assert [result.error for result in results] == ["timeout", None] and results[1].text == "look 2"
+    assert rollout.environment.overlap is False and rollout.error is None
+
+
+@pytest.mark.parametrize("asked_by", ["tool", "respond", "get_reward"])
+def test_a_call_that_stays_busy_behind_its_time_limit_ends_its_rollout(asked_by):
+    over = threading.Event()
+
+    class Busy:
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Look.
+
+            Returns:
+                What is seen.
+            """
+            over.wait()
+            return "seen"
+
+    if asked_by == "respond":
+        Busy.respond = lambda self, rollout, turn: None
+    if asked_by == "get_reward":
+        Busy.get_reward = lambda self: 1.0
+    try:
+        script = [call("look"), call("look") if asked_by == "tool" else ANSWER, ANSWER]
+        _, (rollout,), _ = run(Busy, [script], tool_timeout=0.1, environment_timeout=0.2)
+    finally:
+        over.set()
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.reward is None
+    assert "Busy: a call that was given up at tool_timeout still runs after environment_timeout=0.2 s" in str(
+        rollout.error
+    )
+
+
+def test_reward_functions_get_no_instance_that_is_busy():
+    """Also where the class has no `get_reward`: reward functions get the live instance."""
+
+    class Writes:
+        def reset(self, **row):
+            self.written, self.asked = [], threading.Event()
+
+        def write(self) -> str:
+            """Write.
+
+            Returns:
+                What was written.
+            """
+            self.asked.wait(1.0)  # nothing sets it: the call is over a second behind its time limit
+            self.written.append("all")
+            return "written"
+
+    _, (rollout,), _ = run(Writes, [[call("write"), ANSWER]], tool_timeout=0.1)
+    assert rollout.environment.written == ["all"] and rollout.stop_reason == StopReason.ANSWERED
 
 
 def failing(where, hang=False):

@@ -41,6 +41,11 @@ CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
 CONSTANT = (
     "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\nOUTCOME_REWARD_FUNCS = [constant]"
 )
+OF_TURNS = (
+    "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\n"
+    "def lengths(rollout_turns, **kwargs):\n    return [[len(t.token_ids) / 9 for t in r] for r in rollout_turns]\n"
+    "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [constant], [lengths]"
+)
 FAILING = '''
 def calculator(expression: str) -> str:
     """Compute the value of an arithmetic expression.
@@ -159,7 +164,8 @@ def called(index, name, error=None):
 def facts_of(*batches):
     args = SimpleNamespace(max_turn_tokens=None, max_completion_length=9, num_generations=2, generation_batch_size=4,
                            credit_assignment="mt_grpo")  # fmt: skip
-    trainer = SimpleNamespace(args=args, _metrics={"train": {}}, reward_func_names=[], reward_weights=torch.ones(0))
+    trainer = SimpleNamespace(args=args, _metrics={"train": {}}, reward_func_names=[], reward_weights=torch.ones(0),
+                              _reward_use=SimpleNamespace(unused=[]))  # fmt: skip
     return facts_of_batches(trainer, list(batches))
 
 
@@ -237,6 +243,7 @@ def broken(name, folder):
         model = change_model(folder, str(ROOT / "hf_recipes/tiny/calculator-model"), "chat_template.jinja", NO_SYSTEM)
         return {"model_name_or_path": model}, "system prompt", "chat template with a system role", 1
     (folder / "constant.py").write_text(CONSTANT)
+    (folder / "of_turns.py").write_text(OF_TURNS)
     (folder / "failing.py").write_text(FAILING)
     (folder / "unsure.py").write_text(UNSURE_TOOL)
     return {
@@ -248,6 +255,9 @@ def broken(name, folder):
                                   "Write {tool_descriptions} into system_prompt", 0),
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
                               "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
+        "turn rewards that nothing uses": (
+            {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
+            "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
                            "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9 "
                            ".*Mend the", 1),
@@ -264,8 +274,8 @@ def broken(name, folder):
 
 
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "a constant reward",
-         "a failing tool", "two of three calls fail", "no learning rate", "too hot", "a learning rate of 1",
-         "no temperature", "one choice"]  # fmt: skip
+         "turn rewards that nothing uses", "a failing tool", "two of three calls fail", "no learning rate",
+         "too hot", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1202,7 +1202,6 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         ("", "dataset_name: .*data.jsonl', split 'train', is empty. Expected at least one row"),
         ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
         ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
-        ('{"question": "1+1?", "answer": {"text": "2"}}', r"row 0: answer has \['text'\], expected 'value'"),
         ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
         (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
         (f"[{ROW.strip()}]", r"data.jsonl, line 1 is \[.*, expected an object on each line"),
@@ -1212,12 +1211,6 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         (ROW + '{"question": 3, "answer": "2"}', "row 1: question is 3, expected text"),
         (ROW + '{"question": " ", "answer": "2"}', "row 1: question is ' ', expected text"),
         (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected one"),
-        (ROW + '{"question": "1+1?", "answer": 2}', "'answer' is str in row 0, int in row 1. Expected one type in"),
-        (
-            '{"question": "?", "answer": {"value": "a", "aliases": [{}]}}',
-            "row 0: answer is .*a list of it as 'aliases'",
-        ),
-        ('{"question": "?", "answer": {"value": null}}', "row 0: answer is .*expected text as 'value'"),
         (
             '{"prompt": null, "answer": "2"}',
             "row 0: a prompt must be a list of messages with role and content, got None",
@@ -1235,9 +1228,15 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
             '{"question": "?", "answer": "2", "completions": "x"}',
             "train_dataset has a column 'completions', which .*Rename",
         ),
+        ('{"question": "?", "answer": ' + "1" * 5000 + "}", "data.jsonl, line 1 cannot be read: Exceeds the limit"),
+        (ROW + r'{"question": "a \ud800", "answer": "2"}', "row 1: the content of a message is no text: .*surrogates"),
         (
-            '{"question": "?", "answer": "2", "n": 123456789012345678901234567890}',
-            "data.jsonl' cannot be made a table",
+            ROW + '{"question": "?", "answer": "2", "image": "cat.png"}',
+            "row 1: the column 'image' is 'cat.png'. Images are not supported",
+        ),
+        (
+            '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',
+            r"row 0: the column 'images' is \[.* Remove the column, or rename it",
         ),
     ],
 )
@@ -1254,8 +1253,8 @@ def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
     parts = '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}], "level": 3}\n'
     (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + (ROW + "\n" + parts).encode())
     rows = load_rows(str(tmp_path / "data.jsonl"), "train")
-    assert rows["prompt"][:] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
-    assert (rows["answer"][:], rows["level"][:]) == (["2", None], [None, 3])
+    assert rows["prompt"] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
+    assert (rows["answer"], rows["level"]) == (["2", None], [None, 3])
 
 
 @pytest.mark.parametrize(

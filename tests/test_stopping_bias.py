@@ -16,7 +16,7 @@ from mt_grpo.tensors import NAN
 from mt_grpo_trainer import RewardTable, norm, turn_advantages
 
 GROUPS, G, K = 60_000, 8, 3
-UNBIASED = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo"]  # gigpo with states that do not recur
+UNBIASED = ["outcome", "merged", "turn_return", "gigpo"]  # gigpo with states that do not recur
 SCALES = ["group", "batch", "none"]
 
 
@@ -93,11 +93,34 @@ def test_says_what_going_on_is_worth(name):
     assert abs(difference - -(0.3 + 0.5 * 0.3) * (G - 1) / G) < 4 * error
 
 
+def only_calls_are_paid(rewards: RewardTable) -> RewardTable:
+    """The same world with None for a turn that called nothing, as the paper's rewards say it."""
+    return replace(rewards, turn=rewards.turn.where(rewards.observed, NAN))
+
+
 def test_mt_grpo_says_it_times_the_share_that_calls():
     """Callers are compared with callers, only rollouts that never called with all: here half of the 0.45 is lost."""
-    rewards = world(3)
+    rewards = only_calls_are_paid(world(3))
     difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
     assert difference == pytest.approx(-0.197, abs=0.006) and error < 0.002
+
+
+def test_mt_grpo_says_more_of_it_where_a_turn_without_a_call_is_given_a_zero():
+    """A number is compared with all numbers of its turn, so that calls are compared with what did not call."""
+    rewards = world(3)
+    difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
+    assert difference == pytest.approx(-0.327, abs=0.007) and error < 0.002
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_mt_grpo_says_nothing_about_stopping_where_only_calls_are_paid(scale):
+    """World 1: calls are paid 0.0, whatever comes. A turn's own number never depends on how the rollout ended."""
+    rewards = only_calls_are_paid(world(1))
+    advantages = estimate("mt_grpo", rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert 0 < error < 0.02
+        assert abs(difference) < 4 * error, k
 
 
 def trade_off() -> RewardTable:
@@ -127,6 +150,17 @@ def test_scaling_changes_what_a_turn_reward_is_worth():
 
 
 # --- measured biases, as the docstrings state them; the tolerances are four standard errors --------------------------
+
+
+@pytest.mark.parametrize("number, bias", [(1, (0.129, 0.228)), (2, (0.065, 0.055))])
+def test_the_bias_of_mt_grpo_where_a_reward_pays_at_the_stop(number, bias):
+    """To stop pays now and to go on pays later, and a turn's number is compared with those of the same turn alone."""
+    rewards = world(number)
+    advantages = estimate("mt_grpo", rewards, "none")
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=4 * error)
+        assert abs(difference) > 10 * error
 
 
 @pytest.mark.parametrize("number, bias", [(1, (0.124, 0.250)), (2, (-0.024, 0.024))])

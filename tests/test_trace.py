@@ -19,6 +19,7 @@ CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
 LIMITS = {"_room", "tokens", "new_tokens"}
 LOGGING = {
+    "conversation_columns",
     "conversation_metrics",
     "credit_metrics",
     "_log_metrics",
@@ -33,7 +34,7 @@ LOGGING = {
     "_note_end",
 }
 FAULTS_AND_STOPPING = {
-    "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background", "run_async",
+    "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed",
 }  # fmt: skip
@@ -50,11 +51,11 @@ TEXTS = {  # calls, results and control tokens as text
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "_before", "_end_of_turn", "results", "with_turns", "observation", "tool_seconds",
+    "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
     "is_json_type", "strict_schema", "as_result",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
-ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close", "with_prompts"}
+ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
 LISTS = {
     "per_token",
     "join",
@@ -64,8 +65,14 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
+ROWS = {"column_lists", "prompts_of", "rows_for_trl"}
+MAIN_THREAD = {  # where synchronous rewards run
+    "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
+    "begin",
+}  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
+    "numbers_that_count",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
     "score_rollouts", "put_back", "_group_size",
 }  # fmt: skip
@@ -153,6 +160,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
+    aside |= ROWS | MAIN_THREAD
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())

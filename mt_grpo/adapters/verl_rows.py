@@ -104,15 +104,23 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
 def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, Any], where: str) -> dict[str, Any]:
     """Keyword arguments from a row's columns, as `{argument: column}` says. Those that are given go before.
 
+    Of a column that is written `answer####` it is the number behind the last `####`, where GSM8K's solutions have it.
     Raises `ValueError` for a column that the row lacks.
 
     >>> with_columns({"level": 2}, {"ground_truth": "answer"}, {"answer": "7"}, "create_kwargs_from of 'check'")
     {'ground_truth': '7', 'level': 2}
+    >>> with_columns({}, {"ground_truth": "answer####"}, {"answer": "It is 3 and 4.\\n#### 1,007"}, "")
+    {'ground_truth': '1007'}
     """
-    missing = [column for name, column in columns.items() if name not in given and row.get(column) is None]
-    if missing:
-        raise ValueError(f"{where} names the column {missing[0]!r}, which the row lacks. It has {sorted(row)}.")
-    return {**{name: row[column] for name, column in columns.items() if name not in given}, **given}
+    taken = {}
+    for name, column in columns.items():
+        source = column.removesuffix("####")
+        if name not in given and row.get(source) is None:
+            raise ValueError(f"{where} names the column {source!r}, which the row lacks. It has {sorted(row)}.")
+        taken[name] = row.get(source)
+        if source != column and isinstance(taken[name], str):
+            taken[name] = taken[name].rpartition("####")[2].strip().replace(",", "")
+    return {**taken, **given}
 
 
 def without_none(value: Any) -> Any:
