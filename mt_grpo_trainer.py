@@ -243,19 +243,24 @@ class MultiTurnToolEnv:
                 pass
             elif messages != previous:  # the rollouts of a group have the same prompt
                 clean = self.format_of(tokenizer).clean(messages, Origin.DATA)
-                previous, messages = messages, self.with_system_prompt(clean)
+                previous, messages = messages, self.with_system_prompt(clean, tokenizer=tokenizer)
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
             states.append(Rollout(messages, list(ids), index, row=dict(rows[index]) if rows else {}))
         return states
 
-    def with_system_prompt(self, messages: list[Message], tools: dict[str, Callable] | None = None) -> list[Message]:
+    def with_system_prompt(
+        self,
+        messages: list[Message],
+        tools: dict[str, Callable] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> list[Message]:
         """The messages with the system prompt in front, unless they bring their own."""
         if messages and messages[0]["role"] == "system":
             return messages
-        template = self._prompt_template
-        text = self.system_prompt if tools is None else template and fill_in_tools(template, tools)
+        text, tools = self._prompt_template, self.tools if tools is None else tools
+        text = text and fill_in_tools(text, tools, tokenizer or self.tokenizer)
         return [{"role": "system", "content": text}, *messages] if text else messages
 
     def prompt_ids(
@@ -305,7 +310,7 @@ class MultiTurnToolEnv:
         tokenizer = self._tokenizer(llm)
         rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
         rollout.tools = tools_of(rollout.environment, self.tools)
-        rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
+        rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
 
     async def sample_turn(

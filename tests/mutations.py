@@ -1657,8 +1657,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "a number as text becomes a number",
         "mt_grpo/native.py",
-        "    if takes_text(schema):\n",
-        "    if False:\n",
+        "isinstance(value, (list, dict)) or not takes_text(schema)\n",
+        "isinstance(value, (list, dict)) or True\n",
         "tests/test_formats.py::test_values_without_quotes_are_typed_by_the_tool",
     ),
     Mutation(
@@ -1874,7 +1874,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "an optional argument of an object is required",
         "mt_grpo/tools.py",
-        'default=inspect.Parameter.empty if name in required else each.get("default"),',
+        "default=inspect.Parameter.empty if name in required else schema_default(each),",
         "default=inspect.Parameter.empty,",
         "tests/test_environments.py::test_a_tool_may_be_an_object",
     ),

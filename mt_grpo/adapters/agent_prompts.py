@@ -188,4 +188,6 @@ def developers_first(messages: list[Message]) -> list[Message]:
 
 def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """An agent's tools as a tool format takes them: their schemas, as they were sent."""
-    return {tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"]) for tool in tools}
+    return {
+        tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"], origin=Origin.AGENT) for tool in tools
+    }
