@@ -27,6 +27,7 @@ from mt_grpo.adapters.agent_programs import FunctionAgent
 from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
+from mt_grpo.adapters.responses_api import read_items
 from mt_grpo.event_loop import start_in_background
 from mt_grpo.log_rows import turn_rows
 from mt_grpo.records import trained_records
@@ -92,6 +93,7 @@ def verify(rollout, llm):
     for record in rollout.records if rollout.turns else []:
         read = list(record.prompt_ids)
         for turn in record.turns:
+            assert len(turn.logprobs) == len(turn.token_ids)
             assert (read, turn.token_ids) in [(asked, sampled[: len(turn.token_ids)]) for asked, sampled in llm.asked]
             read = read + turn.token_ids + turn.observation_ids
     assert sum(len(record.turns) for record in rollout.records) == len(rollout.turns) <= len(llm.asked)
@@ -385,6 +387,55 @@ def test_the_same_text_twice_is_told_apart_by_the_ids_of_its_calls():
     assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2]]
 
 
+def test_a_stop_text_that_is_put_back_goes_on():
+    """The answer ends before the text, and some programs write it behind again. Logprobs end where the ids do."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")], stop=["END"])
+        assert said["content"] == "1 "
+        await ask(client, [user("a"), {**said, "content": "1 END"}, user("b")], stop=["END"])
+        await ask(client, [user("a"), {**said, "content": "1 ENDE"}, user("b")], stop=["END"])  # another text
+
+    rollout, _ = run(agent, "1 END 2 3 4", "2", "3")
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2]]
+    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
+
+
+def test_each_call_has_an_id_and_each_result_its_call():
+    seen = []
+
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        one, two = tool_message(said)
+        results = [{**one, "content": "one"}, {**two, "content": "two"}]
+        exchanged = [{**results[0], "tool_call_id": two["tool_call_id"]},
+                     {**results[1], "tool_call_id": one["tool_call_id"]}]  # fmt: skip
+        for behind in (results, exchanged):
+            again = await ask(client, [*start, said, *behind], tools=[ADD])
+            seen.extend(call["id"] for call in again["tool_calls"])
+            again = await ask(client, [*start, said, *behind, again, *tool_message(again)], tools=[ADD])
+            seen.extend(call["id"] for call in again["tool_calls"])
+        seen.extend(call["id"] for call in said["tool_calls"])
+
+    rollout, _ = run(agent, f"{CALL}\n{CALL}", max_completion_length=2000)
+    assert len(set(seen)) == len(seen) == 10
+    # Told apart by the results of their calls, each branch goes on as its own.
+    assert [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
+
+
+def test_rollouts_of_one_prompt_have_lists_of_their_own():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    one, two = env.generate([[]] * 2, Scripted("1"), rows=[{}] * 2)["rollouts"]
+    assert one.prompt_ids == two.prompt_ids and one.prompt_ids is not two.prompt_ids
+
+
 def test_a_frozen_branch_is_read_and_not_trained():
     async def agent(row, client):
         said = await ask(client, [user("a")])
@@ -465,6 +516,50 @@ def test_both_endpoints_are_one_conversation():
 
     rollout, _ = run(agent, "1", "2")
     assert len(rollout.records) == 1 and len(rollout.turns) == 2
+
+
+def test_items_as_messages():
+    """The reasoning, the text and the calls of one answer are one message; a refusal is text."""
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "2"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("b", "c")]},
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    assert read_items(items) == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": "No.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
+        {"role": "user", "content": "b\nc"},
+    ]
+
+
+@ways
+def test_an_answer_that_a_limit_cut_off_says_so(way):
+    """Also where it holds a whole call. A limit of three tokens is one of three, by each of its names."""
+    long = f"{CALL} and so on"
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        cut = await client.chat.completions.create(
+            model="policy", messages=[user("a")], tools=[ADD], max_tokens=len(ids(CALL)) + 1
+        )
+        assert cut.choices[0].finish_reason == "length" and len(cut.choices[0].message.tool_calls) == 1
+        for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
+            answer = await client.chat.completions.create(model="policy", messages=[user("b")], **limits)
+            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
+        answer = await respond(client, "c", max_output_tokens=3)
+        assert (answer.usage.output_tokens, answer.status) == (3, "incomplete")
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        events = [event async for event in await respond(client, "d", max_output_tokens=3, stream=True)]
+        assert events[-1].type == "response.incomplete" and events[-1].response.status == "incomplete"
+
+    rollout, _ = run(agent, long, max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [len(turn.token_ids) for turn in rollout.turns][1:] == [3, 3, 3, 3]
 
 
 # -- streams --
@@ -631,6 +726,30 @@ def test_an_answer_that_a_retry_receives_is_trained(way):
     rollout, llm = run(agent, "1", "2", seconds=0.8)
     assert rollout.error is None and len(llm.asked) == 2, rollout.error
     assert [turn.trained for turn in rollout.turns] == [True, True]
+
+
+def test_an_answer_that_is_lost_on_its_way_is_not_trained():
+    """The connection breaks while the answer is written: at the server's door, as no client does it on demand."""
+
+    async def agent(row, client):
+        body = json.dumps({"model": "policy", "messages": [user("a")]}).encode()
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+
+        async def serve():
+            (server, _), *_ = env._servers.values()
+            served = await server.serve("POST", "/v1/chat/completions", headers, body)
+            served.receipt()
+            served.receipt(received=False)
+
+        await asyncio.wrap_future(start_in_background(serve()))
+        await ask(client, [user("b")])
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    (rollout,) = env.generate([[]], Scripted("1", "2"), rows=[{}])["rollouts"]
+    assert rollout.error is None, rollout.error
+    assert [turn.trained for turn in rollout.turns] == [False, True]
 
 
 def test_an_agent_that_received_nothing_has_failed():
@@ -1192,6 +1311,17 @@ def test_a_reward_is_of_a_turn_that_is_trained():
     assert [turn.reward for turn in rollout.turns] == [0.75, None]
 
 
+def test_a_frozen_judge_at_the_same_time_leaves_no_doubt():
+    async def agent(row, client):
+        judge = client.chat.completions.create(model="policy-frozen", messages=[user("b")])
+        await asyncio.gather(ask(client, [user("a")]), judge)
+        client.reward(0.5)
+
+    rollout, _ = run(agent, "1", seconds=0.1)
+    assert rollout.error is None, rollout.error
+    assert sorted(((turn.trained, turn.reward) for turn in rollout.turns), key=str) == [(False, None), (True, 0.5)]
+
+
 def test_a_reward_by_header_names_its_answer():
     body = {"model": "policy", "messages": [user("a")]}
 
@@ -1673,10 +1803,13 @@ def test_a_developers_message_in_the_middle_is_read_at_the_beginning():
         messages = [{"role": "system", "content": "S."}, user("a")]
         messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
         await ask(client, messages)
+        await ask(client, [user("a"), {"role": "developer", "content": "D."}])  # the only one
 
     rollout, llm = run(agent, "1")
-    assert [record.numbers for record in rollout.records] == [[0], [1]]
-    assert TOKENIZER.decode(llm.asked[1][0]).startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
+    assert [record.numbers for record in rollout.records] == [[0], [1], [2]]
+    read = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
+    assert read[1].startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
+    assert read[2].startswith("<|im_start|>system\nD.<|im_end|>\n<|im_start|>user\na<")
 
 
 def test_the_prompt_of_a_further_record():
@@ -1745,17 +1878,29 @@ print('0.5')"
     assert ends(int((tmp_path / "pid").read_text()))
 
 
-def test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for(tmp_path):
-    (tmp_path / "run.sh").write_text(f"""
-        {sys.executable} -c "
+DAEMON = """
+import os, sys, time
 import openai
-openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
-        setsid sleep 600 & echo $! > {tmp_path}/pid
-        echo 0.5
-    """)
-    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
+
+openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+if os.fork() == 0:
+    os.setsid()
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(600)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+print("0.5")
+"""
+
+
+def test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for(tmp_path):
+    """It has left the command's group, so that it is not ended with it."""
+    (tmp_path / "agent.py").write_text(DAEMON)
+    rollout, _ = run(f"{sys.executable} {tmp_path}/agent.py {tmp_path}/pid", "1", timeout=30.0)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert rollout.reward == 0.5, rollout.error
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it is in a group of its own
 
 
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})

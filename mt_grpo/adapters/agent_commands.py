@@ -47,7 +47,7 @@ class CommandAgent:
         sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))
         reading = [asyncio.ensure_future(read_end(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
-            code = await process.wait()
+            code = await exit_of(process)
         finally:
             try:
                 with suppress(TimeoutError, ProcessLookupError):
@@ -57,7 +57,6 @@ class CommandAgent:
             finally:  # even where this is cancelled meanwhile
                 release(held)
                 sending.cancel()
-            await process.wait()
         # Something that it has left behind may hold its output open: what was written until its end is there at once.
         await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)
         for each in reading:
@@ -73,6 +72,17 @@ class CommandAgent:
             return json.loads(last) if last else None
         except ValueError:
             raise RuntimeError(f"the last line of the command is {last!r:.200}, expected JSON") from None
+
+
+async def exit_of(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a process. Its `wait` waits for the end of its output, which a daemon may hold open."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({waiting}, timeout=0.5)
+    finally:
+        waiting.cancel()
+    return process.returncode
 
 
 def release(pipe: int) -> None:
