@@ -65,7 +65,7 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
-ROWS = {"column_lists", "prompts_of", "rows_for_trl"}
+ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
     "begin",
