@@ -2866,7 +2866,7 @@ AGENTS = [
         "mt_grpo/adapters/agent_server.py",
         "shutdown_timeout=1.0, handler_cancellation=True",
         "shutdown_timeout=1.0",
-        "tests/test_agents.py::test_an_answer_that_nobody_received_is_not_trained",
+        "tests/test_agents.py::test_an_answer_that_a_retry_receives_is_trained",
     ),
     Mutation(
         "agents: of n answers the limit of calls counts one",
@@ -3125,14 +3125,14 @@ AGENTS = [
         "mt_grpo/adapters/chains.py",
         'any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1])',
         "False",
-        "tests/test_agents.py::test_a_turn_of_which_a_later_request_tells_is_observed",
+        "tests/test_agents.py::test_what_a_turn_said_with_something_behind_tells_of_it",
     ),
     Mutation(
         "agents: what a turn said at the end of a request tells of it",
         "mt_grpo/adapters/chains.py",
         "self.keys[-1][1:] for key in keys[:-1])",
         "self.keys[-1][1:] for key in keys)",
-        "tests/test_agents.py::test_a_turn_of_which_a_later_request_tells_is_observed",
+        "tests/test_agents.py::test_what_a_turn_said_with_something_behind_tells_of_it",
     ),
     Mutation(
         "agents: the question tells of a turn",
@@ -3182,6 +3182,27 @@ AGENTS = [
         "for message in [*messages, *read] if isinstance(message, dict)]",
         "for message in messages if isinstance(message, dict)]",
         "tests/test_view_rollouts.py::test_what_a_further_record_read_can_be_searched",
+    ),
+    Mutation(
+        "agents: a schema that is none ends the run",
+        "mt_grpo/adapters/chat_messages.py",
+        "        check_schema(parameters)\n",
+        "",
+        "tests/test_agents.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
+    ),
+    Mutation(
+        "agents: rewards of a turn overflow",
+        "mt_grpo/adapters/agent_session.py",
+        "        if not is_number(total):\n",
+        "        if False:\n",
+        "tests/test_agents.py::test_rewards_of_a_turn_do_not_overflow",
+    ),
+    Mutation(
+        "agents: a daemon of a command is waited for",
+        "mt_grpo/adapters/agent_commands.py",
+        "await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)",
+        "await asyncio.wait(reading)",
+        "tests/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for",
     ),
     Mutation(
         "agents: the time of the policy is the agent's",
