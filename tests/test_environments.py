@@ -861,7 +861,7 @@ class Plain(Lookup):
 
 def test_a_tool_may_be_an_object():
     assert describe_tools({"lookup": as_tool(Lookup())}) == (
-        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = None)\n"
+        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = ...)\n"
         "Look a word up.\n\nArgs:\n    word: What to look up."
     )
     assert tool_schema("lookup", as_tool(Lookup())) == SCHEMA
@@ -872,7 +872,7 @@ def test_a_tool_may_be_an_object():
     assert [turn.observation for turn in one.turns] == [
         "a 3 en: grass",
         "Error: argument 'limit' must be int, got str. Usage: lookup(word: str, limit: int = 3, "
-        "lang: Literal['en', 'de'] = None)",
+        "lang: Literal['en', 'de'] = ...)",
         None,
     ]
     assert two.turns[0].results == [
