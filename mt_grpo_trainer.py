@@ -63,6 +63,7 @@ from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.nodes import checkpoint_of_all_ranks
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import RolloutBatch
@@ -106,7 +107,7 @@ from mt_grpo.run_log import (
     staleness_metrics,
 )
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_advantages, check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -242,19 +243,24 @@ class MultiTurnToolEnv:
                 pass
             elif messages != previous:  # the rollouts of a group have the same prompt
                 clean = self.format_of(tokenizer).clean(messages, Origin.DATA)
-                previous, messages = messages, self.with_system_prompt(clean)
+                previous, messages = messages, self.with_system_prompt(clean, tokenizer=tokenizer)
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
             states.append(Rollout(messages, list(ids), index, row=dict(rows[index]) if rows else {}))
         return states
 
-    def with_system_prompt(self, messages: list[Message], tools: dict[str, Callable] | None = None) -> list[Message]:
+    def with_system_prompt(
+        self,
+        messages: list[Message],
+        tools: dict[str, Callable] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> list[Message]:
         """The messages with the system prompt in front, unless they bring their own."""
         if messages and messages[0]["role"] == "system":
             return messages
-        template = self._prompt_template
-        text = self.system_prompt if tools is None else template and fill_in_tools(template, tools)
+        text, tools = self._prompt_template, self.tools if tools is None else tools
+        text = text and fill_in_tools(text, tools, tokenizer or self.tokenizer)
         return [{"role": "system", "content": text}, *messages] if text else messages
 
     def prompt_ids(
@@ -304,7 +310,7 @@ class MultiTurnToolEnv:
         tokenizer = self._tokenizer(llm)
         rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
         rollout.tools = tools_of(rollout.environment, self.tools)
-        rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools)
+        rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
         rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
 
     async def sample_turn(
@@ -954,6 +960,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
             "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
             **(args.generation_kwargs or {}),
         }  # fmt: skip
+        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
+            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
         self._connect_backend()
 
     @staticmethod
@@ -1027,10 +1035,12 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
             args.turn_discount,
         )  # fmt: skip
+        check_advantages(self._reward_table, advantages, self.state.global_step, self.turn_advantage_coef)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
         turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
-        output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
+        token_level = token_advantages(local[self._owners], turn_ids)
+        output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
         if args.old_logps == "sampled":
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -1186,7 +1196,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         device = self.accelerator.device
         columns = column_lists(self._rows, data_of(self)) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
-            "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
+            "completions": [rollout.completion for rollout in self._rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],
             "environment_rewards": [rollout.reward for rollout in self._rollouts],
             "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
@@ -1205,16 +1216,16 @@ class MTGRPOEnvTrainer(AheadTrainer):
 
         self._on_all_ranks(score, "Rewards")
         whole, per_turn, observed, sampled, state = (
-            self.accelerator.gather(local[name].to(device).contiguous())
+            self.accelerator.gather(local[name].to(device).contiguous()).cpu()
             for name in ("whole", "per_turn", "observed", "sampled", "state")
         )
-        weights = self.reward_weights.to(device)
+        weights = self.reward_weights.cpu()
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
         outcomes = whole[:, self.num_turn_funcs :]
         # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
         outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
         self._reward_table = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN),
+            outcome=outcome.masked_fill(torch.tensor(self._failed), NAN),
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
@@ -1224,7 +1235,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
-        self._logged_rewards = logged
+        self._logged_rewards = logged = logged.to(device)
         if self.model.training:
             counts = numbers_that_count(
                 self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
@@ -1304,6 +1315,7 @@ class VLLMServerClient(ServerConnection):
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
         super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout)
         self.tokenizer = tokenizer
+        self.vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)
@@ -1326,7 +1338,9 @@ class VLLMServerClient(ServerConnection):
 
         asked = self.policy_version
         generation = await self._post(
-            "/v1/completions", payload, lambda answer: read_completion(answer, len(prompt_ids), max_tokens)
+            "/v1/completions",
+            payload,
+            lambda answer: read_completion(answer, len(prompt_ids), max_tokens, self.vocab_size),
         )
         return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 

@@ -10,7 +10,7 @@ A module imports only from modules that stand above it in this list.
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
     output           the output directory of one run; streams that outlive their readers
-    json_types       type hints: those of JSON itself, their names, values from YAML
+    json_types       type hints: those of JSON itself, their names, values from YAML; a value as JSON
     rows             rows as they were written, without a table's types
     data             training and test rows
     settings         recipe keys: types, defaults, ranges

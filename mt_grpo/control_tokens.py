@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -162,6 +162,31 @@ def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: r
             for k, v in value.items()
         }
     return [neutralise_json(v, tokenizer, forbidden) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
+    """A tool's JSON schema of which no text is a control token that its origin may not hold.
+
+    Raises:
+        ValueError: the name of the tool or of a parameter holds one: the model could not write it in a call.
+    """
+    forbidden = forbidden_in(origin, "tool", tokenizer)
+    function = schema["function"]
+    parameters = function.get("parameters") or {}
+    check_names([function["name"], *(parameters.get("properties") or {})], forbidden)
+    return neutralise_json(schema, tokenizer, forbidden)
+
+
+def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
+    """Raise `ValueError` for the name of a tool, the first, or of its parameters that holds a control token."""
+    names = list(names)
+    for name in names:
+        if found := forbidden.search(name):
+            what = f"Tool {name!r}" if name is names[0] else f"Tool {names[0]!r}: the parameter {name!r}"
+            raise ValueError(
+                f"{what} holds the control token {found[0]!r} of the model in its name. The model would read it as "
+                "one, and a call cannot hold it. Expected another name."
+            )
 
 
 def neutralise_messages(

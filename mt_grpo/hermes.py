@@ -9,16 +9,17 @@ import dataclasses
 import inspect
 import json
 import re
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+from transformers.utils.chat_template_utils import parse_google_format_docstring
 
-from mt_grpo.chat_format import SEVERAL_CALLS, ChatFormat, parse_call
+from mt_grpo.chat_format import SEVERAL_CALLS, ChatFormat, load_json, parse_call
+from mt_grpo.control_tokens import Origin, clean_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
+from mt_grpo.tool_arguments import cached_by_function, json_schema, parameters_schema
 
 
 class CallText(NamedTuple):
@@ -84,18 +85,57 @@ HERMES = CallSyntax(
 
 
 def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
-    """A tool as the JSON schema that chat templates take. Pydantic's, where the docstring has no Google style.
+    """A tool as the JSON schema that chat templates take. Its types are pydantic's, by which its calls are checked.
 
-    A tool that is an object brings its own.
+    What a docstring in Google's style says of a parameter stands beside its type. A tool that is an object brings its
+    own schema.
     """
     if given := getattr(tool, "json_schema", None):
         return {"type": "function", "function": {**given, "name": name}}
+    return {"type": "function", "function": {"name": name, **described(tool)}}
+
+
+@cached_by_function
+def described(tool: Callable) -> dict[str, Any]:
+    """Description, parameters and, where its type has a schema, result of a function."""
+    text = (inspect.getdoc(tool) or "").strip()
+    description, notes, returns = parse_google_format_docstring(text)
+    parameters = parameters_schema(tool)
+    if parameters["properties"].keys() <= notes.keys():
+        pairs = parameters["properties"].items()
+        parameters = {**parameters, "properties": {key: with_note(each, notes[key]) for key, each in pairs}}
+    else:  # then the model reads all of the docstring, whatever its style
+        description = text
+    result = result_schema(tool)
+    if result is not None and returns is not None:
+        result = {**result, "description": returns}
+    return {"description": description, "parameters": parameters, **({} if result is None else {"return": result})}
+
+
+def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
+    """A parameter's schema with its description, whose end may list its choices, as transformers reads them.
+
+    >>> with_note({"type": "string"}, 'A drink (choices: ["tea", "water"])')
+    {'type': 'string', 'enum': ['tea', 'water'], 'description': 'A drink'}
+    """
+    listed = re.search(r"\(choices:\s*(\[.*\])\)\s*$", note, re.IGNORECASE | re.DOTALL)
+    choices = load_json(listed[1])[0] if listed else None
+    if not isinstance(choices, list):
+        return {**schema, "description": note}
+    return {**schema, "enum": choices, "description": note[: listed.start()].strip()}
+
+
+def result_schema(tool: Callable) -> dict[str, Any] | None:
+    """The JSON schema of what a tool returns; None where it says nothing, or what has none."""
+    hints = typing.get_type_hints(tool, include_extras=True)
+    if "return" not in hints:
+        return None
+    if hints["return"] is ToolResult:  # what the model reads of it
+        return {"type": "string"}
     try:
-        schema = get_json_schema(tool)["function"]
-    except (DocstringParsingException, TypeHintParsingException):
-        parameters = TypeAdapter(tool).json_schema()
-        schema = {"name": name, "description": inspect.getdoc(tool) or "", "parameters": parameters}
-    return {"type": "function", "function": {**schema, "name": name}}
+        return json.loads(json_schema(hints["return"], "serialization"))
+    except Exception:  # a class's own hooks may raise anything
+        return None
 
 
 class HermesFormat(ChatFormat):
@@ -167,9 +207,13 @@ class HermesFormat(ChatFormat):
                 f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
             )
-        schemas = [tool_schema(name, tool) for name, tool in tools.items()]
+        schemas = [self.clean_schema(name, tool) for name, tool in tools.items()]
         messages = messages if self.keeps_results else self.with_calls(messages, tools)
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
+
+    def clean_schema(self, name: str, tool: Callable) -> dict[str, Any]:
+        """A tool's schema as the model reads it, without control tokens. Raises `ValueError` for one in a name."""
+        return clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
         """The messages for a template that loses results behind calls in a text: those go into `tool_calls`.

@@ -13,40 +13,103 @@ from transformers.utils.chat_parsing import parse_response
 from mt_grpo.chat_format import load_json, parse_call
 from mt_grpo.hermes import HERMES, CallSyntax, CallText, HermesFormat, tool_schema
 from mt_grpo.rollout import ToolCall
+from mt_grpo.tool_arguments import read_argument
 
 UNREADABLE = "the call cannot be read"
 
 
-def parameters_of(name: str, tools: dict[str, Callable]) -> dict[str, Any]:
-    """The JSON schemas of a tool's parameters, by name."""
-    described = tool_schema(name, tools[name])["function"].get("parameters") if name in tools else None
-    return (described or {}).get("properties") or {}
+Reads = Callable[[Any], bool]  # whether a parameter reads a value
+
+
+def parameters_of(name: str, tools: dict[str, Callable]) -> Callable[[str], tuple[Any, Reads]]:
+    """A function that says what a tool's parameter takes, by its name: JSON schema, and whether it reads a value."""
+    tool = tools.get(name)
+    described = {} if tool is None else tool_schema(name, tool)["function"].get("parameters") or {}
+    properties, further = described.get("properties") or {}, described.get("additionalProperties")
+
+    def takes(key: str) -> tuple[Any, Reads]:
+        def reads(value: Any) -> bool:
+            try:
+                read_argument(tool, key, value)
+            except (Exception, SystemExit):  # a validator may raise anything
+                return False
+            return True
+
+        own = tool is None or hasattr(tool, "json_schema")  # then its schema is all that is known
+        return properties.get(key, further if isinstance(further, dict) else {}), (lambda _: True) if own else reads
+
+    return takes
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    """Whether a parameter of this JSON schema may be a value, as far as its types, enums and constants say.
+
+    >>> [accepts({"anyOf": [{"type": "integer"}, {"type": "null"}]}, value) for value in (7, None, "7", True)]
+    [True, True, False, False]
+    >>> accepts({"enum": ["1", "2"]}, "1"), accepts({"enum": ["1", "2"]}, 1), accepts({}, "any")
+    (True, False, True)
+    """
+    if not isinstance(schema, dict):
+        return schema is not False
+    if "enum" in schema and not any(each == value and type(each) is type(value) for each in schema["enum"]):
+        return False
+    if "const" in schema and (schema["const"] != value or type(schema["const"]) is not type(value)):
+        return False
+    if value is None and schema.get("nullable"):
+        return True
+    options = schema.get("anyOf") or schema.get("oneOf")
+    kinds = schema.get("type") or list(JSON_TYPES)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    whole = isinstance(value, float) and value.is_integer()
+    fits = any(type(value) in JSON_TYPES.get(kind, ()) or (kind == "integer" and whole) for kind in kinds)
+    return fits and (not options or any(accepts(option, value) for option in options))
+
+
+JSON_TYPES = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
-    """Whether a parameter may be text.
+    """Whether a parameter may be any text, or some: what says nothing of its type is read as JSON first.
 
     >>> takes_text({"type": "string"}), takes_text({"anyOf": [{"type": "integer"}, {"type": "null"}]}), takes_text({})
     (True, False, False)
     """
-    kind = schema.get("type")
-    return "string" in ([kind] if isinstance(kind, str) else kind or []) or any(
-        map(takes_text, schema.get("anyOf", []))
+    kind, options = schema.get("type"), [each for key in ("anyOf", "oneOf") for each in schema.get(key, [])]
+    return (
+        "string" in ([kind] if isinstance(kind, str) else kind or [])
+        or any(isinstance(each, str) for each in [schema.get("const"), *schema.get("enum", [])])
+        or any(takes_text(each) for each in options if isinstance(each, dict))
     )
 
 
-def typed(text: str, schema: dict[str, Any]) -> Any:
-    """A value that the syntax writes without quotes: text stays text if the parameter takes it.
+def typed(text: str, schema: dict[str, Any], reads: Reads = lambda value: True) -> Any:
+    """A value that the syntax writes without quotes.
+
+    It is the first of these that the parameter takes: null, a list or object in JSON, text, any other JSON.
+
+    Args:
+        text: As it was written.
+        schema: Of the parameter.
+        reads: Whether the tool takes a value, where it can be asked.
 
     >>> typed("75001", {"type": "string"}), typed("75001", {"type": "integer"}), typed("True", {}), typed("a b", {})
     ('75001', 75001, True, 'a b')
+    >>> typed("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}), typed("null", {"type": "string"})
+    (None, 'null')
+    >>> typed('["a"]', {"type": ["string", "array"]}), typed("1", {"enum": ["1", "2"]}), typed("1", {"enum": ["a", 1]})
+    (['a'], '1', 1)
     """
-    if takes_text(schema):
-        return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    read_first = value is None or isinstance(value, (list, dict)) or not takes_text(schema)
+    candidates = [value, text] if read_first else [text, value]
+    fitting = [each for each in candidates if accepts(schema, each)]
+    return next((each for each in fitting if reads(each)), (fitting or candidates)[0])
 
 
 def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Callable]], list[ToolCall]]:
@@ -59,9 +122,8 @@ def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Calla
         name, rest = found.groups()
         if re.sub(argument, "", rest, flags=re.DOTALL).strip():
             return [ToolCall(name, {}, f"{UNREADABLE}: it holds text that is no argument")]
-        schemas = parameters_of(name, tools)
-        pairs = re.findall(argument, rest, re.DOTALL)
-        return [ToolCall(name, {key: typed(value, schemas.get(key, {})) for key, value in pairs})]
+        takes, pairs = parameters_of(name, tools), re.findall(argument, rest, re.DOTALL)
+        return [ToolCall(name, {key: typed(value, *takes(key)) for key, value in pairs})]
 
     return read
 

@@ -208,6 +208,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
                 f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
                 f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
             )
+    client.vocab_size = getattr(ours, "vocab_size", None)
     text = '<tool>{"name": "x"}</tool> Ünï 123'
     payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
     tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])

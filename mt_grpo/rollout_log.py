@@ -186,7 +186,8 @@ def rollout_features(folder: str | Path) -> Any:
         "results": List({"text": text, "error": text, "seconds": number, "reward": number}),
         "observation": text, "num_tokens": whole, "num_read": whole, "num_trained": whole, "reward": number,
         "policy_versions": List(whole),
-        "mean_logprob": number, "min_logprob": number,
+        "mean_logprob": number, "min_logprob": number, "record": whole, "after": whole,
+        "context": List({"role": text, "content": text, "more": text}), "tools": text,
     }  # fmt: skip
     if any("token_ids" in each for each in first["turns"]):
         turn |= {

@@ -7,6 +7,7 @@ import difflib
 import typing
 from typing import Any
 
+from mt_grpo.data import plain_content
 from mt_grpo.rollout import StopReason
 
 
@@ -36,12 +37,15 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
 
 
 def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
-    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`."""
+    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
+
+    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`.
+    """
     expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
         raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. For one, write [...] around it.")
     prompts = list(prompts)
-    for prompt in prompts:
+    for k, prompt in enumerate(prompts):
         if isinstance(prompt, dict):
             raise ValueError(f"{name} is one conversation's messages, expected {expected}: write [...] around it.")
         messages = [] if texts and isinstance(prompt, str) else prompt
@@ -49,7 +53,18 @@ def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
             isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
         ):
             raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
+        if texts and not all(isinstance(message["content"], str) for message in messages):
+            prompts[k] = [{**message, "content": message_text(message, name)} for message in messages]
     return prompts
+
+
+def message_text(message: dict[str, Any], name: str) -> str:
+    """The content of a message as text: a chat template would write Python's form of anything else."""
+    content = plain_content(message["content"], name)
+    content = "" if content is None and message.get("tool_calls") else content
+    if not isinstance(content, str):
+        raise ValueError(f"{name} holds a message with the content {content!r:.80}, expected text.")
+    return content
 
 
 class Room(typing.NamedTuple):

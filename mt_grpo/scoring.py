@@ -18,7 +18,7 @@ import torch
 
 from mt_grpo.environments import tool_methods
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.ranks import RunStopped
+from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.reward_calls import call_in_main_thread, in_main_thread
 from mt_grpo.reward_errors import RewardError, raises_alone, row_shown, where_raised
 from mt_grpo.rollout import Rollout, ToolCall, Turn
@@ -336,3 +336,31 @@ def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, t
     observed = pad_rows(flags, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled
+
+
+MOST = 1e18  # that float32 can square and add up
+
+
+def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
+    """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
+
+    The square of a value beyond `MOST` is infinite in float32.
+
+    Args:
+        rewards: The `RewardTable` of all ranks, so that all of them raise.
+        advantages: Of its turns, (N, K).
+        step: The optimizer step, for the message.
+        coef: `turn_advantage_coef`, for the message.
+    """
+    for name, x in (("outcome", rewards.outcome), ("turn", rewards.turn), ("turn", rewards.rollout_turn)):
+        if (x.nan_to_num(0.0).abs() > MOST).any():
+            raise RunError(
+                f"Step {step}: a weighted {name} reward is {x.nan_to_num(0.0).abs().max():.3g}. At most {MOST:g} can "
+                f"be compared in float32. Nothing of this batch is trained. Lower {name}_reward_weights, or what the "
+                "reward functions give."
+            )
+    if not advantages.isfinite().all():
+        raise RunError(
+            f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. Nothing of this batch is "
+            "trained. Lower turn_advantage_coef, or what the reward functions give."
+        )

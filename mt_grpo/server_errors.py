@@ -24,12 +24,21 @@ class NoServerLeft(ServerLost):
 
 
 class BadAnswer(ValueError):
-    """An answer that cannot be a sample: the ids and logprobs do not match, or a logprob is NaN."""
+    """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
 
 
 def is_logprob(value: Any) -> bool:
     """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
     return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
+def not_an_id(value: Any, vocab_size: int | None) -> bool:
+    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model.
+
+    >>> [not_an_id(value, 400) for value in (0, 399, 400, -1, True, 1.0, "1")]
+    [False, False, True, True, True, True, True]
+    """
+    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
 
 
 def hide_password(url: str) -> str:
@@ -85,8 +94,17 @@ def server_urls(value: str | list[str] | None) -> list[str]:
     return urls
 
 
-def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int) -> Generation:
-    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
+def read_completion(
+    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
+) -> Generation:
+    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
+
+    Args:
+        answer: The server's.
+        num_prompt_tokens: That were sent.
+        max_tokens: That were asked for.
+        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
+    """
     try:
         choice = answer["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -94,6 +112,11 @@ def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: 
         counts = len(token_ids), len(logprobs)
     except (KeyError, IndexError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if type(token_ids) is not list or type(logprobs) is not list:
+        raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
+    if wrong := [i for i in token_ids if not_an_id(i, vocab_size)]:
+        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
+        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
     if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
         raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
     if seen != num_prompt_tokens:
@@ -101,4 +124,8 @@ def read_completion(answer: dict[str, Any], num_prompt_tokens: int, max_tokens: 
     if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
         raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
     read = choice.get("prompt_token_ids")
-    return Generation(token_ids, logprobs, finish_reason, None if read is None else hash_of_ids(read))
+    try:
+        saw = None if read is None else hash_of_ids(read)
+    except (TypeError, OverflowError, ValueError):
+        raise BadAnswer(f"prompt_token_ids are no token ids: {str(read)[:100]}") from None
+    return Generation(token_ids, logprobs, finish_reason, saw)

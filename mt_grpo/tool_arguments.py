@@ -7,10 +7,11 @@ import functools
 import inspect
 import json
 import re
+import types
 import typing
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -85,10 +86,31 @@ def cached_by_function(function: Callable) -> Callable:
     return wrapper
 
 
+def takes_none(hint: Any) -> bool:
+    """Whether a type says itself that it may be None."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return takes_none(options[0])
+    if origin is typing.Literal:
+        return None in options
+    if origin in (typing.Union, types.UnionType):
+        return any(map(takes_none, options))
+    return hint in (Any, object, None, type(None))
+
+
+def hints_of(tool: Callable) -> dict[str, Any]:
+    """The types of a tool's parameters, and of its result as `return`. Where the default is None, None is taken."""
+    hints = typing.get_type_hints(tool, include_extras=True)
+    for name, parameter in inspect.signature(tool).parameters.items():
+        if parameter.default is None and name in hints and not takes_none(hints[name]):
+            hints[name] = typing.Union[hints[name], None]  # noqa: UP007 (not all hints have `|`)
+    return hints
+
+
 @cached_by_function
 def readers_of(tool: Callable) -> tuple[dict[str, ArgumentReader], ArgumentReader | None]:
     """What reads each of a tool's parameters, and what reads any other name: the reader of `**rest`, if it has one."""
-    hints = typing.get_type_hints(tool, include_extras=True)
+    hints = hints_of(tool)
     parameters = inspect.signature(tool).parameters.values()
     readers = {p.name: ArgumentReader(hints.get(p.name, Any)) for p in parameters}
     return readers, next((readers[p.name] for p in parameters if p.kind is p.VAR_KEYWORD), None)
@@ -114,7 +136,16 @@ ARGUMENTS_SOURCE = "\n".join(
         "from pydantic_core import PydanticKnownError, SchemaValidator, core_schema",
         *map(
             inspect.getsource,
-            (is_json_type, strict_schema, ArgumentReader, cached_by_function, readers_of, read_argument),
+            (
+                is_json_type,
+                takes_none,
+                hints_of,
+                strict_schema,
+                ArgumentReader,
+                cached_by_function,
+                readers_of,
+                read_argument,
+            ),  # fmt: skip
         ),
     ]
 )
@@ -181,21 +212,90 @@ class ParameterSchema(GenerateJsonSchema):
         return super().encode_default(in_one_order(dft))
 
 
-def json_schema(hint: Any) -> str:
-    """The compact JSON schema of a type. Raises pydantic's errors for what cannot be read from JSON."""
+def without_titles(schema: Any) -> Any:
+    """A JSON schema without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [without_titles(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    data, named = ("const", "default", "enum", "examples"), ("properties", "$defs")
+    return {
+        key: part if key in data
+        else {name: without_titles(each) for name, each in part.items()} if key in named
+        else without_titles(part)
+        for key, part in schema.items()
+        if key != "title"
+    }  # fmt: skip
 
-    def without_titles(schema: Any) -> Any:
-        if isinstance(schema, list):
-            return [without_titles(part) for part in schema]
-        if not isinstance(schema, dict):
-            return schema
-        data = ("const", "default", "enum", "examples")
-        return {
-            key: part if key in data else without_titles(part)
-            for key, part in schema.items()
-            if key != "title" or not isinstance(part, str)
-        }
 
-    schema = TypeAdapter(hint).json_schema(schema_generator=ParameterSchema)
-    # Two classes of one name are told apart by their modules. That of a recipe's file depends on its folder.
-    return re.sub(r"mt_grpo_[\w-]+?_[0-9a-f]{8}__", "", json.dumps(without_titles(schema), ensure_ascii=False))
+def without_modules(text: str) -> str:
+    """A schema's text. For two classes of one name pydantic writes modules; a recipe's file has a folder's hash."""
+    return re.sub(r"mt_grpo_[\w-]+?_[0-9a-f]{8}__", "", text)
+
+
+def json_schema(hint: Any, mode: Literal["validation", "serialization"] = "validation") -> str:
+    """The compact JSON schema of a type. Raises pydantic's errors for what cannot be read from JSON, or written."""
+    schema = TypeAdapter(hint).json_schema(mode=mode, schema_generator=ParameterSchema)
+    return without_modules(json.dumps(without_titles(schema), ensure_ascii=False))
+
+
+@cached_by_function
+def parameters_schema(tool: Callable) -> dict[str, Any]:
+    """The JSON schema of all parameters of a tool, as one object. It allows what `read_argument` reads.
+
+    Classes are written out where they stand, since few chat templates follow a reference; one that holds itself stays
+    a definition.
+    """
+    parameters = {p.name: p for p in inspect.signature(tool).parameters.values()}
+    hints = [(name, "validation", TypeAdapter(reader.hint)) for name, reader in readers_of(tool)[0].items()]
+    found, shared = TypeAdapter.json_schemas(hints, schema_generator=ParameterSchema)
+    found = {name: without_titles(schema) for (name, _), schema in found.items()}
+    shared = {name: without_titles(schema) for name, schema in shared.get("$defs", {}).items()}
+    properties: dict[str, Any] = {}
+    written: dict[str, Any] = {"type": "object", "properties": properties}
+    for name, parameter in parameters.items():
+        schema = found[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            written["additionalProperties"] = schema
+            continue
+        default = parameter.default
+        shown = {} if default is parameter.empty else {"default": json.loads(default_text(default))}
+        properties[name] = {**schema, **shown}
+    if required := [name for name, each in parameters.items() if each.default is each.empty and name in properties]:
+        written["required"] = required
+    return json.loads(without_modules(json.dumps(inlined(written, shared))))
+
+
+def inlined(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A schema with its definitions where they are referred to. What holds itself stays in `$defs`."""
+    left: dict[str, Any] = {}
+
+    def written(part: Any) -> Any:
+        if isinstance(part, list):
+            return [written(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        name = str(part.get("$ref", "")).removeprefix("#/$defs/")
+        if name not in definitions:
+            part = {key: written(each) for key, each in part.items()}
+            if isinstance(discriminator := part.get("discriminator"), dict):
+                discriminator.pop("mapping", None)  # it refers to definitions
+            return part
+        if not holds_itself(name):
+            return written({**definitions[name], **{key: each for key, each in part.items() if key != "$ref"}})
+        if name not in left:
+            left[name] = {}  # its own parts may refer to it
+            left[name] = written(definitions[name])
+        return part
+
+    def holds_itself(name: str) -> bool:
+        reached, waiting = set(), [name]
+        while waiting:
+            text = json.dumps(definitions[waiting.pop()])
+            further = set(re.findall(r'"\$ref": "#/\$defs/([^"]+)"', text)) & definitions.keys()
+            waiting += further - reached
+            reached |= further
+        return name in reached
+
+    whole = written(schema)
+    return {**whole, "$defs": left} if left else whole

@@ -11,6 +11,9 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.control_tokens import Origin, check_names, forbidden_in, neutralise
 from mt_grpo.formats import CALL_FORMAT
 from mt_grpo.json_types import is_json_type, type_name
 from mt_grpo.rollout import ToolCall, ToolResult
@@ -19,6 +22,7 @@ from mt_grpo.tool_arguments import (
     argument_mistake,
     cached_by_function,
     default_text,
+    hints_of,
     json_schema,
     read_argument,
     readers_of,
@@ -30,6 +34,14 @@ TYPES_THAT_WORK = (
     "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
 )
 
+
+class Shown(str):
+    """A text that stands in a signature without quotes."""
+
+    __repr__ = str.__str__
+
+
+LEFT_OUT = Shown("...")  # the default of a parameter that may be left out, and whose schema has no default
 OTHERS = "others"  # stands in a signature for parameters whose names Python does not take
 
 
@@ -65,7 +77,7 @@ def as_tool(tool: Any) -> Callable:
             inspect.Parameter(
                 name,
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if name in required else each.get("default"),
+                default=inspect.Parameter.empty if name in required else schema_default(each),
                 annotation=hint_of(each),
             )
             for name, each in sorted(properties.items(), key=lambda item: item[0] not in required)
@@ -87,15 +99,21 @@ def as_tool(tool: Any) -> Callable:
         return await tool.run(**arguments)
 
     made = call_async if inspect.iscoroutinefunction(tool.run) else call
-    notes = [f"    {name}: {each['description']}" for name, each in properties.items() if each.get("description")]
+    told = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
+    notes = [f"    {name}: {note}" for name, note in told.items() if note]
     made.__name__, made.__qualname__ = tool.name, tool.name
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
     made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    returned = inspect.signature(tool.run).return_annotation
+    returned = typing.get_type_hints(tool.run).get("return", inspect.Signature.empty)
     made.__signature__ = inspect.Signature(parameters, return_annotation=returned)
     made.json_schema = {**function, "name": tool.name}
     made.others = others
     return made
+
+
+def schema_default(schema: Any) -> Any:
+    """The default of a parameter that may be left out, as a JSON schema says it."""
+    return schema.get("default", LEFT_OUT) if isinstance(schema, dict) else LEFT_OUT
 
 
 def is_name(name: str) -> bool:
@@ -122,6 +140,8 @@ def hint_of(schema: dict[str, Any]) -> Any:
     >>> hint_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), hint_of({"$ref": "#/x"})
     (int | None, typing.Any)
     """
+    if not isinstance(schema, dict):  # `true` allows everything
+        return Any
     plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
     kind, options = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
     if "enum" in schema:
@@ -145,7 +165,7 @@ def check_tool(tool: Callable) -> None:
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
         raise ValueError(f"Tool {name} is a generator function. Expected `return` with all of it, not `yield`.")
     try:
-        hints = typing.get_type_hints(tool, include_extras=True)
+        hints = hints_of(tool)
     except Exception as error:
         raise ValueError(f"Tool {name} has type hints that cannot be read: {error_text(error)}.") from error
     for parameter in inspect.signature(tool).parameters.values():
@@ -176,22 +196,36 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
         )
 
 
-def describe_tools(tools: dict[str, Callable]) -> str:
-    """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt."""
-    return "\n\n".join(
-        "\n".join([f"{name}{signature_of(tool)}", *schema_lines(tool), inspect.getdoc(tool)])
-        for name, tool in tools.items()
-    )
+def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt.
+
+    With a tokenizer no text is a control token, and a name that holds one raises `ValueError`.
+    """
+    described = []
+    for name, tool in tools.items():
+        text = "\n".join([f"{name}{signature_of(tool)}", *schema_lines(tool), inspect.getdoc(tool)])
+        if tokenizer is not None:
+            forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
+            check_names([name, *inspect.signature(tool).parameters, *getattr(tool, "others", ())], forbidden)
+            text = neutralise(text, tokenizer, forbidden)
+        described.append(text)
+    return "\n\n".join(described)
 
 
 def schema_lines(tool: Callable) -> list[str]:
     return [f"{name}: {json_schema(reader.hint)}" for name, reader in readers_of(tool)[0].items() if not reader.plain]
 
 
-def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
-    """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace."""
+def fill_in_tools(
+    system_prompt: str, tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace.
+
+    Its own text stays as it is, and that of the tools is as `describe_tools` gives it.
+    """
+    described = describe_tools(tools, tokenizer)
     try:
-        return system_prompt.format(tool_descriptions=describe_tools(tools))
+        return system_prompt.format(tool_descriptions=described)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
             f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
@@ -199,31 +233,25 @@ def fill_in_tools(system_prompt: str, tools: dict[str, Callable]) -> str:
         ) from None
 
 
-class Shown(str):
-    """A text that stands in a signature without quotes."""
-
-    __repr__ = str.__str__
-
-
 @cached_by_function
 def signature_of(tool: Callable) -> inspect.Signature:
     """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
+    signature, hints = inspect.signature(tool), hints_of(tool)
+
+    def shown_type(hint: Any) -> Any:
+        return None if hint is type(None) else hint if is_json_type(hint) else Shown(type_name(hint))
 
     def shown(parameter: inspect.Parameter) -> inspect.Parameter:
-        if is_json_type(hints.get(parameter.name, Any)):
-            return parameter
-        parameter = parameter.replace(annotation=Shown(type_name(hints[parameter.name])))
-        if parameter.default is parameter.empty or parameter.default is None:
-            return parameter
-        return parameter.replace(default=Shown(default_text(parameter.default)))
+        hint, default = hints.get(parameter.name, Any), parameter.default
+        if not is_json_type(hint) and default is not parameter.empty and default is not None:
+            default = Shown(default_text(default))
+        return parameter.replace(annotation=shown_type(hint), default=default)
 
-    signature, hints = inspect.signature(tool), typing.get_type_hints(tool, include_extras=True)
-    returned = hints.get("return", Any)
-    if ToolResult in (returned, signature.return_annotation):  # what the model reads of it
-        signature, returned = signature.replace(return_annotation=str), str
+    returned = hints.get("return", signature.return_annotation)
+    returned = str if returned is ToolResult else returned
     return signature.replace(
         parameters=[shown(parameter) for parameter in signature.parameters.values()],
-        return_annotation=signature.return_annotation if is_json_type(returned) else Shown(type_name(returned)),
+        return_annotation=returned if returned is signature.empty else shown_type(returned),
     )
 
 

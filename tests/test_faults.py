@@ -328,6 +328,8 @@ NO_SAMPLES = {
     "without token ids": Fault("without ids", change=without_ids),
     "token ids null": Fault("null ids", change=changed(token_ids=None)),
     "no tokens": Fault("empty", change=changed(token_ids=[], logprobs={"token_logprobs": []})),
+    "token ids of 70 bits": Fault("huge ids", change=changed(token_ids=[2**70], logprobs={"token_logprobs": [-1.0]})),
+    "token ids as text": Fault("texts", change=changed(token_ids=["a"], logprobs={"token_logprobs": [-1.0]})),
     "another prompt": Fault("another prompt", change=another_prompt),
     "longer than asked for": Fault("longer", change=longer_than_asked),
     "aborted": Fault("aborted", change=changed(finish_reason="abort")),

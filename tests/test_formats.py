@@ -616,7 +616,7 @@ def test_tools_reach_the_prompt_as_schemas():
                 "type": "object", "required": ["a"],
                 "properties": {
                     "a": {"type": "integer", "description": "A number."},
-                    "b": {"type": "string", "description": "A text."},
+                    "b": {"type": "string", "default": "", "description": "A text."},
                 },
             },
             "return": {"type": "string"},

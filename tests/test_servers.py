@@ -167,6 +167,27 @@ def test_an_answer_of_a_version_proves_only_what_was_sampled_before_the_question
     assert run(pool, [0, 1], converse) == [0, None]
 
 
+def test_an_answer_that_was_begun_before_a_restart_is_not_proven():
+    """The server restarts and gets its weights while it samples: it reports the right version, of a new lineage."""
+    pool = make_pool(1)
+    (server,) = pool.servers
+    sample = server.generate
+
+    async def restarted_meanwhile(*args):
+        generation = await sample(*args)
+        server.lineage += 1
+        server.version = tagged("v", server.lineage)
+        return generation
+
+    async def one_turn(route, index):
+        return (await route.generate([1], 8, None, index)).token_ids[0]
+
+    server.generate = restarted_meanwhile
+    assert run(pool, [0], one_turn) == [None]
+    server.generate = sample
+    assert run(pool, [0], one_turn) == [0]  # begun with the weights that were pushed since
+
+
 def test_without_any_server_all_is_rolled_out_again():
     pool = make_pool(2)
 
@@ -475,6 +496,33 @@ def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):
         assert pool.servers[1].pushes[-1] == f"v-{step}"
     pool.servers[1].wrong = 0.0
     assert push("v-14")["sync/servers"] == 3 and pool.joined == [0, 1, 2]
+
+
+@pytest.mark.parametrize("deaf", [0, 1, 2])
+def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushing, deaf):
+    """The trainer's logprobs move by 1 with the scaled norm; one server's stay where they were."""
+    push, pool, sync = pushing
+    sync.weights.final_norm = "norm"
+    sync.model = SimpleNamespace(dtype=torch.float32, get_submodule=lambda name: torch.nn.LayerNorm(1))
+    sync._probe_logprobs = lambda scale=1.0: torch.full((2,), -1.0 if scale == 1.0 else -2.0)
+    for number, server in enumerate(pool.servers):
+        if number != deaf:
+            server.score = lambda ids, rank, server=server: [-1.0 - server.version.endswith("-probe")] * (len(ids) - 1)
+    with pytest.raises(ServerError, match=f"A changed weight did not arrive at http://server{deaf}: .*by 1.00e"):
+        push("v-0")
+
+
+def test_one_stale_engine_behind_an_address_is_found(pushing):
+    """Its distance counts, and not the mean over the engines."""
+    push, pool, sync = pushing
+    for step in range(10):
+        push(f"v-{step}")
+    pool.servers[2].engines = 4
+    # One engine of four is off by 2e-3, above the tolerance of 1e-3; the mean over the engines is 5e-4.
+    pool.servers[2].server_info = lambda: {"parallel_config": {"data_parallel_size": 4}}
+    pool.servers[2].score = lambda ids, rank: [-1.0 - 2e-3 * (rank == 3)] * (len(ids) - 1)
+    push("v-10")
+    assert pool.joined == [0, 1]
 
 
 def test_the_last_joined_server_dies_at_a_push_and_another_is_back(pushing):

@@ -18,7 +18,7 @@ from mt_grpo.adapter_keys import AdapterKeys, load_conversation
 from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
-from mt_grpo.server_errors import read_completion
+from mt_grpo.server_errors import BadAnswer, read_completion
 from mt_grpo.token_checks import check_batch
 
 TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
@@ -171,6 +171,24 @@ def test_backends_give_an_account():
     backend = InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: True)
     (generation,) = backend.serve([backend.generate([1, 2, 3], 4)])
     assert generation.saw == hash_of_ids([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "ids", [[400], [-1], [2**70], ["a"], [1.0], [True], [None], "a", {0: 1}, [[5]], [5, 6, 7]], ids=str
+)
+def test_ids_that_a_server_cannot_have_sampled_are_no_answer(ids):
+    """Beyond the vocabulary of 400, no integers, or more than the two that were asked for."""
+    logprobs = [-0.5] * len(ids)
+    answer = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}],
+              "usage": {"prompt_tokens": 2}}  # fmt: skip
+    with pytest.raises(BadAnswer):
+        read_completion(answer, 2, 2, 400)
+    answer["choices"][0]["token_ids"] = [399] * len(ids)
+    if len(ids) <= 2:
+        assert read_completion(answer, 2, 2, 400).token_ids == [399] * len(ids)
+    answer["choices"][0]["prompt_token_ids"] = ["a"]
+    with pytest.raises(BadAnswer):
+        read_completion(answer, 2, 2, 400)
 
 
 def rendered_conversation(**settings):
