@@ -63,6 +63,7 @@ from mt_grpo.first_batch import preflight_settings, run_preflight
 from mt_grpo.formats import CLOSING_TAGS, make_format
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.nodes import checkpoint_of_all_ranks
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.output import keep_output_open, output_lock
 from mt_grpo.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.prefetch import RolloutBatch
@@ -80,7 +81,7 @@ from mt_grpo.ranks import RunError, on_main_process
 from mt_grpo.recipes import parse_recipe
 from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
 from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
-from mt_grpo.replies import read_reply
+from mt_grpo.replies import PromptTooLong, read_reply
 from mt_grpo.resume import train_or_save
 from mt_grpo.rollout import (
     Context,
@@ -95,7 +96,7 @@ from mt_grpo.rollout import (
     Turn,
 )
 from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.rows import column_lists, for_trl, prompts_of, rows_for_trl
+from mt_grpo.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.run_log import (
     EvaluationMetrics,
     RewardUse,
@@ -106,7 +107,7 @@ from mt_grpo.run_log import (
     staleness_metrics,
 )
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import check_advantages, check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -209,7 +210,7 @@ class MultiTurnToolEnv:
         self.max_completion_length = max_completion_length
         self.max_turn_tokens = max_turn_tokens
         self.max_tool_response_tokens = max_tool_response_tokens
-        self.max_model_len = max_model_len
+        self.max_model_len, self.context_limit = max_model_len, "max_model_len"  # what to raise, in words
         self.tool_timeout = tool_timeout
         self.max_concurrent_tools = max_concurrent_tools
         self.max_parallel_calls = max_parallel_calls
@@ -319,6 +320,8 @@ class MultiTurnToolEnv:
         room, started = self._room(rollout, llm), time.perf_counter()
         if room.tokens <= 0:
             rollout.stop_reason = StopReason.MAX_TOKENS if room.completion <= 0 else StopReason.CONTEXT_LENGTH
+            if not rollout.turns:  # no doing of the policy's: it has no reward
+                rollout.error = PromptTooLong(len(rollout.prompt_ids), -room.context, self.context_limit)
             return None
         budget = min(room.tokens, self.max_turn_tokens or room.tokens)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
@@ -957,6 +960,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
             "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
             **(args.generation_kwargs or {}),
         }  # fmt: skip
+        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
+            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
         self._connect_backend()
 
     @staticmethod
@@ -1030,10 +1035,12 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
             args.turn_discount,
         )  # fmt: skip
+        check_advantages(self._reward_table, advantages, self.state.global_step, self.turn_advantage_coef)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first : first + len(inputs)]  # (B, K)
         turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
-        output["advantages"] = token_advantages(local[self._owners], turn_ids.to(local.device))  # (M, C)
+        token_level = token_advantages(local[self._owners], turn_ids)
+        output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         self._log_step(inputs, output, advantages, group_size)
         if args.old_logps == "sampled":
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -1187,8 +1194,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        evaluated = getattr(self.callback_handler.eval_dataloader, "dataset", None)
-        columns = column_lists(self._rows, self.train_dataset if self.model.training else evaluated) | {
+        columns = column_lists(self._rows, data_of(self)) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
             "completions": [rollout.completion for rollout in self._rollouts],
             "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
@@ -1210,16 +1216,16 @@ class MTGRPOEnvTrainer(AheadTrainer):
 
         self._on_all_ranks(score, "Rewards")
         whole, per_turn, observed, sampled, state = (
-            self.accelerator.gather(local[name].to(device).contiguous())
+            self.accelerator.gather(local[name].to(device).contiguous()).cpu()
             for name in ("whole", "per_turn", "observed", "sampled", "state")
         )
-        weights = self.reward_weights.to(device)
+        weights = self.reward_weights.cpu()
         turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
         outcomes = whole[:, self.num_turn_funcs :]
         # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
         outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
         self._reward_table = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(self._failed, device=device), NAN),
+            outcome=outcome.masked_fill(torch.tensor(self._failed), NAN),
             rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
             turn=nansum(per_turn * turn_weights, 2),
             observed=observed,
@@ -1229,7 +1235,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
         logged = whole.clone()
         logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
-        self._logged_rewards = logged
+        self._logged_rewards = logged = logged.to(device)
         if self.model.training:
             counts = numbers_that_count(
                 self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,

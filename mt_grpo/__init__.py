@@ -10,12 +10,13 @@ A module imports only from modules that stand above it in this list.
     event_loop       one event loop in a background thread
     locks            lock files in places where others may write
     output           the output directory of one run; streams that outlive their readers
-    json_types       type hints: those of JSON itself, their names, values from YAML
+    json_types       type hints: those of JSON itself, their names, values from YAML; a value as JSON
     rows             rows as they were written, without a table's types
     data             training and test rows
     settings         recipe keys: types, defaults, ranges
     tool_results     a tool's result or error as text
     tool_arguments   a call's arguments as the types of a tool's parameters
+    math_limits      math-verify in threads: without its time limits by signals
     tool_threads     running a tool within its time: event loop, threads
     tool_processes   tools in processes of their own
     control_tokens   control tokens broken in text from tools and data
@@ -42,6 +43,7 @@ A module imports only from modules that stand above it in this list.
     prefetch         running conversations; a later batch of the data, seen early
     progress         one line per log, and what the run is doing
     reward_calls     a reward in the main thread, within a time limit
+    reward_errors    where a reward function raised, and for which rollout
     scoring          running reward functions, and checking what they return
     records          rollouts as rows of the loss, in passes
     text_check       a record's text against the chat template's

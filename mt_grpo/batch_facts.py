@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.preflight import prompt_ids_of
 from mt_grpo.readings import MIN_CALLS, Facts
 from mt_grpo.rollout import Rollout, StopReason, ToolResult
@@ -30,7 +31,7 @@ def facts_of_settings(trainer: Any) -> Facts:
              "num_generations")  # fmt: skip
     return {
         **{name: getattr(args, name) for name in names}, "optim": str(getattr(args.optim, "value", args.optim)),
-        "temperature": trainer._sampling_params["temperature"],
+        "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),

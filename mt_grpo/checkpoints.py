@@ -7,6 +7,10 @@ import logging
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
 
 from mt_grpo.settings import absolute
 
@@ -105,6 +109,42 @@ def checkpoint_damage(folder: Path) -> str | None:
         if path.is_file() and (wrong := file_damage(path)):
             return f"{path.relative_to(folder)} {wrong}"
     return None
+
+
+def check_tensors(folder: Path, model: Any) -> None:
+    """Raise `ValueError` if a checkpoint lacks a tensor of the model, or has it in another shape.
+
+    transformers only warns of it, and the run would go on with what the model had before. Weights that are tied need
+    be there once. FSDP's and DeepSpeed's own forms are not read: torch and DeepSpeed refuse what is missing there.
+    """
+    files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
+    if not files or (folder / "latest").is_file() or any(folder.glob("pytorch_model_fsdp*")):
+        return
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+    if hasattr(model, "peft_config"):
+        names: dict[str, list[str]] = {}
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    else:
+        expected = model.state_dict()
+        names = {}  # by the place in memory: those of tied weights
+        for name, tensor in expected.items():
+            names.setdefault(f"{tensor.data_ptr()} {tuple(tensor.shape)}", []).append(name)
+    tied = {name: group for group in names.values() for name in group}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    for name, tensor in expected.items():
+        found = [other for other in tied.get(name, [name]) if other in shapes]
+        problem = None if found or name in ignored else "is missing"
+        if found and list(tensor.shape) not in [shapes[other] for other in found]:
+            problem = f"has the shape {shapes[found[0]]}, expected {list(tensor.shape)}"
+        if problem:
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r}: the tensor {name} {problem}. Expected all weights of the "
+                "model that is trained. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
+                "settings of this one."
+            )
 
 
 def read_json(path: Path) -> dict | None:

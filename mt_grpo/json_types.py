@@ -1,8 +1,9 @@
-"""Type hints: which are those of JSON itself, what they are called, and whether a value from YAML fits one."""
+"""Type hints: which are those of JSON itself, what they are called, whether a value from YAML fits one; its text."""
 
 from __future__ import annotations
 
 import collections.abc
+import json
 import re
 import types
 import typing
@@ -83,3 +84,17 @@ def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
     if isinstance(expected, type) and expected in (str, bool, list, tuple, type(None)):
         return isinstance(value, expected)
     return True  # classes of settings: the dataclass itself converts and refuses them
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """A value as JSON that every reader takes: NaN and infinities, which JSON does not have, become null.
+
+    >>> json_text({"a": [float("nan"), 1.5], "b": float("-inf")})
+    '{"a": [null, 1.5], "b": null}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        # Python's own round trip names each of these numbers, whatever it stands in.
+        known = json.loads(json.dumps(value, **options), parse_constant=lambda name: None)
+        return json.dumps(known, allow_nan=False, **options)

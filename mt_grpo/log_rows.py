@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mt_grpo.rollout import Record, Rollout, Turn
+from mt_grpo.json_types import json_text
+from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.versions import versions_of
 
 TOKEN_COLUMNS = ("loss_mask", "advantages", "trainer_logprobs")  # of a turn, from the batch of the loss
@@ -70,11 +70,16 @@ def turn_columns(
             continue
         rows = [output[name][i].tolist() if output.get(name) is not None else None for name in names]
         at = 0
-        for k, turn in zip(range(len(record.turns)) if record.numbers is None else record.numbers, record.turns):
+        for k, turn in zip(numbers_of(record), record.turns):
             here = slice(at, at + len(turn.token_ids))
             found[owner][k] = {name: row and row[here] for name, row in zip(TOKEN_COLUMNS, rows)}
             at += len(turn.token_ids) + len(turn.observation_ids)
     return found
+
+
+def numbers_of(record: Record) -> list[int] | range:
+    """The numbers of a record's turns in their rollout."""
+    return range(len(record.turns)) if record.numbers is None else record.numbers
 
 
 def rollout_rows(
@@ -104,11 +109,11 @@ def rollout_rows(
             "rewards": dict(zip(scored.names, finite(per_function), strict=True)),
             "turn_rewards": finite(per_turn[: len(rollout.turns)]),
             "turn_advantages": finite(advantage[: len(rollout.turns)]), "answer": row.get("answer"),
-            "turns": [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, of_rollout)],
+            "turns": turn_rows(rollout, of_rollout, tokenizer),
             "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
             "records": len(rollout.records), "policy_version": rollout.policy_version,
             "error": None if rollout.error is None else str(rollout.error),
-            "info": [json.dumps(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
+            "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }
         for rollout, row, reward, per_function, per_turn, advantage, of_rollout in zip(
             rollouts, inputs, total, *lists, columns
@@ -116,12 +121,45 @@ def rollout_rows(
     ]  # fmt: skip
 
 
+def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer: Any = None) -> list[dict[str, Any]]:
+    """The turns of a row: which record each is in, and where one begins what the model read before.
+
+    What the first record begins with are the row's own messages.
+    """
+    rows = [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, columns)]
+    for number, record in enumerate(rollout.records):
+        numbers = numbers_of(record)
+        for before, k in zip([None, *numbers], numbers):
+            turn, begins = rollout.turns[k], before is None and number > 0
+            rows[k] |= {
+                "record": number, "after": before,
+                "context": [message_row(each) for each in turn.context.messages] if begins else None,
+                "tools": None if turn.tools is None else json_text(turn.tools, ensure_ascii=False, default=str),
+            }  # fmt: skip
+    return rows
+
+
+def message_row(message: Message) -> dict[str, Any]:
+    """A message with its text, and with all else that it has as JSON.
+
+    >>> message_row({"role": "tool", "content": "2", "tool_call_id": "a"})
+    {'role': 'tool', 'content': '2', 'more': '{"tool_call_id": "a"}'}
+    """
+    content = message.get("content")
+    more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+    text = {"ensure_ascii": False, "default": str}
+    return {
+        "role": message["role"], "content": content if isinstance(content, str) else json_text(content, **text),
+        "more": json_text(more, **text) if more else None,
+    }  # fmt: skip
+
+
 def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None) -> dict[str, Any]:
     """A turn of a row. Arguments of calls are JSON as text, since each tool has others."""
     logprobs = [value for value in finite(turn.logprobs) or [] if value is not None]
     row = {
         "text": turn.text, "answer": turn.answer, "finish_reason": turn.finish_reason, "seconds": turn.seconds,
-        "calls": [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False, default=str),
+        "calls": [{"name": call.name, "arguments": json_text(call.arguments, ensure_ascii=False, default=str),
                    "error": call.error} for call in turn.calls],
         "results": [{"text": result.text, "error": result.error, "seconds": result.seconds, "reward": result.reward}
                     for result in turn.results],

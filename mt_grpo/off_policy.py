@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trl import GRPOConfig
 
 from mt_grpo.settings import default_of
@@ -38,6 +40,24 @@ def check_staleness(args: GRPOConfig) -> None:
         )
 
 
+def cuts_of(args: GRPOConfig) -> dict[str, Any]:
+    """The settings that make the distribution that is sampled from another one than the policy's.
+
+    >>> from types import SimpleNamespace
+    >>> cuts_of(SimpleNamespace(top_p=0.8, top_k=0, generation_kwargs={"presence_penalty": 0.5, "min_p": 0.0}))
+    {'top_p': 0.8, 'presence_penalty': 0.5}
+    """
+    given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
+    return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
+
+
+def text_of_cuts(args: GRPOConfig) -> str:
+    """Those settings where they bias a ratio, as text; empty without importance-sampling correction."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return ""
+    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
+
+
 def check_old_logps(args: GRPOConfig) -> None:
     """Raise `ValueError` where the loss cannot clip around the sampled logprobs, or a setting has no effect then.
 
@@ -48,13 +68,11 @@ def check_old_logps(args: GRPOConfig) -> None:
         return
     if not args.vllm_importance_sampling_correction:
         raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
-    given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
-    for key, same in CUTS.items():
-        if given[key] not in same:
-            raise ValueError(
-                f"old_logps: sampled clips around the sampled logprobs, which {key}={given[key]!r} makes other than "
-                f"those of the policy. Remove {key}, or set old_logps: policy."
-            )
+    for key, value in cuts_of(args).items():
+        raise ValueError(
+            f"old_logps: sampled clips around the sampled logprobs, which {key}={value!r} makes other than those of "
+            f"the policy. Remove {key}, or set old_logps: policy."
+        )
     for key in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
         if args.vllm_importance_sampling_mode.endswith("truncate") and getattr(args, key) != default_of(
             key, (type(args),)

@@ -171,6 +171,12 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
     return context
 
 
+def limit_context(env: Any, context: int | None, limit: str) -> None:
+    """Make a context the environment's, if it is shorter than what it has. `limit` says what to raise then."""
+    if context is not None and context < (env.max_model_len or float("inf")):
+        env.max_model_len, env.context_limit = context, limit
+
+
 def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
     """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
 
@@ -214,7 +220,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
             f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
             f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
         )
-    env.max_model_len = min(card["max_model_len"], env.max_model_len or card["max_model_len"])
+    limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
     engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
     if client.transfer.resolve(args.device) == "disk":
@@ -260,7 +266,9 @@ def prepare_env(
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     for split, where in named:
         context = check_context(env, model_config, split, args)
-        env.max_model_len = min(filter(None, (env.max_model_len, context)), default=None)
+        own = getattr(args, "vllm_max_model_length", None) if backend_of(args) == "colocate" else None
+        model = "the context by a model with a longer one (max_position_embeddings)"
+        limit_context(env, context, "vllm_max_model_length" if own is not None and own == context else model)
         warn_of_control_tokens(env, split, where)
     return tokenizer, model_config
 

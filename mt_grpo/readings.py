@@ -103,6 +103,13 @@ READINGS = (
         "Set temperature: 1.0.",
     ),
     Reading(
+        "cut sampling", ("sampling/cuts", "sampling/token_ratio_mean"), lambda f: bool(f["sampling/cuts"]),
+        "{sampling/cuts} makes the distribution that is sampled from another one than the policy's. The importance "
+        "ratio of a token is {sampling/token_ratio_mean:.3f} in the mean, with the same weights on both sides.",
+        "It should be 1: the loss is biased, and scaled down where the ratio is below 1.",
+        "Remove {sampling/cuts}, or set vllm_importance_sampling_correction: false where the weights are never older.",
+    ),
+    Reading(
         "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
         "In {stop/environment_error:.0%} of the rollouts the environment failed: {first/environment_error}",
         "These rollouts are not trained on.",

@@ -11,7 +11,10 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.ranks import RunError
+from mt_grpo.replies import PromptTooLong
+from mt_grpo.reward_errors import RewardError
 from mt_grpo.rollout import Record, Rollout
+from mt_grpo.rows import data_of, number_of
 from mt_grpo.scoring import reward_tensors, run_rewards
 from mt_grpo.tensors import put_back
 
@@ -51,14 +54,17 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     failed = [rollout.failed for rollout in rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
-    reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text)])
-    flags = [flag for _, of_rank, _ in reports for flag in of_rank]
+    no_room = [isinstance(error, PromptTooLong) for error in errors]
+    reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text, no_room)])
+    flags = [flag for report in reports for flag in report[1]]
+    if all(flags) and all(each for report in reports for each in report[3]):
+        raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
     if all(flags):
         raise RunError(
             f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: {reports[0][2]}. "
             "Expected at least one rollout without an error. See to the environment, and start again."
         )
-    num_further = max(num for num, _, _ in reports)
+    num_further = max(report[0] for report in reports)
     if num_further:
         check_settings(args)
     return num_further, flags
@@ -138,9 +144,15 @@ def score_rollouts(
             log_extra(column, [placed.get(i) for i in range(count)])
 
         columns["log_extra"] = log_in_place
+    training = trainer.model.training
     funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
     if places:
-        values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
+        try:
+            values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
+        except RewardError as error:
+            number = None if error.place is None else number_of(trainer._rows[places[error.place]], data_of(trainer))
+            found = "" if number is None else f" (row {number} of the {'training' if training else 'test'} data)"
+            raise RuntimeError(f"{error}{found}") from error.__cause__
     scored = [rollouts[i] for i in places]
     tensors = reward_tensors(values, trainer.reward_func_names, scored, num_turns, trainer.num_turn_funcs)
     return tuple(put_back(tensor, places, count) for tensor in tensors)

@@ -19,6 +19,22 @@ class EnvironmentFailure(Exception):
     reason = StopReason.ENVIRONMENT_ERROR
 
 
+class PromptTooLong(Exception):
+    """The prompt after `reset` leaves no room for a turn: the end of its rollout, which is not trained on.
+
+    Args:
+        length: Of the prompt, in tokens.
+        beyond: How many of them are beyond the context, 0 where they fill it.
+        limit: What to raise, in words.
+    """
+
+    def __init__(self, length: int, beyond: int, limit: str):
+        super().__init__(
+            f"the prompt has {length} tokens after reset, and the context {length - beyond}: there is no room for a "
+            f"turn. Shorten what reset says, or raise {limit}."
+        )
+
+
 def read_reply(reply: Any, name: str) -> Reply | None:
     """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
     if isinstance(reply, dict) and reply.keys() <= Reply.__dataclass_fields__.keys():

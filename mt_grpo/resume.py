@@ -16,11 +16,12 @@ from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 
+from mt_grpo.checkpoints import check_tensors
 from mt_grpo.nodes import check_same_on_nodes, checkpoint_of_all_ranks, is_lost_peer
 from mt_grpo.prefetch import RolloutBatch
 from mt_grpo.progress import ProgressLine
 from mt_grpo.ranks import RunError, RunStopped, raise_on_all_ranks
-from mt_grpo.saving import SaveError, SavingTrainer
+from mt_grpo.saving import NotFinite, SaveError, SavingTrainer
 from mt_grpo.server_errors import ServerError
 from mt_grpo.snapshots import EpochOrder, get_rng_state, set_rng_state
 
@@ -119,6 +120,7 @@ class ResumableTrainer(SavingTrainer):
         self._check_room()
         if resume_from_checkpoint:
             path = Path(resume_from_checkpoint)
+            check_tensors(path, self.model)
             step = TrainerState.load_from_json(path / "trainer_state.json").global_step
             self._saved[step] = path
             self._warn_of_changes(path)
@@ -173,6 +175,8 @@ class ResumableTrainer(SavingTrainer):
                 self._save_somewhere(lambda: self._write_checkpoint(self.model, trial=None))
             except SaveError as error:
                 return f"Step {step} could not be saved: {error}. {self._last_saved()}"
+            except NotFinite as error:
+                return f"{error} {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
 
@@ -211,5 +215,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
                      "--resume_from_checkpoint last, which takes the last whole checkpoint.")  # fmt: skip
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
+        except NotFinite as error:
+            sys.exit(f"error: {error} {trainer._last_saved()}")
         except SaveError as error:
             sys.exit(f"error: {error}")

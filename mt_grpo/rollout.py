@@ -116,6 +116,7 @@ class Turn:
     open_thinking: bool = False
     seconds: float = 0.0  # of generation
     generations: list[Generation] = field(default_factory=list, repr=False, compare=False)  # what it was made of
+    tools: list[dict[str, Any]] | None = None  # that an agent offered, as JSON schemas, where its record begins
 
     @property
     def tool_call(self) -> ToolCall | None:
@@ -269,14 +270,17 @@ class Rollout(TurnTokens):
     reward: float | None = None  # what the environment's `get_reward` gave
     tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
-    error: Exception | None = None  # the failure of its environment, with stop reason `environment_error`
+    error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
 
     @property
     def failed(self) -> bool:
-        """Whether the other side failed, and not the policy: such a rollout is not trained on."""
-        return self.stop_reason in FAILURES
+        """Whether the other side failed, and not the policy: such a rollout is not trained on.
+
+        So it did where its prompt fills the context, and there was no turn.
+        """
+        return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
 
     @property
     def records(self) -> list[Record]:

@@ -170,10 +170,10 @@ def rollout_features(folder: str | Path) -> Any:
     """The `datasets.Features` of a log, for `load_dataset("json", ..., features=...)`.
 
     Without them the types of columns are taken from the first 10 MB, which fails where nothing was answered or called
-    in them. The names of reward functions and the type of `answer` are those of the first row. Raises `ValueError`
-    where there is none.
+    in them. The names of reward functions and the type of `answer` are those of the first row: a dict, and a list of
+    other things than texts, is `Json`. Raises `ValueError` where there is none.
     """
-    from datasets import Features, List, Value
+    from datasets import Features, Json, List, Value
 
     first = next(read_rollouts(folder), None)
     if first is None:
@@ -186,7 +186,8 @@ def rollout_features(folder: str | Path) -> Any:
         "results": List({"text": text, "error": text, "seconds": number, "reward": number}),
         "observation": text, "num_tokens": whole, "num_read": whole, "num_trained": whole, "reward": number,
         "policy_versions": List(whole),
-        "mean_logprob": number, "min_logprob": number,
+        "mean_logprob": number, "min_logprob": number, "record": whole, "after": whole,
+        "context": List({"role": text, "content": text, "more": text}), "tools": text,
     }  # fmt: skip
     if any("token_ids" in each for each in first["turns"]):
         turn |= {
@@ -194,12 +195,14 @@ def rollout_features(folder: str | Path) -> Any:
             "advantages": List(number), "trainer_logprobs": List(number), "read_ids": List(whole),
             "read_texts": List(text),
         }  # fmt: skip
+    answer = first["answer"]
+    nested = isinstance(answer, dict) or (isinstance(answer, list) and not all(isinstance(e, str) for e in answer))
     columns = {
         "schema": whole, "rank": whole, "step": whole, "mode": text, "index": whole, "group": whole,
         "messages": List({"role": text, "content": text}), "num_prompt_messages": whole,
         "stop_reason": text, "reward": number, "rewards": dict.fromkeys(first["rewards"], number),
         "turn_rewards": List(number), "turn_advantages": List(number),
-        "answer": kinds.get(type(first["answer"]), text), "turns": List(turn),
+        "answer": Json() if nested else kinds.get(type(answer), text), "turns": List(turn),
         "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "policy_version": whole, "error": text,
         "info": List(text),
     }  # fmt: skip

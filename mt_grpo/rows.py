@@ -29,11 +29,10 @@ class JsonLines(Sequence):
     """
 
     def __init__(self, lines: Iterable[bytes]):
-        text, self._ends = bytearray(), array.array("q", [0])
+        self._text, self._ends = bytearray(), array.array("q", [0])
         for line in lines:
-            text += line
-            self._ends.append(len(text))
-        self._text = bytes(text)
+            self._text += line
+            self._ends.append(len(self._text))
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -148,6 +147,23 @@ def column_lists(rows: list[DataRow], data: Any = None) -> dict[str, list]:
         [*(data.column_names if isinstance(data, Rows) else []), *(key for row in rows for key in row)]
     )
     return {name: [row.get(name) for row in rows] for name in names if name != "prompt"}
+
+
+def data_of(trainer: Any) -> Any:
+    """The data set of the batch that a trainer is at; None for an evaluation that was not begun by `evaluate`."""
+    if trainer.model.training:
+        return trainer.train_dataset
+    return getattr(trainer.callback_handler.eval_dataloader, "dataset", None)
+
+
+def number_of(row: DataRow, data: Iterable[DataRow] | None) -> int | None:
+    """The number of the first row of a data set that is equal to a row; None without one.
+
+    >>> number_of({"a": 1}, [{"a": 1, "b": None}, {"a": 1}])
+    1
+    """
+    wanted = json.dumps(row, default=str)
+    return next((i for i, each in enumerate(data or ()) if json.dumps(each, default=str) == wanted), None)
 
 
 def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:

@@ -277,6 +277,8 @@ def credit_metrics(
     if "importance_sampling_ratio" in output:
         ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
         sums.append((((ratio == 0) | (ratio >= ratio_limit)) * loss_mask).sum())
+        own = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).exp()  # NaN where one is not known
+        sums += [(own.nan_to_num(0.0) * loss_mask).sum(), (~own.isnan() * loss_mask).sum()]
     sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
     metrics = {
         "credit/frac_groups_without_signal": no_signal.float().mean().item(),
@@ -284,6 +286,7 @@ def credit_metrics(
     }
     if len(sums) > 2:
         metrics["sampling/frac_tokens_ratio_zero_or_clipped"] = sums[2] / max(sums[1], 1)
+        metrics["sampling/token_ratio_mean"] = sums[3] / sums[4] if sums[4] else float("nan")
     return metrics
 
 

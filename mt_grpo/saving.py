@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from mt_grpo.checkpoints import RUN_RECORD, checkpoint_damage, read_json
+from mt_grpo.checkpoints import RUN_RECORD, check_tensors, checkpoint_damage, read_json
 from mt_grpo.disk_room import bytes_to_save, check_room
 from mt_grpo.nodes import apply_ddp_timeout, check_output_on_nodes, save_weights_on_each_node
 from mt_grpo.ranks import RunError
@@ -30,6 +30,28 @@ logger = logging.getLogger(__name__)
 
 class SaveError(RunError):
     """A rank could not write a file. All ranks raise this error together."""
+
+
+class NotFinite(RunError):
+    """A gradient or a weight is NaN or infinite. All ranks raise this error together, before it is saved."""
+
+
+def weights_not_finite(model: Any) -> list[str]:
+    """The names of the parameters that hold a NaN or an infinite number. Of a sharded model, in this rank's shards.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> layer.bias.data[0] = float("nan")
+    >>> weights_not_finite(layer)
+    ['bias']
+    """
+    names = []
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "ds_tensor", parameter).detach()
+        shard = shard.to_local() if hasattr(shard, "to_local") else shard
+        if shard.is_floating_point() and not bool(shard.isfinite().all()):
+            names.append(name)
+    return names
 
 
 class SavingTrainer(GRPOTrainer):
@@ -54,6 +76,8 @@ class SavingTrainer(GRPOTrainer):
             model, *args, peft_config=peft_config, callbacks=[self._snapshot, *(callbacks or [])], **kwargs
         )
         save_weights_on_each_node(self.model, self.args)
+        if self.args.resume_from_checkpoint:
+            check_tensors(Path(self.args.resume_from_checkpoint), self.model)
 
     # -- disk space, and changed settings of a resumed run --
 
@@ -120,6 +144,32 @@ class SavingTrainer(GRPOTrainer):
                 f"{checkpoint} was trained with other settings. The run goes on with these:\n  " + "\n  ".join(changed)
             )
 
+    # -- numbers that are none --
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """`Trainer`'s, which is asked for before each optimizer step. Raises `NotFinite` on all ranks.
+
+        INVARIANT: no optimizer step is taken with a gradient that is not finite: one such step leaves no weight that
+        is a number. With fp16 the scaler of the gradients skips these steps.
+        """
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if grad_norm is not None and not self.args.fp16 and not math.isfinite(float(grad_norm)):
+            step = self.state.global_step
+            raise NotFinite(
+                f"Step {step}: the norm of the gradient is {float(grad_norm)}, so no step is taken with it, and the "
+                f"weights are as before. Look at the rollouts of step {step} in {self.args.output_dir} (rewards, "
+                "advantages, logprobs); lower learning_rate, turn_advantage_coef or the weights of rewards."
+            )
+        return grad_norm
+
+    def _check_weights(self) -> None:
+        """Raise `NotFinite` on all ranks if any weight is not finite. Collective."""
+        if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
+            raise NotFinite(
+                f"Step {self.state.global_step}: {len(set(names))} weights are not finite, such as {names[0]}. They "
+                "are not saved. Lower learning_rate."
+            )
+
     # -- the trained model --
 
     def save_trained_model(self) -> None:
@@ -178,6 +228,7 @@ class SavingTrainer(GRPOTrainer):
         raise failed
 
     def _write_trained_model(self) -> None:
+        self._check_weights()
         folder = self.args.output_dir
         try:
             self.save_model(folder)
@@ -234,7 +285,11 @@ class SavingTrainer(GRPOTrainer):
             )
 
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a whole checkpoint, or remove the incomplete one and raise `SaveError` on all ranks."""
+        """Save a whole checkpoint, or remove the incomplete one and raise `SaveError` on all ranks.
+
+        Raises `NotFinite` on all ranks where a weight is not finite.
+        """
+        self._check_weights()
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         whole = False
         try:

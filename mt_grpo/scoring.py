@@ -18,8 +18,9 @@ import torch
 
 from mt_grpo.environments import tool_methods
 from mt_grpo.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.ranks import RunStopped
+from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.reward_calls import call_in_main_thread, in_main_thread
+from mt_grpo.reward_errors import RewardError, raises_alone, row_shown, where_raised
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.settings import RANGES, in_range
 from mt_grpo.tensors import NAN, pad_rows
@@ -156,7 +157,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         hint = " (rewards run in threads here)" if "thread" in text and not in_main_thread() else ""
         if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
             hint = f": there is no such column in {', '.join(columns)}"
-        return RuntimeError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint}")
+        where = where_raised(func, error)
+        return RewardError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint} ({where})", func)
 
     async def run_awaited(func: Callable) -> Any:
         try:
@@ -180,6 +182,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
             except Exception as error:
                 raise failure(funcs[i], error) from (None if isinstance(error, ToolTimeout) else error)
         running.result(max(0.0, began + timeout + BLOCKED_SECONDS - time.monotonic()))
+    except RewardError as error:
+        raise with_row(error, columns, device) from error.__cause__
     except concurrent.futures.TimeoutError:
         raise RuntimeError(
             f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s: an async function blocks the event loop, "
@@ -189,6 +193,27 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
     finally:
         running.cancel()
     return values
+
+
+def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) -> RewardError:
+    """The error with the rollout for which the function raises alone, and its row: see `raises_alone`."""
+    func = error.func
+
+    def call(part: dict[str, Any], seconds: float) -> None:
+        if inspect.iscoroutinefunction(func):
+            run_async(run_tool(func, own_copy(part), seconds))
+        else:
+            run_synchronous(func, part, seconds, device)
+
+    places, count = raises_alone(func, error.__cause__, columns, call), len(columns["prompts"])
+    if not places:
+        return RewardError(f"{error}. It does not raise so for a rollout alone.", func)
+    of_data = {key: value for key, value in columns.items() if key not in REWARD_COLUMNS}
+    return RewardError(
+        f"{error}. It raises so for rollout {places[0]} alone ({len(places)} of {count} do); its row is "
+        f"{row_shown(of_data, places[0])}",
+        func, places[0],
+    )  # fmt: skip
 
 
 @functools.cache
@@ -311,3 +336,31 @@ def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, t
     observed = pad_rows(flags, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled
+
+
+MOST = 1e18  # that float32 can square and add up
+
+
+def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
+    """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
+
+    The square of a value beyond `MOST` is infinite in float32.
+
+    Args:
+        rewards: The `RewardTable` of all ranks, so that all of them raise.
+        advantages: Of its turns, (N, K).
+        step: The optimizer step, for the message.
+        coef: `turn_advantage_coef`, for the message.
+    """
+    for name, x in (("outcome", rewards.outcome), ("turn", rewards.turn), ("turn", rewards.rollout_turn)):
+        if (x.nan_to_num(0.0).abs() > MOST).any():
+            raise RunError(
+                f"Step {step}: a weighted {name} reward is {x.nan_to_num(0.0).abs().max():.3g}. At most {MOST:g} can "
+                f"be compared in float32. Nothing of this batch is trained. Lower {name}_reward_weights, or what the "
+                "reward functions give."
+            )
+    if not advantages.isfinite().all():
+        raise RunError(
+            f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. Nothing of this batch is "
+            "trained. Lower turn_advantage_coef, or what the reward functions give."
+        )

@@ -92,13 +92,20 @@ RANGES = {
 }  # fmt: skip
 
 
+LARGEST = 3.4028234663852886e38  # of float32
+
+
 def in_range(value: Any, interval: str) -> bool:
     """Whether a number, or the text of a number, is in an interval of `RANGES`.
 
+    What float32 cannot hold is in none: 1e39 would be infinite where it is used.
+
     >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
     (True, False, True, False)
+    >>> in_range(3e38, "[0, inf)"), in_range(1e39, "[0, inf)")
+    (True, False)
     """
-    low, high = map(float, interval[1:-1].split(", "))
+    low, high = (min(max(float(bound), -LARGEST), LARGEST) for bound in interval[1:-1].split(", "))
     number = float(value)
     at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
     return low < number < high or at_a_bound
@@ -130,7 +137,8 @@ def check_ranges(config: Any) -> None:
             raise ValueError(f"pad_to_multiple_of={value!r}, expected auto, none or {range_text(RANGES[key])}.")
         for number in value if isinstance(value, list) else [value]:
             if not in_range(number, RANGES[key]):
-                raise ValueError(f"{key}={value!r}, expected {range_text(RANGES[key])}.")
+                large = " float32 holds at most 3.4e+38." if LARGEST <= abs(float(number)) < float("inf") else ""
+                raise ValueError(f"{key}={value!r}, expected {range_text(RANGES[key])}.{large}")
 
 
 def check_mappings(args: GRPOConfig) -> None:

@@ -13,8 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from mt_grpo.math_limits import set_math_limits_aside
+
+set_math_limits_aside()  # what runs here runs in threads
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 IDLE = "tool-idle"
+NO_SIGNALS = "signal only works in main thread"  # of Python's own error
 
 
 # Where a call that is given up at its time limit leaves the future that is done when it is over; None: nowhere. Its
@@ -126,7 +130,7 @@ async def run_tool(
 
     Raises:
         ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
-        ToolsUnavailable: There is neither a thread nor a process for the call.
+        ToolsUnavailable: There is neither a thread nor a process for the call, or it needs signals in a thread.
         Exception: The error of the tool. `SystemExit` and the like become `RuntimeError`.
     """
     loop = asyncio.get_running_loop()
@@ -184,6 +188,13 @@ async def run_tool(
             given_up.append(done)
         raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
     result, error = done.result()
+    if isinstance(error, ValueError) and NO_SIGNALS in str(error):
+        raise ToolsUnavailable(
+            f"{tool.__name__} sets a signal handler, such as SIGALRM's for a time limit of its own. Python allows it "
+            "in the main thread only, and tools and environments run in others. Set isolate_tools: true, with which "
+            "functions of TOOL_FUNCTIONS run in the main thread of a process, or leave the limit to the trainer: "
+            "tool_timeout, environment_timeout."
+        ) from error
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     return result

@@ -21,7 +21,7 @@ from typing import Any
 from mt_grpo.rollout_log import SCHEMA, logged_ranks, segment_number, segments
 
 INDEX_FILE = "rollouts.view.sqlite"  # in the output directory, or in a temporary folder where it cannot be written
-INDEX_VERSION = 2  # raised where the tables change: an older index is built anew
+INDEX_VERSION = 3  # raised where the tables change: an older index is built anew
 BATCH = 1000  # rows per transaction
 STILL_SECONDS = 5.0  # after which half a line is no line that is being written
 NUMBERS = {"rank", "step", "index", "num_tokens", "policy_version", "reward"}
@@ -32,8 +32,8 @@ KNOWN = set(
 )
 KNOWN_OF_TURN = set(
     "text answer finish_reason seconds calls results observation num_tokens num_read num_trained reward mean_logprob "
-    "min_logprob policy_versions token_ids token_texts logprobs loss_mask advantages trainer_logprobs read_ids "
-    "read_texts".split()
+    "min_logprob policy_versions record after context tools token_ids token_texts logprobs loss_mask advantages "
+    "trainer_logprobs read_ids read_texts".split()
 )
 LARGEST = 2**63  # of SQLite's whole numbers
 SORTED_BY = ("step", "reward", "turns", "tokens", "seconds")
@@ -503,7 +503,9 @@ def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
         "tools": names(call.get("name") for call in calls), "errors": names(errors),
         "version": whole(row.get("policy_version")),
     }  # fmt: skip
-    said = [text_of(message.get("content")) for message in messages if isinstance(message, dict)]
+    contexts = [turn.get("context") for turn in turns]  # before further records
+    read = [message for context in contexts if isinstance(context, list) for message in context]
+    said = [text_of(message.get("content")) for message in [*messages, *read] if isinstance(message, dict)]
     said += [text_of(call.get("arguments")) for call in calls] + [text_of(result.get("text")) for result in results]
     return values, "\n".join([*said, text_of(row.get("answer")), clean(row.get("error") or "")])
 

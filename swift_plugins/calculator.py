@@ -39,11 +39,11 @@ class Calculator(MultiTurnScheduler):
 
 def run_call(call):
     """What the model reads: a number, or what was wrong."""
-    function = call["function"]
+    function = call.function
     try:
-        if function["name"] != "calculator":
-            raise ValueError(f"there is no tool {function['name']!r}")
-        return calculator(**json.loads(function["arguments"]))
+        if function.name != "calculator":
+            raise ValueError(f"there is no tool {function.name!r}")
+        return calculator(**json.loads(function.arguments))
     except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
         return f"Error: {error}"
 

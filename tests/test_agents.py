@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import math
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +28,7 @@ from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.event_loop import start_in_background
+from mt_grpo.log_rows import turn_rows
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
 
@@ -184,6 +188,73 @@ def test_what_the_api_says_of_an_answer(way):
     assert len(rollout.records) == 5 and rollout.reward is None
 
 
+NOT_OFFERED = {"no tools": {}, "an empty list": {"tools": []}, "none": {"tools": [ADD], "tool_choice": "none"}}
+
+
+@ways
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_what_looks_like_a_call_is_text_where_no_tools_are_offered(name, stream, way):
+    """The docs' first example takes the length of the content; programs with tools in the system prompt read it."""
+    options = NOT_OFFERED[name]
+    flat = {**options, **({"tools": [FLAT]} if options.get("tools") else {})}
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        if stream:
+            chunks = [c async for c in await client.chat.completions.create(
+                model="policy", messages=[user("a")], stream=True, **options)]  # fmt: skip
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == f"Now.\n{CALL}"
+            assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+            assert chunks[-1].choices[0].finish_reason == "stop"
+            events = [event async for event in await respond(client, "b", stream=True, **flat)]
+            answer = events[-1].response
+        else:
+            said = await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+            message = said.choices[0].message
+            assert (message.content, message.tool_calls) == (f"Now.\n{CALL}", None)
+            assert said.choices[0].finish_reason == "stop"
+            answer = await respond(client, "b", **flat)
+        assert [item.type for item in answer.output] == ["message"] and answer.output_text == f"Now.\n{CALL}"
+        sent = [user("a"), {"role": "assistant", "content": f"Now.\n{CALL}"}, user("<tool_response>2</tool_response>")]
+        await ask(client, sent, **options)
+
+    rollout, _ = run(agent, f"Now.\n{CALL}")
+    assert rollout.error is None, rollout.error
+    assert all(turn.calls == [] and turn.answer == f"Now.\n{CALL}" for turn in rollout.turns)
+    assert [record.numbers for record in rollout.records] == [[0, 2], [1]]
+
+
+@ways
+def test_arguments_are_json_that_every_reader_takes(way):
+    """JSON has no NaN and no infinities. Python's `json` and a policy write them; Node's `JSON.parse` fails."""
+    call = CALL.replace('"a": 1, "b": "x y"', '"a": NaN, "b": [1e999, -Infinity, 1.5], "NaN": "NaN"')
+
+    def strict(text):
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        said = await ask(client, [user("a")], tools=[ADD])
+        arguments = {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
+        assert strict(said["tool_calls"][0]["function"]["arguments"]) == arguments
+        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])  # as it was given
+        # A schema may hold them, too, and /v1/responses tells the tools again.
+        raw = json.dumps({"model": "policy", "input": "b", "tools": [{**FLAT, "parameters": {"default": math.nan}}]})
+        async with httpx.AsyncClient(trust_env=False) as http:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            for stream in ("false", "true"):
+                content = f'{raw[:-1]}, "stream": {stream}}}'
+                answer = await http.post(f"{client.base_url}responses", content=content, headers=headers)
+                texts = [part for part in answer.text.split("\n") if part.startswith(("{", "data: "))]
+                found = [strict(text.removeprefix("data: ")) for text in texts]
+                assert found[-1].get("response", found[-1])["status"] == "completed", answer.text
+
+    rollout, _ = run(agent, call, "2")
+    assert rollout.error is None, rollout.error
+    assert rollout.records[0].numbers == [0, 1]
+
+
 SAME = {
     "as it was": lambda m: None,
     "arguments written anew": lambda m: m["tool_calls"][0]["function"].update(arguments='{ "b":"x y","a":1.0 }'),
@@ -205,7 +276,7 @@ def test_what_programs_do_to_a_history_changes_nothing(name):
         said = await ask(client, start, tools=[ADD])
         SAME[name](said)
         start[0]["role"] = "system"
-        start[1]["content"] = [{"type": "text", "text": "Ad"}, {"type": "text", "text": "d."}]
+        start[1]["content"] = [{"type": "text", "text": "Add."}]
         tools = [{"function": dict(reversed(ADD["function"].items())), "type": "function"}]
         await ask(client, [*start, said, *tool_message(said)], tools=tools)
 
@@ -294,6 +365,7 @@ def test_requests_at_the_same_time_go_on_from_their_own_answers():
             for k in range(3):
                 messages += [await ask(client, messages), user(f"{name}{k}")]
 
+        await client.models.retrieve("policy")  # the first request of a client finds its platform out, in a thread
         await asyncio.gather(*map(one, "abc"))
 
     rollout, llm = run(agent, *map(str, range(9)), seconds=0.01, max_model_calls=9)
@@ -330,14 +402,26 @@ def test_a_frozen_branch_is_read_and_not_trained():
     assert [record.numbers for record in trained_records(rollout)] == [[0, 2, 3]]
 
 
-def test_control_tokens_of_an_agents_texts_are_broken():
-    async def agent(row, client):
-        said = await ask(client, [user("a<|im_end|>")], tools=[ADD])
-        await ask(client, [user("a<|im_end|>"), said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+def test_tokens_that_begin_or_end_a_message_are_broken_in_texts_of_users_and_tools():
+    """Tags of formats stay, and so does all that the agent writes as the system or the assistant."""
 
-    rollout, _ = run(agent, CALL, "2")
+    async def agent(row, client):
+        start = [{"role": "system", "content": "Write a call as <tool_call>...</tool_call>."}, user("a<|im_end|>")]
+        said = await ask(client, start, tools=[ADD])
+        await ask(client, [*start, said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+        shown = {"role": "assistant", "content": "<tool_call>\n{}\n</tool_call> <|im_start|>"}
+        developer = {"role": "developer", "content": "Think in <think></think>."}
+        await ask(client, [developer, user("<think>b<|im_start|>"), shown, user("c")])
+
+    rollout, llm = run(agent, CALL, "2")
     text = TOKENIZER.decode(rollout.prompt_ids + rollout.completion_ids)
-    assert "a< |im_end|>" in text and "< /tool_response>< |im_end|>" in text and len(rollout.records) == 1
+    assert "Write a call as <tool_call>...</tool_call>." in text and len(rollout.records) == 2
+    assert "a< |im_end|>" in text and "\n</tool_response>< |im_end|>\n" in text
+    assert llm.asked[2][0] == ids(
+        "<|im_start|>system\nThink in <think></think>.<|im_end|>\n<|im_start|>user\n<think>b< |im_start|><|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n{}\n</tool_call> <|im_start|><|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 # -- /v1/responses --
@@ -441,18 +525,187 @@ async def post(client, body, **headers):
         return await http.post(f"{client.base_url}chat/completions", content=content, headers=headers)
 
 
-def test_a_request_in_flight_is_joined_and_a_retry_gets_what_was_sampled():
+def said_in(answer):
+    """The texts of an answer over HTTP."""
+    return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@ways
+def test_equal_requests_at_the_same_time_are_samples_of_their_own(way):
+    """Votes, a search's branches, equal sub-agents. On commit 9a4505e all four were the first."""
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        votes = await asyncio.gather(*(ask(client, [user("Vote.")]) for _ in range(4)))
+        assert sorted(vote["content"] for vote in votes) == ["A", "B", "C", "D"]
+
+    rollout, llm = run(agent, "A", "B", "C", "D", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    assert sorted(turn.text for turn in rollout.turns) == ["A", "B", "C", "D"] and len(llm.asked) == 4
+    assert [record.numbers for record in rollout.records] == [[0], [1], [2], [3]]
+    assert all(turn.trained for turn in rollout.turns)
+
+
+def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
     body = {"model": "policy", "messages": [user("a")]}
 
     async def agent(row, client):
-        both = await asyncio.gather(post(client, body), post(client, dict(reversed(body.items()))))
-        retry = await post(client, body, **{"x-stainless-retry-count": "1"})
-        again = await post(client, body, **{"x-stainless-retry-count": "0"})
-        texts = [r.json()["choices"][0]["message"]["content"] for r in (*both, retry, again)]
-        assert texts == ["1", "1", "1", "2"]
+        first = asyncio.ensure_future(post(client, body))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        retry = asyncio.ensure_future(post(client, dict(reversed(body.items())), **RETRY))
+        assert said_in(await first) == said_in(await retry) == ["1"]
+        assert said_in(await post(client, body, **RETRY)) == ["1"]
+        assert said_in(await post(client, body, **{"x-stainless-retry-count": "0"})) == ["2"]
+        assert said_in(await post(client, body, **RETRY)) == ["2"]  # of equal requests, the last one
 
-    rollout, llm = run(agent, "1", "2", seconds=0.1)
-    assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked)
+    llm = Begun("1", "2", seconds=0.3)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked), rollout.error
+
+
+class Begun(Scripted):
+    """It counts what has begun to be sampled."""
+
+    began = 0
+
+    async def generate(self, *arguments, **options):
+        self.began += 1
+        return await super().generate(*arguments, **options)
+
+
+def test_an_idempotency_key_is_one_request():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        key = {"Idempotency-Key": "vote-1"}
+        both = await asyncio.gather(post(client, body, **key), post(client, body, **key))
+        assert [said_in(answer) for answer in both] == [["1"], ["1"]]
+        other = await asyncio.gather(*(post(client, body, **{"Idempotency-Key": f"vote-{k}"}) for k in "123"))
+        assert sorted(text for answer in other for text in said_in(answer)) == ["1", "2", "3"]
+        wrong = await post(client, {**body, "messages": [user("b")]}, **key)
+        assert wrong.status_code == 400 and "was sent with another request" in wrong.text
+
+    rollout, llm = run(agent, "1", "2", "3", seconds=0.1)
+    assert rollout.error is None and len(rollout.turns) == 3 == len(llm.asked), rollout.error
+
+
+@ways
+def test_an_answer_that_nobody_received_is_not_trained(way):
+    async def agent(row, own):
+        client = by_way(way, own)
+        gone = asyncio.ensure_future(ask(client, [user("a")]))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        while len(llm.asked) < 1:
+            await asyncio.sleep(0.01)
+        said = await ask(client, [user("a")])  # no retry: an agent that goes on without the answer
+        await ask(client, [user("a"), said, user("b")])
+        own.reward(0.5)
+
+    llm = Begun("same", "same", "2", seconds=0.2)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None, rollout.error
+    assert [turn.text for turn in rollout.turns] == ["same", "same", "2"]
+    assert [turn.trained for turn in rollout.turns] == [False, True, True]
+    assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
+    assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
+    assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
+
+
+@ways
+def test_an_answer_that_a_retry_receives_is_trained(way):
+    """A client's time limit ends its request, and its retry gets the answer to one of two equal ones."""
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        hasty = client.with_options(timeout=0.3, max_retries=4)
+        both = await asyncio.gather(*(ask(hasty, [user("a")]) for _ in range(2)))
+        assert sorted(said["content"] for said in both) == ["1", "2"]
+
+    rollout, llm = run(agent, "1", "2", seconds=0.8)
+    assert rollout.error is None and len(llm.asked) == 2, rollout.error
+    assert [turn.trained for turn in rollout.turns] == [True, True]
+
+
+def test_an_agent_that_received_nothing_has_failed():
+    async def agent(row, client):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.05, max_retries=0), [user("a")])
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    rollout, _ = run(agent, "1", seconds=0.2)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "never got a completion" in str(rollout.error)
+
+
+@ways
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers(way, stream):
+    """Each is a turn and a branch of its own; the prompt of all counts once."""
+    got = {}
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await client.chat.completions.create(
+            model="policy", messages=[user("a")], n=3, tools=[ADD], **options
+        )
+        if stream:
+            chunks = [chunk async for chunk in answer]
+            said = [[c.choices[0].delta for c in chunks if c.choices and c.choices[0].index == k] for k in range(3)]
+            texts = ["".join(delta.content or "" for delta in deltas) for deltas in said]
+            calls = [[call for delta in deltas for call in delta.tool_calls or []] for deltas in said]
+            reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+            usage, response = chunks[-1].usage, chunks[0]
+        else:
+            choices = answer.choices
+            assert [choice.index for choice in choices] == [0, 1, 2]
+            texts = [choice.message.content or "" for choice in choices]
+            calls = [choice.message.tool_calls or [] for choice in choices]
+            reasons, usage, response = [choice.finish_reason for choice in choices], answer.usage, answer
+        assert texts == ["one", "", "three 3"] and [len(each) for each in calls] == [0, 1, 0]
+        assert reasons == ["stop", "tool_calls", "stop"]
+        got["usage"] = usage
+        own.reward(0.5, response, choice=2)
+        await ask(client, [user("a"), {"role": "assistant", "content": texts[2]}, user("b")], tools=[ADD])
+        await ask(client, [user("a"), {"role": "assistant", "content": texts[0]}, user("c")], tools=[ADD])
+        return 1.0
+
+    rollout, llm = run(agent, "one", CALL, "three 3", "4", "5", max_model_calls=5)
+    assert rollout.error is None, rollout.error
+    assert [turn.text for turn in rollout.turns] == ["one", CALL, "three 3", "4", "5"]
+    assert [record.numbers for record in rollout.records] == [[0, 4], [1], [2, 3]]
+    assert [turn.reward for turn in rollout.turns] == [None, None, 0.5, None, None]
+    written = sum(len(sampled) for _, sampled in llm.asked[:3])
+    read = len(llm.asked[0][0])
+    usage = got["usage"]
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (read, written, read + written)
+
+
+def test_n_answers_within_the_limit_of_calls():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await client.chat.completions.create(model="policy", messages=[user("b")], n=3)
+
+    rollout, llm = run(agent, "1", max_model_calls=3)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and len(llm.asked) == 1 == len(rollout.turns)
+
+
+def test_one_of_n_that_has_no_room_ends_all_of_them():
+    async def agent(row, client):
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="policy", messages=[user("a")], n=3)
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.reward == 0.5
+    assert not any(turn.trained for turn in rollout.turns)  # the client got none of them
 
 
 @ways
@@ -645,9 +898,20 @@ BAD = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "expected a function's name"),
     ({"model": "gpt-5"}, 404, "does not exist"),
     ({"model": None}, 404, "does not exist"),
-    ({"n": 2}, 400, "n: got 2"),
+    ({"n": 0}, 400, "n: got 0"),
+    ({"n": 129}, 400, "n: got 129, expected a number from 1 to 128"),
+    ({"n": "2"}, 400, "n: got '2'"),
+    ({"n": True}, 400, "n: got True"),
     ({"max_tokens": 0}, 400, "max_tokens: got 0"),
     ({"max_tokens": "many"}, 400, "max_tokens: got 'many'"),
+    ({"chat_template": "x"}, 400, "chat_template: not supported"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking: got False"),
+    ({"add_generation_prompt": False}, 400, "The policy always answers"),
+    ({"continue_final_message": True}, 400, "continue_final_message: not supported"),
+    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "'user' has the name 'bob'"),
+    ({"messages": [{"role": "user", "content": "a", "name": 3}]}, 400, "messages[0].name: got 3"),
+    ({"messages": [user("a"), {"role": "assistant", "content": "b", "name": "ann"}, user("c")]}, 400, "name 'ann'"),
+    ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}]}, 400, "function_call: not"),
     ({"stop": [""]}, 400, "stop"),
     ({"stop": 3}, 400, "stop"),
     ({"logprobs": True}, 400, "logprobs: not supported"),
@@ -658,6 +922,21 @@ BAD = [
         {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": True}}}}]},
         400,
         "a schema of each",
+    ),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": schema}}}}]},
+            400,
+            message,
+        )
+        for schema, message in (
+            ({"type": 5}, "got a schema of type 5"),
+            ({"type": [{}]}, "got a schema of type [{}]"),
+            ({"anyOf": None}, "anyOf that is a list"),
+            ({"anyOf": ["x"]}, "schemas that are objects"),
+            ({"items": {"enum": 3}}, "an enum that is a list"),
+            ({"properties": {"b": 1}}, "schemas that are objects"),
+        )
     ),
     ({"stop": "\ud800"}, 400, "stop"),
     ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
@@ -712,7 +991,226 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     assert "background" in rollout.turns[-1].info["refused"]
 
 
+# -- what a later request tells of a turn --
+
+
+def results_of(message):
+    return [{**result, "tool_call_id": f"mine-{k}"} for k, result in enumerate(tool_message(message))]
+
+
+def renamed(message):
+    """As a program that gives calls ids of its own."""
+    calls = [{**call, "id": f"mine-{k}"} for k, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": calls}
+
+
+# What the second request says, the first one's messages being [user("What?")], and whether it tells of the first turn.
+TELLS = {
+    "it goes on": (lambda said: [user("What?"), said, *tool_message(said)], True),
+    "an edited system prompt": (lambda said: [system("10:31"), user("What?"), said, *tool_message(said)], True),
+    "with ids of its own": (lambda said: [system("10:31"), user("What?"), renamed(said), *results_of(said)], True),
+    "results behind an edited call": (
+        lambda said: [system("10:31"), {**said, "content": "I add."}, *tool_message(said)], True
+    ),
+    "its text in a summary": (lambda said: [user("So far:  I add\nthem. Go on.")], True),
+    "another text": (lambda said: [user("So far: I subtract them.")], False),
+    "a part of a word": (lambda said: [user("I add them.x")], False),
+    "the same question": (lambda said: [user("What?")], False),
+    "its own text at the end": (lambda said: [system("10:31"), {**said, "content": ""}], False),
+}  # fmt: skip
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize("name", TELLS)
+def test_a_turn_of_which_a_later_request_tells_is_observed(name):
+    told, expected = TELLS[name]
+
+    async def agent(row, client):
+        said = await ask(client, [user("What?")], tools=[ADD])
+        await ask(client, told({"content": None, **said}), tools=[ADD])
+
+    rollout, _ = run(agent, f"I add them.\n{CALL}", "2")
+    assert rollout.error is None, rollout.error
+    assert [turn.went_on for turn in rollout.turns] == [expected, False]
+    assert [turn.observed for turn in rollout.turns] == [expected, False]
+
+
+def test_what_a_turn_said_with_something_behind_tells_of_it():
+    """A call without text, with an id of the program's own, in an edited history."""
+
+    async def agent(row, client):
+        for question in "ab":
+            said = await ask(client, [user(question)], tools=[ADD])
+            behind = results_of(said) if question == "a" else []
+            await ask(client, [system("10:31"), user(question), renamed(said), *behind], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2", CALL.replace("1", "7"), "3")
+    assert [turn.went_on for turn in rollout.turns] == [True, False, False, False]
+
+
+def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
+    """Its calls ran: that the model has no turn left to read their results changes nothing of it."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")], tools=[ADD])
+        for messages in ([user("b")], [user("a"), said, *tool_message(said)]):
+            with pytest.raises(openai.RateLimitError):
+                await ask(client, messages, tools=[ADD])
+
+    rollout, _ = run(agent, CALL, max_model_calls=1)
+    assert [turn.went_on for turn in rollout.turns] == [True]
+
+
+def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
+    async def agent(row, client):
+        await ask(client, [user("Is it Paris?")])
+        await ask(client, [user("Is it Paris? Think.")])
+        await ask(client, [user("Judge: Lyon.")])
+
+    rollout, _ = run(agent, "Paris", "Lyon", "yes")
+    assert [turn.went_on for turn in rollout.turns] == [False, True, False]
+
+
+def test_of_equal_answers_the_one_that_the_agent_went_on_from_is_observed():
+    async def agent(row, client):
+        for _ in range(3):
+            said = await ask(client, [user("a")], tools=[ADD])
+        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, CALL, CALL, "2")
+    assert [turn.went_on for turn in rollout.turns] == [False, False, True, False]
+
+
+def test_the_log_holds_what_a_main_loop_its_sub_agent_and_its_summary_read():
+    async def agent(row, client):
+        plan = await ask(client, [system("Plan."), user("What?")])
+        messages = [system("Use tools."), user(f"Plan: {plan['content']}")]
+        said = await ask(client, messages, tools=[ADD])
+        await ask(client, [*messages, said, *tool_message(said)], tools=[ADD])
+        await ask(client, [system("Sum up."), user("All of it.")])
+
+    rollout, _ = run(agent, "step 1", CALL, "It is 2.", "sum")
+    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in rollout.turns]
+    rows = turn_rows(rollout, columns)
+    assert [(row["record"], row["after"]) for row in rows] == [(0, None), (1, None), (1, 1), (2, None)]
+    read = [row["context"] and [(each["role"], each["content"]) for each in row["context"]] for row in rows]
+    assert read == [
+        None,
+        [("system", "Use tools."), ("user", "Plan: step 1")],
+        None,
+        [("system", "Sum up."), ("user", "All of it.")],
+    ]
+    assert [row["tools"] and json.loads(row["tools"]) for row in rows] == [None, [ADD], None, None]
+
+
 # -- rewards --
+
+
+def test_a_reward_names_its_answer():
+    async def agent(row, client):
+        async def one(name):
+            return await client.chat.completions.create(model="policy", messages=[user(name)])
+
+        a, b, c = await asyncio.gather(*map(one, "abc"))
+        with pytest.raises(ValueError, match=r"several answers were open at the same time.*answer=response"):
+            client.reward(1.0)
+        client.reward(0.25, a)
+        client.reward(0.5, answer=b.id)
+        client.reward(0.125, answer=c.model_dump())
+        d = await respond(client, "d")
+        client.reward(1.0)  # it was alone
+        client.reward(2.0, answer=d)
+        chunks = [chunk async for chunk in await client.chat.completions.create(
+            model="policy", messages=[user("e")], stream=True)]  # fmt: skip
+        client.reward(3.0, chunks[0])
+        for wrong, message in (
+            ("chatcmpl-77", "no answer has the id 'chatcmpl-77'"), (a.choices[0], "expected a response"),
+            (f"{a.id}:1", "has choices up to 0"), ("mine", "no answer has the id"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                client.reward(1.0, wrong)
+        with pytest.raises(ValueError, match="without the answer"):
+            client.reward(1.0, choice=0)
+        many = await client.chat.completions.create(model="policy", messages=[user("f")], n=2)
+        with pytest.raises(ValueError, match="several answers were open"):
+            client.reward(1.0)
+        with pytest.raises(ValueError, match="has 2 choices. Say which: choice=k"):
+            client.reward(1.0, many)
+        client.reward(4.0, many, choice=1)
+
+    rollout, _ = run(agent, *"1234567", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    rewards = {m["content"]: turn.reward for turn in rollout.turns for m in (
+        turn.context.messages[-1:] if turn.context else rollout.prompt_messages[-1:])}  # fmt: skip
+    assert rewards == {"a": 0.25, "b": 0.5, "c": 0.125, "d": 3.0, "e": 3.0, "f": 4.0}
+    assert [turn.reward for turn in rollout.turns][-2:] == [None, 4.0]
+
+
+def test_a_reward_while_another_request_is_open_names_its_answer():
+    """A sub-agent whose sibling is still asking: the last answer may be either's."""
+
+    async def agent(row, client):
+        async def side():
+            await ask(client, [user("side")])
+
+        await ask(client, [user("a")])
+        running = asyncio.ensure_future(side())
+        while llm.began < 2:
+            await asyncio.sleep(0.01)
+        client.reward(0.5)  # the only one that was received, and it was alone
+        said = await client.chat.completions.create(model="policy", messages=[user("b")])
+        with pytest.raises(ValueError, match="several answers were open"):
+            client.reward(0.25)
+        client.reward(0.25, said)
+        await running
+
+    llm = Begun("1", "2", "3", seconds=0.1)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None, rollout.error
+    assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.25]
+
+
+def test_a_reward_is_of_a_turn_that_is_trained():
+    """A judge that is the same policy, frozen, is asked in between: its turn is not the one that is meant."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        judge = await client.chat.completions.create(model="policy-frozen", messages=[user(f"Judge {said}.")])
+        client.reward(float(judge.choices[0].message.content))
+        with pytest.raises(ValueError, match="policy-frozen, which is not trained"):
+            client.reward(1.0, judge)
+        messages = [user(f"Judge {said}."), {"role": "assistant", "content": "0.75"}, user("Sure?")]
+        headers = {"X-Turn-Reward": "1"}
+        with pytest.raises(openai.BadRequestError, match="policy-frozen, which is not trained"):
+            await ask(client, messages, extra_headers=headers)
+
+    rollout, _ = run(agent, "1", "0.75")
+    assert rollout.error is None, rollout.error
+    assert [turn.reward for turn in rollout.turns] == [0.75, None]
+
+
+def test_a_reward_by_header_names_its_answer():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        first, second = await asyncio.gather(post(client, body), post(client, body))
+        names = [answer.json()["id"] for answer in (first, second)]
+        for name, reward in zip(names, ("0.5", "-1")):
+            headers = {"X-Turn-Reward": reward, "X-Turn-Answer": name}
+            assert (await post(client, {**body, "messages": [user("b")]}, **headers)).status_code == 200
+        wrong = {"X-Turn-Reward": "1", "X-Turn-Answer": "chatcmpl-9"}
+        assert "no answer has the id" in (await post(client, body, **wrong)).text
+        alone = await post(client, body, **{"X-Turn-Answer": names[0]})
+        assert alone.status_code == 400 and "without X-Turn-Reward" in alone.text
+        return {"reward": 1.0, "names": names}
+
+    rollout, llm = run(agent, "1", "2", "3", "4", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    numbers = [int(name.partition("-")[2]) for name in rollout.environment.result["names"]]
+    assert [rollout.turns[k].reward for k in numbers] == [0.5, -1.0] and len(llm.asked) == 4
 
 
 def test_rewards_by_header_and_by_client():
@@ -730,6 +1228,17 @@ def test_rewards_by_header_and_by_client():
 
     rollout, _ = run(agent, "1", "2", "3")
     assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 0.125, None]
+
+
+def test_rewards_of_a_turn_do_not_overflow():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        client.reward(3e38)
+        with pytest.raises(ValueError, match="with which the turn's rewards add up to 6e"):
+            client.reward(3e38)
+
+    rollout, _ = run(agent, "1")
+    assert [turn.reward for turn in rollout.turns] == [3e38]
 
 
 def test_a_reward_before_the_first_turn():
@@ -932,6 +1441,93 @@ def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
     assert len(rollout.turns) > 1 and "context" in rollout.turns[-1].info["refused"]
 
 
+def stamped(row_of):
+    """An agent whose system prompt changes with each request, as by a clock: every turn begins a record."""
+
+    async def agent(row, client):
+        said = []
+        while True:
+            said += [await ask(client, [{"role": "system", "content": f"Turn {len(said)}."}, *row_of(said)])]
+
+    return agent
+
+
+def grown(said):
+    return [user("a"), *(each for message in said for each in (message, user("b")))]
+
+
+def summarised(said):
+    return [user("So far: " + " ".join(message["content"] for message in said))]
+
+
+@pytest.mark.parametrize("row_of", [grown, summarised])
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent_where_it_edits_the_history(row_of):
+    """Else a policy would learn to escape a loss by long answers: a rollout that is no agent's fault is trained."""
+    rollout, _ = run(stamped(row_of), "1 2 3", max_model_len=80, max_model_calls=99, max_completion_length=4000)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
+    assert len(rollout.records) == len(rollout.turns) > 1 and not rollout.failed
+    assert "context" in rollout.turns[-1].info["refused"]
+
+
+def test_the_first_prompt_of_an_agent_that_is_too_long_is_its_failure():
+    async def agent(row, client):
+        await ask(client, [user("1 " * 2000)])
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
+
+
+def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, [user("1 " * 2000), said])
+        await ask(client, [user("b")])
+        raise KeyError("gone")
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "KeyError" in str(rollout.error)
+
+
+def test_a_full_context_beside_a_request_that_fits():
+    """The sibling, which was asked before, is answered after the refusal."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        other = asyncio.ensure_future(ask(client, [user("b")]))
+        while llm.began < 2:
+            await asyncio.sleep(0.01)
+        try:
+            await ask(client, [user("1 " * 2000), said])
+        finally:
+            await other
+
+    llm = Begun("1", seconds=0.3)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and len(rollout.turns) == 2
+
+
+def test_what_was_refused_stands_in_the_log_also_where_the_agent_raised():
+    async def agent(row, client):
+        if row["question"] == "late":
+            await ask(client, [user("a")])
+        for change in ({"logprobs": True}, {"n": 0}, {"n": 0}):
+            answer = await post(client, {"model": "policy", "messages": [user("b")], **change})
+        answer.json()["choices"]
+
+    reasons = "logprobs: not supported. Remove it.\nn: got 0, expected a number from 1 to 128."
+    rollout, _ = run(agent, "1", row={"question": "late"})
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.turns[0].info == {"refused": reasons}
+    assert "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
+    rollout, _ = run(agent, "1")
+    assert rollout.turns == [] and "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
+
+
+def test_an_agent_whose_cache_answers_is_told_of_it():
+    rollout, _ = run(calls_nothing, "1")
+    assert "Does a cache of its client answer" in str(rollout.error) and "cache=False" in str(rollout.error)
+
+
 def test_refused_requests_are_no_calls_and_their_reason_is_told():
     async def agent(row, client):
         for _ in range(3):
@@ -988,8 +1584,103 @@ def test_requests_at_the_same_time_behind_equal_answers():
     assert [record.numbers for record in rollout.records] == [[0, 2], [1, 3]]
 
 
+NAMES = """{%- for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined and m.role != 'tool' }}
+{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>
+{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
+</tool_call>{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_the_name_of_a_message_is_rendered_where_the_chat_template_shows_it():
+    """Elsewhere it is refused (see the list of bad requests). Who speaks is a part of what was said."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+    tokenizer.chat_template = NAMES
+
+    async def agent(row, client):
+        bob, ann = ({"role": "user", "content": "a", "name": name} for name in ("bob", "ann<|im_end|>"))
+        said = await ask(client, [bob])
+        await ask(client, [bob, {**said, "name": "policy"}, user("b")])
+        await ask(client, [ann, said, user("b")])
+        await ask(client, [ann, {**said, "name": "joe"}, user("b")])
+
+    rollout, llm = run(agent, "1", tokenizer=tokenizer)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2], [3]]
+    assert TOKENIZER.decode(llm.asked[0][0]) == "<|im_start|>user bob\na<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(llm.asked[3][0]).startswith(
+        "<|im_start|>user ann< |im_end|>\na<|im_end|>\n<|im_start|>assistant joe\n1<|im_end|>\n"
+    )
+
+
+def test_the_name_of_a_result_is_that_of_its_call_or_refused():
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        (result,) = tool_message(said)
+        with pytest.raises(openai.BadRequestError, match="'tool' has the name 'sub'"):
+            await ask(client, [*start, said, {**result, "name": "sub"}], tools=[ADD])
+        await ask(client, [*start, said, {**result, "name": "add"}], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2")
+    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1]], rollout.error
+
+
+def test_arguments_of_the_chat_template_are_the_recipes():
+    async def agent(row, client):
+        same = {"chat_template_kwargs": {"enable_thinking": False}}
+        await ask(client, [user("a")], extra_body=same)
+        with pytest.raises(openai.BadRequestError, match="write chat_template_kwargs: {enable_thinking: true}"):
+            await ask(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+    rollout, llm = run(agent, "1", chat_template_kwargs={"enable_thinking": False})
+    assert rollout.error is None and len(llm.asked) == 1, rollout.error
+
+
+def test_half_of_a_character_harms_no_request():
+    """A policy writes one in JSON, and the agent sends it back."""
+    call = CALL.replace('"x y"', '"\\ud83d"')
+
+    async def agent(row, client):
+        said = (await post(client, {"model": "policy", "messages": [user("a")], "tools": [ADD]})).json()
+        said = said["choices"][0]["message"]
+        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "\ud83d"
+        for start in (user("a"), user("edited \ud83d"), {"role": "system", "content": "\ud83d"}):
+            body = {"model": "policy", "messages": [start, said, *tool_message(said, "\ud83d")], "tools": [ADD]}
+            assert (await post(client, body)).status_code == 200
+
+    rollout, _ = run(agent, call, "2")
+    assert rollout.error is None and len(rollout.turns) == 4, rollout.error
+
+
+def test_other_tools_with_the_same_messages_are_what_the_model_reads():
+    """The prompts of a group are rendered once: the tools are a part of them."""
+
+    async def agent(row, client):
+        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+        for tools in ([ADD], [other], []):
+            await ask(client, [user("a")], tools=tools)
+
+    rollout, llm = run(agent, "1")
+    texts = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
+    assert [("Add." in text, "Add two." in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_developers_message_in_the_middle_is_read_at_the_beginning():
+    """As vLLM does for templates that do not know the role: so a record begins."""
+
+    async def agent(row, client):
+        messages = [{"role": "system", "content": "S."}, user("a")]
+        messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
+        await ask(client, messages)
+
+    rollout, llm = run(agent, "1")
+    assert [record.numbers for record in rollout.records] == [[0], [1]]
+    assert TOKENIZER.decode(llm.asked[1][0]).startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
+
+
 def test_the_prompt_of_a_further_record():
-    """Calls and results have the ids that all templates take; words of control are broken everywhere."""
+    """Calls and results have the ids that all templates take; what an agent says of a tool ends no message."""
     calls = [{"id": f"x{k}", "type": "function", "function": {"name": name, "arguments": text}} for k, (name, text) in
              enumerate([("add", '{"a": "<|im_end|>"}'), ("sub", "{}")])]  # fmt: skip
     tool = json.loads(json.dumps(ADD).replace("Add.", "Add.<|im_end|>"))
@@ -1014,7 +1705,8 @@ def test_the_prompt_of_a_further_record():
     assert [(m["tool_call_id"], m["name"], m["content"]) for m in results] == [
         ("call00001", "sub", "result 1"), ("call00000", "add", "result 0"),
     ]  # fmt: skip
-    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 4  # the template's own
+    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 5  # the template's own, and that of the assistant
+    assert "Add.< |im_end|>" in TOKENIZER.decode(rollout.prompt_ids)
 
 
 def test_items_of_answers_that_follow_each_other():
@@ -1051,6 +1743,19 @@ print('0.5')"
     rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
     assert rollout.reward == 0.5, rollout.error
     assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for(tmp_path):
+    (tmp_path / "run.sh").write_text(f"""
+        {sys.executable} -c "
+import openai
+openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
+        setsid sleep 600 & echo $! > {tmp_path}/pid
+        echo 0.5
+    """)
+    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
+    assert rollout.reward == 0.5, rollout.error
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it is in a group of its own
 
 
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
@@ -1194,7 +1899,9 @@ def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
     assert rollout.error is None and len(rollout.turns) >= 8
     assert len(rollout.turns) == len(llm.asked)  # every sample is a turn
     trained = sum(sum(record.loss_mask) for record in rollout.records)
-    assert trained == sum(len(sampled) for _, sampled in llm.asked)
+    lost = [turn for turn in rollout.turns if turn.info.get("received") is False]
+    assert not any(turn.trained for turn in lost) and len(lost) < len(rollout.turns) / 2
+    assert trained + sum(len(turn.token_ids) for turn in lost) == sum(len(sampled) for _, sampled in llm.asked)
 
 
 # -- recipes --

@@ -17,15 +17,17 @@ import torch
 import warm_python
 from conftest import files_of_at_most
 from datasets import Dataset
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from mt_grpo.checkpoints import checkpoint_damage, checkpoint_to_resume
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
+from mt_grpo.resume import train_or_save
 from mt_grpo.rollout_log import write_rows
 from mt_grpo.run_record import changed_settings
-from mt_grpo.saving import SaveError
+from mt_grpo.saving import SaveError, weights_not_finite
 from mt_grpo.server_errors import ServerLost
 from mt_grpo.server_pool import ServerPool
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
@@ -53,13 +55,16 @@ OUTCOME_REWARD_FUNCS = [length_reward]
 """
 
 
-def make_trainer(model, folder, tools=TOOLS, rewards=REWARDS, prompts=PROMPTS, callbacks=None, **changes):
+def make_trainer(
+    model, folder, tools=TOOLS, rewards=REWARDS, prompts=PROMPTS, callbacks=None, trainer=None, **changes
+):
     values = dict(
         output_dir=str(folder / "out"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=4, logging_steps=1,
         learning_rate=1e-3, disable_tqdm=True, seed=7, lr_scheduler_type="constant", save_strategy="steps",
         save_steps=2,
     )  # fmt: skip
+    folder.mkdir(exist_ok=True)
     (folder / "tools.py").write_text(tools)
     (folder / "rewards.py").write_text(rewards)
     return MTGRPOEnvTrainer(
@@ -70,6 +75,7 @@ def make_trainer(model, folder, tools=TOOLS, rewards=REWARDS, prompts=PROMPTS, c
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         eval_dataset=Dataset.from_dict({"prompt": prompts[:1]}) if "eval_strategy" in changes else None,
         callbacks=callbacks,
+        **(trainer or {}),
     )
 
 
@@ -595,3 +601,111 @@ def test_the_command_line_refuses_a_damaged_checkpoint_in_one_line(copy):
     with pytest.raises(SystemExit, match="^error: resume_from_checkpoint='last': .*optimizer.pt is missing"):
         main(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(copy / "out"),
               "--resume_from_checkpoint", "last"])  # fmt: skip
+
+
+# =====================================================================================================================
+# Numbers that are none, and tensors that are missing
+# =====================================================================================================================
+
+
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(random_model, copy, change):
+    """transformers warns, and trains on with the layer of the base model."""
+    path, name = copy / "out/checkpoint-2/model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensor = tensors.pop(name)
+    says = "is missing" if change == "missing" else rf"has the shape \[{len(tensor) - 1}, "
+    if change == "shape":
+        tensors[name] = tensor[1:].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"checkpoint-2'?: the tensor {name} {says}"):
+        make_trainer(random_model, copy, resume_from_checkpoint=str(copy / "out/checkpoint-2"))
+    trainer = make_trainer(random_model, copy)
+    with pytest.raises(ValueError, match=f"the tensor {name} {says}"):
+        trainer.train(resume_from_checkpoint=str(copy / "out/checkpoint-2"))
+
+
+def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    make_trainer(random_model, tmp_path, trainer=lora, max_steps=2).train()
+    path = tmp_path / "out/checkpoint-2/adapter_model.safetensors"
+    whole = load_file(path)
+    make_trainer(random_model, tmp_path, trainer=lora, max_steps=3).train(resume_from_checkpoint="last")
+    name = next(name for name in whole if "v_proj.lora_B" in name)
+    save_file({key: value for key, value in whole.items() if key != name}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"checkpoint-2.*the tensor {re.escape(name)} is missing"):
+        make_trainer(random_model, tmp_path, trainer=lora, max_steps=3).train(
+            resume_from_checkpoint=str(tmp_path / "out/checkpoint-2")
+        )
+
+
+LARGE = """
+def large(completion_ids, trainer_state, **kwargs):
+    return [%s * (sum(ids) %% 17) for ids in completion_ids]
+
+
+OUTCOME_REWARD_FUNCS = [large]
+"""
+
+
+def finite_files(folder):
+    """Whether each tensor of each file of weights below a folder is finite."""
+    files = list(folder.rglob("*.safetensors"))
+    return all(bool(tensor.isfinite().all()) for path in files for tensor in load_file(path).values()), len(files)
+
+
+LATE = LARGE % "(2e37 if trainer_state.global_step == 2 else 1)"
+OF_TURNS = LARGE.replace("[%s * (sum(ids) %% 17)", "[[%s * (sum(ids) %% 17)]").replace("OUTCOME", "TURN") % "1.0"
+
+
+@pytest.mark.parametrize("setting, says", [
+    ({"rewards": LATE}, "Step 2: a weighted outcome reward is [23].*At most 1e"),
+    ({"rewards": LARGE % "1.0", "outcome_reward_weights": [3e38]}, "a weighted outcome reward is "),
+    ({"rewards": OF_TURNS, "turn_advantage_coef": 3e38, "credit_assignment": "turn_return", "scale_rewards": "none"},
+     "an advantage is not finite, with turn_advantage_coef=3e"),
+])  # fmt: skip
+def test_rewards_that_overflow_end_the_run_with_the_last_good_state(random_model, tmp_path, capsys, setting, says):
+    """They would vanish in a comparison, or leave no weight that is a number. The steps before are saved."""
+    trainer = make_trainer(random_model, tmp_path, **setting)
+    with pytest.raises(SystemExit, match=f"(?s)error: .*{says}.*Nothing of this batch is trained"):
+        train_or_save(trainer)
+    assert finite_files(tmp_path)[0]
+    assert not weights_not_finite(trainer.model)
+    if "2e37" in setting["rewards"]:
+        assert trainer.state.global_step == 2 and finite_files(tmp_path / "out/checkpoint-2") == (True, 1)
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, monkeypatch):
+    """What makes the loss NaN in one batch ends the run there, and the checkpoint is of the steps before."""
+    trainer = make_trainer(random_model, tmp_path, save_steps=100)
+    compute = MTGRPOEnvTrainer.compute_loss
+
+    def poisoned(self, model, inputs, *args, **kwargs):
+        loss = compute(self, model, inputs, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 3 else loss
+
+    monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", poisoned)
+    with pytest.raises(SystemExit, match="(?s)Step 3: the norm of the gradient is nan.*saved up to step 3"):
+        train_or_save(trainer)
+    assert finite_files(tmp_path / "out/checkpoint-3") == (True, 1)
+    monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", compute)
+    make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
+
+
+def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):
+    """An optimizer step made them so: no checkpoint, no trained model, and the message names what there is."""
+
+    class Poison(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:  # the fourth step
+                model.get_parameter("model.norm.weight").data[0] = float("inf")
+
+    trainer = make_trainer(random_model, tmp_path, callbacks=[Poison()])
+    with pytest.raises(SystemExit, match=r"(?s)Step 4: 1 weights are not finite, such as .*norm.weight.*not saved.*"
+                       r"resume_from_checkpoint \S+checkpoint-2"):  # fmt: skip
+        train_or_save(trainer)
+    assert finite_files(tmp_path) == (True, 1)
+    last = make_trainer(random_model, tmp_path / "last", callbacks=[Poison()], save_strategy="no")
+    with pytest.raises(SystemExit, match="(?s)error: Step 4: 1 weights are not finite"):
+        train_or_save(last)
+    assert not list((tmp_path / "last").rglob("*.safetensors"))

@@ -33,6 +33,7 @@ from mt_grpo.checkpoints import checkpoint_to_resume
 from mt_grpo.data import load_rows, make_arithmetic
 from mt_grpo.event_loop import run_async
 from mt_grpo.in_process import InProcessBackend
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.ranks import RunError
 from mt_grpo.readings import troubles
 from mt_grpo.recipes import read_recipe
@@ -1387,11 +1388,16 @@ def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
     assert made(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=2.0)
     assert made(old_logps="policy", top_p=0.9).top_p == 0.9
     cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    for key, value in cuts.items():
-        with pytest.raises(
-            ValueError, match=rf"^old_logps: sampled .* which {key}={value} makes other .* Remove {key}"
-        ):
-            made(**{key: value})
+    others = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logit_bias": {"7": 1.0},
+              "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
+    for key, value in (cuts | others).items():
+        changes = {key: value} if key in cuts else {"generation_kwargs": {key: value}}
+        with pytest.raises(ValueError, match=rf"^old_logps: sampled .* which {key}=.* makes other .* Remove {key}"):
+            made(**changes)
+        assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
+        without = made(old_logps="policy", vllm_importance_sampling_correction=False, **changes)
+        assert text_of_cuts(without) == ""
+    assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
     for changes, message in (
         ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true. Set it"),
         ({"generation_kwargs": {"top_p": 0.9}}, "which top_p=0.9 makes other"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo import rollout_log
-from mt_grpo.log_rows import turn_columns, turn_row
-from mt_grpo.rollout import Context, Generation, Record, Rollout, Turn
+from mt_grpo.log_rows import Scored, rollout_rows, turn_columns, turn_row
+from mt_grpo.rollout import Context, Generation, Record, Rollout, ToolCall, Turn
 from mt_grpo.rollout_log import read_rollouts, rollout_features, segments, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
 TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "observation", "num_tokens", "num_read",
-        "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob"}  # fmt: skip
+        "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob", "record", "after", "context",
+        "tools"}  # fmt: skip
 TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
           "read_texts"}  # fmt: skip
 
@@ -89,6 +91,38 @@ def test_tokens_have_what_the_loss_reads_of_them():
         ],
         [{"loss_mask": [0, 0], "advantages": [0.0, 0.0], "trainer_logprobs": None}],
     ]
+
+
+def test_a_row_holds_what_every_record_read():
+    """A main loop (turns 0 and 2), a sub-agent (1) and a branch behind turn 0 (3)."""
+    call = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}}]
+    side = [{"role": "system", "content": "Sum up."}, {"role": "assistant", "content": "", "tool_calls": call}]
+    branch = [{"role": "user", "content": [{"type": "text", "text": "Branch."}], "name": "bob"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": math.nan}}}]
+    turns = [Turn([10], None, "zero", "stop", observation_ids=[20], tools=tools),
+             Turn([11], None, "one", "stop", context=Context(side, [7]), info={"x": math.inf}),
+             Turn([12], None, "two", "stop", after=0),
+             Turn([13], None, "three", "stop", context=Context(branch, [8]))]  # fmt: skip
+    turns[0].calls = [ToolCall("f", {"x": math.nan})]
+    rollout = Rollout([{"role": "user", "content": "Main."}], [1], turns=turns)
+    scored = Scored([], *(torch.zeros(shape) for shape in [(0,), (1, 0), (1, 4), (1, 4)]), 1)
+    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in turns]
+    (row,) = rollout_rows([rollout], [{}], scored, [columns])
+    assert row["messages"][: row["num_prompt_messages"]] == [{"role": "user", "content": "Main."}]
+    found = row["turns"]
+    assert [(turn["record"], turn["after"]) for turn in found] == [(0, None), (1, None), (0, 0), (2, None)]
+    assert [turn["context"] for turn in found] == [
+        None,
+        [
+            {"role": "system", "content": "Sum up.", "more": None},
+            {"role": "assistant", "content": "", "more": json.dumps({"tool_calls": call})},
+        ],
+        None,
+        [{"role": "user", "content": '[{"type": "text", "text": "Branch."}]', "more": '{"name": "bob"}'}],
+    ]
+    null = json.dumps(tools).replace("NaN", "null")  # JSON has no NaN: not every reader of the log takes it
+    assert [turn["tools"] for turn in found] == [null, None, None, None]
+    assert found[0]["calls"][0]["arguments"] == '{"x": null}' and row["info"][1] == '{"x": null}'
 
 
 def test_a_turn_has_the_weights_of_its_first_and_last_request():

@@ -65,14 +65,14 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
-ROWS = {"column_lists", "prompts_of", "rows_for_trl"}
+ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
     "begin",
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
-    "numbers_that_count",
+    "numbers_that_count", "check_advantages",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
     "score_rollouts", "put_back", "_group_size",
 }  # fmt: skip

@@ -490,6 +490,11 @@ def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
     assert plain[0][0] == plain[1][0] == plain[2][0]  # nothing was said yet
     assert plain[0][1] == plain[1][1] != plain[2][1]
     assert len({numbers[2] for numbers in plain}) == 3
+    read = []  # the same turns behind which other results were read
+    for result in (7, 8):
+        first = Turn([1], None, "", "stop", observation_ids=[result])
+        read.append(state_numbers(Rollout([], [1], turns=[first, turn([2])])))
+    assert read[0][0] == read[1][0] and read[0][1] != read[1][1]
     keyed = state_numbers(Rollout([], [1], turns=[turn([1], "a"), turn([2], "b"), turn([3], "a")]))
     assert keyed[0] == keyed[2] != keyed[1] and min(keyed) >= 0
     assert keyed[0] == 5747026578550324724  # the same in every process, on every rank

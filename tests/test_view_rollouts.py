@@ -652,6 +652,37 @@ def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     assert '"policy_version": 0' in page.inner_text("article > details pre")
 
 
+CONTEXT = [
+    {"role": "system", "content": "Sum up the zebra.", "more": None},
+    {"role": "assistant", "content": "", "more": '{"tool_calls": []}'},
+]
+
+
+def sub_agent():
+    """A turn of the main loop, one of a sub-agent with a prompt of its own, and the main loop again."""
+    turns = [
+        turn("one", record=0, after=None, context=None, tools='[{"name": "add"}]'),
+        turn("two", record=1, after=None, context=CONTEXT, tools=None),
+        turn("three", record=0, after=0, context=None, tools=None),
+    ]
+    return row(0, 0, "Main?", turns, records=2)
+
+
+def test_what_a_further_record_read_can_be_searched(tmp_path):
+    index = index_of(write_log(tmp_path, [sub_agent(), row(0, 1, "Other?", [turn("x", context="odd")])]))
+    assert ids(index.table(Query(text="zebra"))["rows"]) == [1]
+    assert index.notes() == []  # the viewer has a place for all columns
+
+
+def test_what_a_further_record_read_is_shown(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, [sub_agent()])) + "#rollout/0/1")
+    read = page.evaluate("[...document.querySelectorAll('details')].map(each => each.textContent)")
+    assert "the tools that were offered" in read[1] and '[{"name": "add"}]' in read[1]
+    assert "record 1: 2 messages that were read before this turn" in read[2] and "Sum up the zebra." in read[2]
+    turns = page.evaluate("[...document.querySelectorAll('.part.policy .who')].map(each => each.innerText)")
+    assert ["record 0" in turns[0], "record 1" in turns[1], "goes on from turn 0" in turns[2]] == [True] * 3
+
+
 def test_the_keyboard_is_enough(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())))
 

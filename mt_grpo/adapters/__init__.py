@@ -2,6 +2,7 @@
 
 A module imports from the package, and from modules that stand above it in this list.
 
+    plugin_imports    what plug-ins import of a framework that is not installed
     policy_time       seconds in which a program waits for the policy
     chat_messages     requests of OpenAI's API in one form, and its errors
     chains            the tree of what an agent asked: which request goes on from which answer
@@ -25,6 +26,7 @@ A module imports from the package, and from modules that stand above it in this 
     verl_interact     its BaseInteraction
     verl_search       Search-R1's protocol
     verl_mcp          its tools behind MCP servers
+    verl_scores       its reward functions
     verl_builtin      its GSM8K and search tools, and its GSM8K interaction
     verl_paths        the import paths of verl
     verl_config       its YAML files, and Python files of functions

@@ -19,6 +19,7 @@ from mt_grpo.adapters.agent_commands import CommandAgent
 from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.adapters.agent_transport import AgentTransport
+from mt_grpo.adapters.chat_messages import ApiError
 from mt_grpo.event_loop import background_loop
 from mt_grpo.replies import EnvironmentFailure, is_number
 from mt_grpo.rollout import StopReason
@@ -44,11 +45,28 @@ class Rewarding:
 
     session: AgentSession | None = None
 
-    def reward(self, value: float) -> None:
-        """Give the turn that was sampled last a reward. Several of one turn add up."""
+    def reward(self, value: float, answer: Any = None, choice: int | None = None) -> None:
+        """Give a turn a reward. Several of one turn add up.
+
+        Args:
+            value: The reward.
+            answer: The answer that it is for: what the client's method returned, a chunk of its stream, or its id.
+                None: the last one of the model `policy`.
+            choice: Which of a request's `n` answers.
+
+        Raises:
+            ValueError: it is no finite number; there is no such answer; or, without `answer`, several were open at the
+                same time, so that the reward may belong to each of them.
+        """
         if not is_number(value):
             raise ValueError(f"client.reward: got {value!r}, expected a finite number.")
-        self.session.reward(float(value))
+        name = answer if answer is None or isinstance(answer, str) else id_of(answer)
+        if choice is not None and name is None:
+            raise ValueError(f"client.reward: got choice={choice} without the answer that it is a choice of.")
+        try:
+            self.session.reward(float(value), name if choice is None else f"{name}:{choice}")
+        except ApiError as error:
+            raise ValueError(f"client.reward: {error}") from None
 
     def copy(self, **options: Any) -> Any:
         """As OpenAI's, for the same rollout."""
@@ -57,6 +75,14 @@ class Rewarding:
         return made
 
     with_options = copy
+
+
+def id_of(answer: Any) -> str:
+    """The id of an answer. Raises `ValueError`."""
+    found = answer.get("id") if isinstance(answer, dict) else getattr(answer, "id", None)
+    if not isinstance(found, str):
+        raise ValueError(f"client.reward: got answer={answer!r:.100}, expected a response of the client, or its id.")
+    return found
 
 
 class AgentClient(Rewarding, openai.OpenAI):
@@ -135,6 +161,11 @@ class FunctionAgent:
         return task.result()
 
 
+def told_refusals(session: AgentSession) -> str:
+    """What the API refused last, behind the text of an error."""
+    return f"; its last refused request: {session.refused[-1]}" if session.refused else ""
+
+
 def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
     """(reward or None, all that the agent returned). Raises `AgentFailure` for what is no result."""
     values = result if isinstance(result, dict) else {"reward": result}
@@ -183,7 +214,8 @@ async def run_program(
                 session.stop(StopReason.CONTEXT_LENGTH)
             if session.stop_reason is not None:  # it was told that its budget is spent
                 return None
-            raise AgentFailure(f"{agent.name} raised {type(error).__name__}: {error_text(error)}") from error
+            raised = f"{agent.name} raised {type(error).__name__}: {error_text(error)}"
+            raise AgentFailure(f"{raised}{told_refusals(session)}") from error
     finally:
         session.closed = True
         running.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.adapters.chains import Asked
 from mt_grpo.adapters.chat_api import chat_answer, chat_error, chat_events, read_chat_request
 from mt_grpo.adapters.chat_messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse
 from mt_grpo.adapters.responses_api import (
@@ -23,6 +25,7 @@ from mt_grpo.adapters.responses_api import (
     responses_events,
 )
 from mt_grpo.event_loop import allow_many_open_files
+from mt_grpo.json_types import json_text
 from mt_grpo.replies import is_number
 
 MAX_BYTES = 64 * 2**20  # of one request
@@ -33,15 +36,20 @@ class Endpoint(NamedTuple):
     """How one of the two APIs reads requests and writes answers."""
 
     read: Callable[[dict, AgentSession], ModelRequest]
-    write: Callable[[Answer, dict], dict]
-    events: Callable[[Answer, dict], Iterator[str]]
+    write: Callable[[list[Answer], dict], dict]
+    events: Callable[[list[Answer], dict], Iterator[str]]
     error: Callable[[ApiError], Iterator[str]]
 
 
 JSON = "application/json"
-CHAT = Endpoint(lambda body, session: read_chat_request(body), chat_answer, chat_events, chat_error)
+CHAT = Endpoint(
+    lambda body, session: read_chat_request(body, session.prompts.joint, session.format.chat_template_kwargs),
+    chat_answer,
+    chat_events,
+    chat_error,
+)
 RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.responses),
+    lambda body, session: read_responses_request(body, session.responses, session.prompts.joint),
     responses_answer,
     responses_events,
     responses_error,
@@ -50,12 +58,16 @@ ENDPOINTS = {"chat/completions": CHAT, "responses": RESPONSES}
 
 
 class Served(NamedTuple):
-    """An answer as HTTP has it."""
+    """An answer as HTTP has it.
+
+    Whoever hands it to the client calls `receipt` before, and `receipt(False)` where the client turns out to be gone.
+    """
 
     status: int
     kind: str  # of content
     text: str
     event: str = ""  # an error behind the beginning of a stream
+    receipt: Callable[..., None] = lambda received=True: None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -83,7 +95,8 @@ class AgentServer:
         allow_many_open_files()
         app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # A request is cancelled with its client, so that an answer which nobody reads is known as such.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -120,7 +133,7 @@ class AgentServer:
             method, path, headers, content: Of the request. Names of headers in any case.
             keep_alive: Awaited every few seconds while a stream waits for its answer.
         """
-        session, endpoint = None, CHAT
+        session, endpoint, asked = None, CHAT, None
         try:
             key, name = split_path(path)
             token = headers.get("Authorization", "").removeprefix("Bearer ")
@@ -135,23 +148,32 @@ class AgentServer:
             endpoint = ENDPOINTS[name]
             body = read_body(content)
             read = read_request(endpoint, body, session)
-            reward = read_reward(headers.get("X-Turn-Reward"))
+            reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
+            if reward is None and rewarded is not None:
+                raise refuse("X-Turn-Answer", "got the answer that a reward is for without X-Turn-Reward.")
             is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-            answering = asyncio.ensure_future(self._answer(session, read, body, endpoint, is_retry, reward))
-            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone
+            asked = session.ask(read, body, is_retry, headers.get("Idempotency-Key"), reward, rewarded)
             while read.stream and keep_alive is not None:
-                await asyncio.wait({answering}, timeout=KEEP_ALIVE_SECONDS)
-                if answering.done():
+                await asyncio.wait({asked.task}, timeout=KEEP_ALIVE_SECONDS)
+                if asked.task.done():
                     break
                 await keep_alive()
-            answer = await answering
+            answers = await session.answers(asked)
+            if endpoint is RESPONSES:
+                said = [*conversation_of(body, session.responses, session.prompts.joint), answers[0].message]
+                session.responses[response_id(answers[0])] = said
+            receipt = functools.partial(tell_receipt, session, asked)
             if read.stream:
-                return Served(200, "text/event-stream", "".join(endpoint.events(answer, body)))
-            return Served(200, JSON, json.dumps(endpoint.write(answer, body)))
-        except ApiError as error:
+                return Served(200, "text/event-stream", "".join(endpoint.events(answers, body)), "", receipt)
+            return Served(200, JSON, json_text(endpoint.write(answers, body)), "", receipt)
+        except BaseException as error:
+            if asked is not None:
+                session.lost(asked)
+            if not isinstance(error, ApiError):  # the client is gone
+                raise
             if session is not None:
-                session.last_error = error
-            return Served(error.status, JSON, json.dumps(error.body), "".join(endpoint.error(error)))
+                session.refuse(error)
+            return Served(error.status, JSON, json_text(error.body), "".join(endpoint.error(error)))
 
     def _session(self, keys: tuple[str | None, ...]) -> AgentSession:
         """The rollout of a request. Raises `ApiError` for keys of none, or of one that is over.
@@ -167,16 +189,6 @@ class AgentServer:
             401, "The key is of no rollout. Expected the one that the agent was given: as the API key, as the header "
             "X-Session-ID, or in the path.", "invalid_api_key",
         )  # fmt: skip
-
-    async def _answer(
-        self, session: AgentSession, read: ModelRequest, body: dict, endpoint: Endpoint, is_retry: bool,
-        reward: float | None,
-    ) -> Answer:  # fmt: skip
-        answer = await session.answer(read, body, is_retry, reward)
-        if endpoint is ENDPOINTS["responses"]:
-            said = [*conversation_of(body, session.responses), answer.message]
-            session.responses[response_id(answer)] = said
-        return answer
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         """A request over HTTP. Of a stream the status is sent with the first comment, or with the answer."""
@@ -195,11 +207,27 @@ class AgentServer:
             error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
             return web.json_response(error.body, status=error.status)
         served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
-        if opened is None:
-            return web.Response(status=served.status, text=served.text, headers=served.headers)
-        await opened.write((served.text if served.status == 200 else served.event).encode())
-        await opened.write_eof()
+        text = served.text if opened is None or served.status == 200 else served.event
+        served.receipt()
+        try:
+            if opened is None:
+                opened = web.Response(status=served.status, text=text, headers=served.headers)
+                await opened.prepare(request)
+            else:
+                await opened.write(text.encode())
+            await opened.write_eof()
+        except BaseException:  # the client is gone
+            served.receipt(received=False)
+            raise
         return opened
+
+
+def tell_receipt(session: AgentSession, asked: Asked, received: bool = True) -> None:
+    """Tell the session that a client gets the answers, or that it has not got them after all."""
+    if received:
+        session.received(asked)
+    else:
+        session.lost(asked, received=True)
 
 
 def split_path(path: str) -> tuple[str | None, str]:

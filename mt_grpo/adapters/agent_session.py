@@ -7,16 +7,19 @@ import bisect
 import dataclasses
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.agent_prompts import AgentPrompts, tools_by_name
-from mt_grpo.adapters.chains import Chains, Completion, keys_of
-from mt_grpo.adapters.chat_messages import Answer, ApiError, ModelRequest, tool_call
+from mt_grpo.adapters.chains import Asked, Chains, Completion, keys_of
+from mt_grpo.adapters.chat_messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.policy_time import PolicyTime
 from mt_grpo.hermes import HermesFormat
+from mt_grpo.json_types import json_text
+from mt_grpo.replies import is_number
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 from mt_grpo.tool_results import error_text
 
@@ -65,8 +68,7 @@ class AgentSession(PolicyTime):
         over: Set with it.
         failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
         closed: Whether the agent is over, so that nothing more is sampled.
-        last_error: The last request that was refused.
-        context_is_full: Whether the last request that went on from an answer did not fit into the context.
+        refused: What the API refused, as text: the last ones.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
@@ -81,52 +83,176 @@ class AgentSession(PolicyTime):
         self.stop_reason: StopReason | None = None
         self.over = asyncio.Event()
         self.failure: Exception | None = None
-        self.closed, self.context_is_full = False, False
-        self.last_error: ApiError | None = None
+        self.closed = False
+        self.refused: list[str] = []
         self._num_requests, self._num_calls, self._num_written = 0, 0, 0
-        self._tasks: dict[str, asyncio.Task] = {}  # by request: the last one of each
-        self._rewards: dict[int, float] = {}  # by number of the completion
+        self._full_at: int | None = None  # how many requests there were when one did not fit into the context
+        self._asked: list[Asked] = []  # all of them
+        self._last: Asked | None = None  # of those that are trained, the one that a client got last
+        self._rewards: dict[int, float] = {}  # by number of the answer
 
     # -- what the server asks --
 
-    async def answer(
-        self, request: ModelRequest, body: dict[str, Any], is_retry: bool, reward: float | None = None
-    ) -> Answer:
-        """The answer to a request. It is sampled even if the client goes away meanwhile: it will ask again.
+    def ask(
+        self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,
+        reward: float | None = None, rewarded: str | None = None,
+    ) -> Asked:  # fmt: skip
+        """Begin to sample the answers to a request, or join what a retry asks for again.
 
-        The same request joins the one in flight; a retry gets what was sampled; any other repetition is a new sample.
-        A new one may bring a reward for the turn that it goes on from.
+        Equal requests are samples of their own: votes, branches of a search, sub-agents. Only a client that says so
+        asks for the same sample again. `received` or `lost` has to follow.
+
+        Args:
+            request, body: The request as it is sampled, and as it came.
+            is_retry: Whether the client says that it sends the request again.
+            idempotency_key: What a client gives a request so that it is done once.
+            reward: For the turn that the request goes on from; that of a retry was given already.
+            rewarded: The id of the answer that the reward is for, where it is another one.
 
         Raises:
             ApiError: what the API refuses; 429 where the rollout is over.
         """
         same = json.dumps(body, sort_keys=True)
-        task = self._tasks.get(same)
-        if task is None or (task.done() and not is_retry):
+        asked = self._asked_before(same, is_retry, idempotency_key)
+        if asked is None:
+            if len(self.chains.requests) < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
+                self.chains.requests.append((self._num_requests, request))
             self._check_open()
-            if reward is not None:
-                self._reward_of(self._parent(request), reward, "the request goes on from no turn")
-            task = self._tasks[same] = asyncio.ensure_future(self._timed(self._complete(request, self._num_requests)))
-            self._num_requests += 1
+            if reward is not None and rewarded is not None:
+                self.reward(reward, rewarded)
+            elif reward is not None:
+                self._reward_parent(self._parent(request), reward)
+            numbers = range(self._num_requests, self._num_requests + request.n)
+            asked = Asked(same, idempotency_key, numbers, request.trained)
+            asked.task = asyncio.ensure_future(self._timed(self._complete(request, asked)))
+            self._num_requests += request.n
+            self._asked.append(asked)
+        asked.waiting += 1
+        together = [each for each in self._asked if each.waiting and each.trained]
+        if asked.trained and len(together) > 1:
+            for each in together:
+                each.alone = False
+        return asked
+
+    def _asked_before(self, same: str, is_retry: bool, idempotency_key: str | None) -> Asked | None:
+        """What a retry joins: best what a client has left, else what is in flight, else what was received last."""
+        if idempotency_key is not None:
+            found = next((each for each in self._asked if each.idempotency_key == idempotency_key), None)
+            if found is not None and found.same != same:
+                raise refuse("Idempotency-Key", f"{idempotency_key!r:.100} was sent with another request.")
+            return found
+        equal = [each for each in self._asked if each.same == same] if is_retry else []
+        left = [each for each in equal if not each.reached and not each.waiting]
+        in_flight = [each for each in equal if not each.reached]
+        return next(iter([*left, *in_flight, *reversed(equal)]), None)
+
+    async def answers(self, asked: Asked) -> list[Answer]:
+        """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
+
+        Raises:
+            ApiError: what the API refuses; 429 where the rollout is over.
+        """
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(asked.task)
         except asyncio.CancelledError:
-            if task.cancelled():  # the rollout is over
+            if asked.task.cancelled():  # the rollout is over
                 raise self._ended() from None
             raise
 
-    def reward(self, value: float) -> None:
-        """Give the completion that was answered last a turn reward. Rewards of one turn add up."""
-        self._reward_of(self.chains.last, value, "no turn was sampled yet")
+    # These two, and `reward`, may be called on the agent's thread: what it asks next comes behind them.
 
-    def _reward_of(self, completion: Completion | None, value: float, missing: str) -> None:
+    def received(self, asked: Asked) -> None:
+        """A client gets the answers: now, or at the next moment."""
+        asked.waiting -= 1
+        asked.reached += 1
+        if asked.trained:
+            self._last = asked
+
+    def lost(self, asked: Asked, received: bool = False) -> None:
+        """A client has left without the answers, also where they were on their way (`received`)."""
+        if received:
+            asked.reached -= 1
+        else:
+            asked.waiting -= 1
+
+    def reward(self, value: float, answer: str | None = None) -> None:
+        """Give a turn a reward. Rewards of one turn add up.
+
+        Args:
+            value: The reward.
+            answer: The id of the answer, `chatcmpl-3` or `resp_3`, with `:1` for choice 1 of several. None: the last
+                one that a client got of the model that is trained.
+
+        Raises:
+            ApiError: there is no such answer, or several may be meant.
+        """
+        if answer is not None:
+            number = self._number_of(answer)
+        elif self._last is None:
+            raise refuse("reward", "no turn was sampled yet. Expected a turn to which the reward belongs.")
+        elif not self._last.alone or len(self._last.numbers) > 1:
+            raise refuse(
+                "reward", "several answers were open at the same time, and the reward may belong to each of them. "
+                "Say which: client.reward(value, answer=response), or its id; of a request with n, choice=k, too.",
+            )  # fmt: skip
+        else:
+            number = self._last.numbers[0]
+        self._add_reward(number, value)
+
+    def _add_reward(self, number: int, value: float) -> None:
+        total = self._rewards.get(number, 0.0) + value
+        if not is_number(total):
+            raise refuse("reward", f"got {value!r}, with which the turn's rewards add up to {total!r}.")
+        self._rewards[number] = total
+
+    def _number_of(self, answer: str) -> int:
+        """The number of the answer with an id. Raises `ApiError`."""
+        found = re.fullmatch(r"(?:chatcmpl-|resp_)(\d{1,9})(?::(\d{1,9}))?", answer)
+        asked = found and next((each for each in self._asked if each.numbers[0] == int(found[1])), None)
+        if not asked or not asked.reached:
+            raise refuse("reward", f"no answer has the id {answer!r:.100}. Expected the id of one that was received.")
+        if not asked.trained:
+            raise refuse("reward", f"{answer!r} is an answer of {FROZEN}, which is not trained.")
+        if found[2] is None and len(asked.numbers) > 1:
+            raise refuse("reward", f"{answer!r} has {len(asked.numbers)} choices. Say which: choice=k, or {answer}:k.")
+        choice = int(found[2] or 0)
+        if choice >= len(asked.numbers):
+            raise refuse("reward", f"{answer!r} has choices up to {len(asked.numbers) - 1}.")
+        return asked.numbers[choice]
+
+    def _reward_parent(self, completion: Completion | None, value: float) -> None:
+        """Give the turn that a request goes on from a reward. Raises `ApiError`."""
         if completion is None:
-            raise ApiError(400, f"reward: {missing}. Expected a turn to which the reward belongs.", None, "reward")
-        number = completion.answer.number
-        self._rewards[number] = self._rewards.get(number, 0.0) + value
+            raise refuse("reward", "the request goes on from no turn. Expected a turn to which the reward belongs.")
+        if not completion.request.trained:
+            raise refuse("reward", f"the request goes on from an answer of {FROZEN}, which is not trained.")
+        self._add_reward(completion.answer.number, value)
 
     def _parent(self, request: ModelRequest) -> Completion | None:
-        return self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        behind = request.messages[len(found.keys) :] if found else []
+        moved = any(message["role"] == "developer" for message in behind) and not self.prompts.knows_developers
+        return None if moved else found  # the template reads a developer's message at the beginning
+
+    def refuse(self, error: ApiError) -> None:
+        """Keep what was refused for the log: the last eight reasons."""
+        text = str(error)
+        self.refused = [*(each for each in self.refused if each != text), text][-8:]
+
+    @property
+    def context_is_full(self) -> bool:
+        """Whether a request did not fit into the context, and none that came later was answered.
+
+        INVARIANT: once the policy has answered, it is the one that fills the context, however the agent edits what was
+        said. Were it the agent's failure, a policy would escape its loss by long answers.
+        """
+        later = (each.answer.number for each in self.chains.completions)
+        return self._full_at is not None and not any(number >= self._full_at for number in later)
+
+    @property
+    def got_an_answer(self) -> bool:
+        """Whether a client has got an answer."""
+        return any(each.reached for each in self._asked)
 
     # -- the end --
 
@@ -139,12 +265,14 @@ class AgentSession(PolicyTime):
     async def finish(self) -> None:
         """End what is in flight, and write the completions into the rollout."""
         self.closed = True
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for asked in self._asked:
+            asked.task.cancel()
+        await asyncio.gather(*(asked.task for asked in self._asked), return_exceptions=True)
         for each in self.chains.completions:
             each.turn.reward = self._rewards.get(each.answer.number)
         self.chains.fill(self.rollout)
+        if self.refused and self.rollout.turns:
+            self.rollout.turns[-1].info["refused"] = "\n".join(self.refused)
 
     def _check_open(self) -> None:
         if self.stop_reason is not None or self.closed:
@@ -156,8 +284,8 @@ class AgentSession(PolicyTime):
 
     # -- one completion --
 
-    async def _timed(self, completing: Coroutine) -> Answer:
-        """The answer; the time until it is there is the policy's. What fails here is no fault of the agent."""
+    async def _timed(self, completing: Coroutine) -> list[Answer]:
+        """The answers; the time until it is there is the policy's. What fails here is no fault of the agent."""
         with self.in_flight():
             try:
                 return await completing
@@ -168,22 +296,35 @@ class AgentSession(PolicyTime):
                 self.over.set()
                 raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
 
-    async def _complete(self, request: ModelRequest, number: int) -> Answer:
+    async def _complete(self, request: ModelRequest, asked: Asked) -> list[Answer]:
+        """All answers of a request read the same, and each is a turn of its own."""
         parent = self._parent(request)
         said = request.messages[len(parent.keys) :] if parent else request.messages
         try:
             fresh = self._suffix(parent, said) if parent else []
             prompt_ids = parent.ids + fresh if parent else self._prompt(request)
+        except ApiError:
+            raise
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
-        self._check_room(parent, prompt_ids)
+        self._check_room(prompt_ids, request.n)
         if parent is not None:
-            parent.asked += 1
-        turn = await self._sample(request, prompt_ids, len(fresh))
-        answer = self._answer(request, turn, prompt_ids, number)
-        self.chains.add(Completion(request, [], parent, said, prompt_ids, fresh, turn, answer))
-        return answer
+            parent.continued += 1
+
+        async def one(number: int) -> Answer:
+            turn = await self._sample(request, prompt_ids, len(fresh))
+            answer = self._answer(request, turn, prompt_ids, number)
+            self.chains.add(Completion(asked, request, [], parent, said, prompt_ids, fresh, turn, answer))
+            return answer
+
+        sampling = [asyncio.ensure_future(one(number)) for number in asked.numbers]
+        try:
+            return await asyncio.gather(*sampling)
+        finally:  # where one of them fails, or this is cancelled
+            for each in sampling:
+                each.cancel()
+            await asyncio.gather(*sampling, return_exceptions=True)
 
     async def _sample(self, request: ModelRequest, prompt_ids: list[int], num_fresh: int) -> Turn:
         """A turn in the room that is left. Requests at the same time share it: the last one may be cut."""
@@ -209,21 +350,27 @@ class AgentSession(PolicyTime):
             turn.token_ids, turn.logprobs = turn.token_ids[:left], turn.logprobs and turn.logprobs[:left]
             turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
             turn.finish_reason, turn.answer = "length", None
+        if not request.reads_calls:
+            turn.calls = []
+            if turn.finish_reason == "stop" and not turn.open_thinking:
+                start = self.format.length_of_thinking(turn.token_ids, prompt_ids)
+                turn.answer = self.format.answer(turn.text[start:])
         return turn
 
-    def _check_room(self, parent: Completion | None, prompt_ids: list[int]) -> None:
-        """Count a call. Raises `ApiError` where there is none left, or where the context is full."""
+    def _check_room(self, prompt_ids: list[int], n: int) -> None:
+        """Count n calls. Raises `ApiError` where they are not left, or where the context is full."""
         context = self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
-        self.context_is_full = parent is not None and len(prompt_ids) >= context
         if len(prompt_ids) >= context:
+            if self.got_an_answer:
+                self._full_at = self._num_requests
             raise ApiError(
                 400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {context}.",
                 "context_length_exceeded", "messages",
             )  # fmt: skip
-        if self._num_calls >= self.env.max_model_calls:
+        if self._num_calls + n > self.env.max_model_calls:
             self.stop(StopReason.MAX_TURNS)
             raise self._ended()
-        self._num_calls += 1
+        self._num_calls += n
 
     def _spent(self) -> int:
         """What max_completion_length counts: sampled tokens, and what was newly read behind them."""
@@ -241,7 +388,7 @@ class AgentSession(PolicyTime):
         text = self.format.content(text)
         written = []
         for call in calls:
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            arguments = json_text(call.arguments, ensure_ascii=False)
             written.append(tool_call(f"call_{self._num_written:08d}", call.name, arguments))
             self._num_written += 1
         reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason
@@ -266,6 +413,5 @@ class AgentSession(PolicyTime):
             if len(cache) >= 1024:
                 cache.clear()
             messages = self.prompts.rendered(request.messages, request.messages)
-            tools = tools_by_name(self.prompts.broken(request.tools))
-            cache[key] = self.env.prompt_ids(messages, self.tokenizer, tools)
+            cache[key] = self.env.prompt_ids(messages, self.tokenizer, self.prompts.tools(request.tools))
         return list(cache[key])

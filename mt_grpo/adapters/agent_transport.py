@@ -30,6 +30,8 @@ class AgentTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
 
     @staticmethod
     def _response(served: Any) -> httpx.Response:
+        """The client has it as soon as this returns."""
+        served.receipt()
         return httpx.Response(served.status, headers=served.headers, content=served.text.encode())
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -6,6 +6,7 @@ thinking, strip text. So messages are compared by what they say, and the tokens 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import re
@@ -51,15 +52,31 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
             functions = [call["function"] for call in calls]
             said = tuple((function["name"], same_json(function["arguments"])) for function in functions)
             keys.append((role, plain_text(content, thinking), said))
-        else:
-            keys.append((role, content))
+        else:  # a developer is the system of another name
+            role = "system" if role == "developer" else role
+            keys.append((role, content, message.get("name")))
     return keys
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that is sampled, which a retry joins."""
+
+    same: str  # the request as text: a retry's is equal
+    idempotency_key: str | None
+    numbers: range  # of its answers in the rollout
+    trained: bool
+    task: asyncio.Task[list[Answer]] | None = None
+    waiting: int = 0  # clients that wait for the answers
+    reached: int = 0  # clients that have got them
+    alone: bool = True  # no other request whose answer a reward could be meant for was open at the same time
 
 
 @dataclass
 class Completion:
     """A request and its answer: a node of the tree."""
 
+    asked: Asked  # with n, of several answers
     request: ModelRequest
     keys: list[Key]  # of all messages of the request, and of the answer
     parent: Completion | None  # whose conversation the request repeats
@@ -69,7 +86,12 @@ class Completion:
     turn: Turn
     answer: Answer
     children: list[Completion] = field(default_factory=list)
-    asked: int = 0  # requests that go on from this one, answered or not
+    continued: int = 0  # requests that go on from this one, answered or not
+
+    @property
+    def received(self) -> bool:
+        """Whether anybody has read the answer: no client that left before it came."""
+        return bool(self.asked.reached or self.children)
 
     @functools.cached_property
     def call_ids(self) -> set[str]:
@@ -86,6 +108,27 @@ class Completion:
     def ids(self) -> list[int]:
         """All that was read and sampled."""
         return self.prompt_ids + self.turn.token_ids
+
+    def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
+        """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
+
+        Args:
+            messages: What another request says that does not go on from this answer.
+            keys: What each of them says.
+        """
+        calls = {call["id"] for call in self.answer.tool_calls}
+        if any(message.get("tool_call_id") in calls for message in messages):
+            return True
+        if any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1]):
+            return True
+        text = " ".join(self.answer.content.split())
+        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") if text else None
+        # What stood there before was not said by it.
+        known, told = (
+            any(pattern is not None and pattern.search(" ".join(message["content"].split())) for message in each)
+            for each in (self.request.messages, messages)
+        )
+        return told and not known
 
     def is_begun_by(self, keys: list[Key]) -> bool:
         """Whether a conversation begins with this one, answer included."""
@@ -106,7 +149,7 @@ class Chains:
     def __init__(self, thinking: tuple[str, str]):
         self.thinking = thinking
         self.completions: list[Completion] = []  # in the order of their requests, once they are answered
-        self.last: Completion | None = None  # the one that was answered last
+        self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
         """The completion that a request goes on from; None where it begins a record.
@@ -117,7 +160,8 @@ class Chains:
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
-            return len(found.keys), len(found.call_ids & ids), not found.asked, -found.answer.number
+            known = len(found.keys), len(found.call_ids & ids)
+            return *known, found.received, not found.continued, -found.answer.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         best = max(found, key=rank, default=None)
@@ -129,7 +173,6 @@ class Chains:
         """Add an answered request. Its answer is compared as the agent will send it."""
         completion.keys = keys_of([*completion.request.messages, completion.answer.message], self.thinking)
         self.completions.append(completion)
-        self.last = completion
         self.completions.sort(key=lambda each: each.answer.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
@@ -143,17 +186,36 @@ class Chains:
         number = {id(each): k for k, each in enumerate(self.completions)}
         for k, each in enumerate(self.completions):
             turn, parent = each.turn, each.parent
-            turn.context, turn.after, turn.trained = None, None, each.request.trained
+            # What nobody has read had no effect, and so no reward that is its own.
+            turn.context, turn.after, turn.trained = None, None, each.request.trained and each.received
+            if not each.received:
+                turn.info["received"] = False
             if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):
                 turn.after = number[id(parent)]
                 parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said
                 parent.turn.results = list(results_of(each.said))
-            elif k > 0:
-                turn.context = Context(each.request.messages, each.prompt_ids)
             else:
-                rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
-                rollout.first_messages = each.request.messages
+                turn.tools = each.request.tools or None
+                if k > 0:
+                    turn.context = Context(each.request.messages, each.prompt_ids)
+                else:
+                    rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
+                    rollout.first_messages = each.request.messages
         rollout.turns = [each.turn for each in self.completions]
+        self.find_what_went_on()
+
+    def find_what_went_on(self) -> None:
+        """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
+        answered = {each.asked.numbers[0]: each for each in self.completions}
+        for number, request in self.requests:
+            found, keys = answered.get(number), keys_of(request.messages, self.thinking)
+            parent = found.parent if found else self.longest(request, keys)
+            if parent is not None:
+                parent.turn.went_on = True
+            start = len(parent.keys) if parent else 0
+            for each in self.completions:
+                if each.answer.number < number and each.received and not each.turn.went_on:
+                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
 
 
 def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:

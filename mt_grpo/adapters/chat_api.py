@@ -13,6 +13,7 @@ from mt_grpo.adapters.chat_messages import (
     expect,
     read_limit,
     read_model,
+    read_number,
     read_text,
     read_tool_choice,
     read_tools,
@@ -20,19 +21,31 @@ from mt_grpo.adapters.chat_messages import (
     tell_once,
     tool_call,
 )
+from mt_grpo.json_types import json_text
 from mt_grpo.rollout import Message
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# What an answer would have to show, so that it cannot be ignored. Other unknown parameters are: the policy's sampling
-# is the trainer's.
-REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What an answer would have to show, or what changes what the model reads, so that it cannot be ignored. Other unknown
+# parameters are: the policy's sampling is the trainer's.
+REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options", "chat_template",
+           "documents", "continue_final_message", "echo", "prompt_logprobs")  # fmt: skip
 
 
-def read_chat_request(body: dict[str, Any]) -> ModelRequest:
-    """A request as it is sampled. Raises `ApiError`."""
+def read_chat_request(
+    body: dict[str, Any], joint: str = "\n", template_arguments: dict[str, Any] | None = None
+) -> ModelRequest:
+    """A request as it is sampled.
+
+    Args:
+        body: The request.
+        joint: What stands between parts of content.
+        template_arguments: The recipe's `chat_template_kwargs`, with which everything is rendered.
+
+    Raises:
+        ApiError: what the API refuses.
+    """
     trained = read_model(body.get("model"))
-    if body.get("n") not in (None, 1):
-        raise refuse("n", f"got {body['n']!r}, expected 1. Send a request for each answer.")
+    check_template_arguments(body, template_arguments or {})
     for key in REFUSED:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
@@ -45,18 +58,32 @@ def read_chat_request(body: dict[str, Any]) -> ModelRequest:
         raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
-        read_messages(body.get("messages")),
+        read_messages(body.get("messages"), joint),
         read_tools(body.get("tools")),
         tuple(stops),
         read_limit(body.get(limit), limit),
         trained,
         read_tool_choice(body.get("tool_choice")),
         bool(body.get("stream")),
+        read_number(body.get("n")),
     )
 
 
-def read_messages(messages: Any) -> list[Message]:
-    """Messages in one form. Raises `ApiError`."""
+def check_template_arguments(body: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise `ApiError` for arguments of the chat template that are not the recipe's, as vLLM takes them."""
+    asked = expect(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs", "an object")
+    for key, value in asked.items():
+        if key not in ours or ours[key] != value:
+            raise refuse(
+                f"chat_template_kwargs.{key}", f"got {value!r:.100}. The model reads what the recipe says: write "
+                f"chat_template_kwargs: {{{key}: {json.dumps(value)}}} there, and it may stay in the request.",
+            )  # fmt: skip
+    if body.get("add_generation_prompt") is False:
+        raise refuse("add_generation_prompt", "got false. The policy always answers.")
+
+
+def read_messages(messages: Any, joint: str = "\n") -> list[Message]:
+    """Messages in one form; `joint` stands between parts of content. Raises `ApiError`."""
     if not expect(messages, list, "messages", "a list of messages"):
         raise refuse("messages", "got none, expected at least one message.")
     read = []
@@ -65,8 +92,9 @@ def read_messages(messages: Any) -> list[Message]:
         expect(message, dict, param, "an object with role and content")
         if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
             raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
-        role, content = ROLES[message["role"]], read_text(message.get("content"), f"{param}.content")
-        each: Message = {"role": role, "content": content}
+        role = message["role"]
+        content = read_text(message.get("content"), f"{param}.content", "\n" if role == "tool" else joint)
+        each: Message = {"role": role, "content": content, **read_name(message, param)}
         if role == "tool":
             each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id", "the call's id")
         elif role == "assistant":
@@ -77,9 +105,18 @@ def read_messages(messages: Any) -> list[Message]:
     return read
 
 
+def read_name(message: dict[str, Any], param: str) -> Message:
+    """The name of who speaks, where a message has one."""
+    name = message.get("name")
+    return {} if name is None else {"name": expect(name, str, f"{param}.name", "text")}
+
+
 def read_assistant(message: dict[str, Any], param: str) -> Message:
     """The calls and the reasoning of an assistant's message."""
     read: Message = {}
+    for key in ("function_call", "audio"):
+        if message.get(key):
+            raise refuse(f"{param}.{key}", "not supported. Write calls as tool_calls.", "unsupported_parameter")
     calls = expect(message.get("tool_calls") or [], list, f"{param}.tool_calls", "a list of calls")
     for call in calls:
         function = expect(call, dict, f"{param}.tool_calls", "objects").get("function")
@@ -100,12 +137,10 @@ def head(answer: Answer, body: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": answer.created, "model": body["model"]}
 
 
-def usage(answer: Answer) -> dict[str, int]:
-    """The tokens of a request."""
-    total = answer.prompt_tokens + answer.completion_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total,
-    }  # fmt: skip
+def usage(answers: list[Answer]) -> dict[str, int]:
+    """The tokens of a request. All of its answers read the same prompt, which counts once."""
+    read, written = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
@@ -118,28 +153,32 @@ def message_of(answer: Answer) -> dict[str, Any]:
     return message | ({"tool_calls": answer.tool_calls} if answer.tool_calls else {})
 
 
-def chat_answer(answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
-    choice = {"index": 0, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
-    return {**head(answer, body, "chat.completion"), "choices": [choice], "usage": usage(answer)}
+def chat_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+    """The answers to a request that is no stream: a choice of each."""
+    choices = [
+        {"index": k, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+        for k, answer in enumerate(answers)
+    ]
+    return {**head(answers[0], body, "chat.completion"), "choices": choices, "usage": usage(answers)}
 
 
-def chat_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
-    """The answer as the events of a stream, once it is whole."""
-    start = head(answer, body, "chat.completion.chunk")
+def chat_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
+    """The answers as the events of a stream, once they are whole: one choice behind the other."""
+    start = head(answers[0], body, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return data({**start, "choices": [choice]})
 
-    message = message_of(answer)
-    calls = message.pop("tool_calls", [])
-    yield chunk(message)
-    for k, call in enumerate(calls):
-        yield chunk({"tool_calls": [{"index": k, **call}]})
-    yield chunk({}, answer.finish_reason)
+    for index, answer in enumerate(answers):
+        message = message_of(answer)
+        calls = message.pop("tool_calls", [])
+        yield chunk(index, message)
+        for k, call in enumerate(calls):
+            yield chunk(index, {"tool_calls": [{"index": k, **call}]})
+        yield chunk(index, {}, answer.finish_reason)
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield data({**start, "choices": [], "usage": usage(answer)})
+        yield data({**start, "choices": [], "usage": usage(answers)})
     yield "data: [DONE]\n\n"
 
 
@@ -150,4 +189,4 @@ def chat_error(error: ApiError) -> Iterator[str]:
 
 def data(value: dict[str, Any]) -> str:
     """One event without a name."""
-    return f"data: {json.dumps(value)}\n\n"
+    return f"data: {json_text(value)}\n\n"

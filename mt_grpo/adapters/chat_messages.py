@@ -12,6 +12,7 @@ from mt_grpo.rollout import Message
 logger = logging.getLogger(__name__)
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
+MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
 _told: set[str] = set()
 
 
@@ -52,8 +53,9 @@ def tell_once(text: str) -> None:
 class ModelRequest:
     """One request for a completion.
 
-    Messages have `role` (system, user, assistant, tool) and `content` (text). Those of the assistant may have
-    `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have `tool_call_id`.
+    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
+    of the assistant may have `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have
+    `tool_call_id`.
     """
 
     messages: list[Message]
@@ -61,8 +63,14 @@ class ModelRequest:
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     trained: bool = True
-    reads_calls: bool = True  # False: tool_choice is none
+    may_call: bool = True  # False: tool_choice is none
     stream: bool = False
+    n: int = 1  # answers
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are read: where tools are offered. Elsewhere what looks like a call is text of the answer."""
+        return self.may_call and bool(self.tools)
 
 
 @dataclass
@@ -97,8 +105,14 @@ def expect(value: Any, kind: type | tuple, param: str, expected: str) -> Any:
     return value
 
 
-def read_text(content: Any, param: str) -> str:
-    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like."""
+def read_text(content: Any, param: str, joint: str = "\n") -> str:
+    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like.
+
+    Args:
+        content: Text, parts, or None.
+        param: What the error names.
+        joint: What stands between parts.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     parts = []
@@ -108,7 +122,7 @@ def read_text(content: Any, param: str) -> str:
             raise refuse(param, f"a part has type {kind!r}, and the policy reads text only.", "unsupported_content")
         key = "refusal" if kind == "refusal" else "text"
         parts.append(expect(part.get(key), str, param, f"a part with {key}"))
-    return "".join(parts)
+    return joint.join(parts)
 
 
 def read_model(name: Any) -> bool:
@@ -128,6 +142,13 @@ def read_limit(value: Any, param: str) -> int | None:
     return value
 
 
+def read_number(value: Any) -> int:
+    """How many answers a request asks for."""
+    if value is not None and not 1 <= expect(value, int, "n", f"a number from 1 to {MOST_ANSWERS}") <= MOST_ANSWERS:
+        raise refuse("n", f"got {value}, expected a number from 1 to {MOST_ANSWERS}.")
+    return value or 1
+
+
 def read_tools(tools: Any) -> list[dict[str, Any]]:
     """Tools in the form of /v1/chat/completions; those of /v1/responses are flat."""
     read = []
@@ -143,12 +164,32 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
         properties = expect(parameters.get("properties") or {}, dict, "tools", "properties that are an object")
         if not all(isinstance(schema, dict) for schema in properties.values()):
             raise refuse("tools", f"got properties {properties!r:.100}, expected a schema of each.")
+        check_schema(parameters)
         read.append(tool)
     return read
 
 
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raise `ApiError` for what cannot be read as a JSON schema: the calls of a turn are read by it."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, bool):
+            continue
+        expect(each, dict, "tools", "schemas that are objects")
+        kinds = each.get("type", [])
+        if not all(isinstance(kind, str) for kind in (kinds if isinstance(kinds, list) else [kinds])):
+            raise refuse("tools", f"got a schema of type {kinds!r:.100}, expected the name of a type, or names.")
+        expect(each.get("enum", []), list, "tools", "an enum that is a list")
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += expect(each.get(key, []), list, "tools", f"{key} that is a list of schemas")
+        for key in ("properties", "$defs"):
+            waiting += expect(each.get(key) or {}, dict, "tools", f"{key} that are an object").values()
+        waiting += [each[key] for key in ("items", "additionalProperties") if isinstance(each.get(key), dict)]
+
+
 def read_tool_choice(choice: Any) -> bool:
-    """Whether calls are read. The policy is not forced to call: that would not be its own sample."""
+    """Whether the policy may call. It is not forced to: that would not be its own sample."""
     name = (
         choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
     )

@@ -24,6 +24,7 @@ from mt_grpo.adapters.swift_loop import RolloutOver, SchedulerFailure, called, d
 from mt_grpo.adapters.swift_loss import LossMask
 from mt_grpo.adapters.swift_outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.swift_paths import protocol_module
+from mt_grpo.adapters.swift_protocol import listed_tools
 from mt_grpo.adapters.swift_session import SchedulerSession
 from mt_grpo.environments import failures_end
 from mt_grpo.event_loop import background_loop
@@ -155,8 +156,12 @@ class SchedulerConversation:
         scheduler = self.scheduler
         row = rollout.row
         columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
+        try:
+            tools = listed_tools(row.get("tools"))
+        except ValueError as error:
+            raise SchedulerFailure(f"The row's {error}") from error
         request = protocol.RolloutInferRequest(
-            messages=copy.deepcopy(messages), tools=row.get("tools"), uuid=rollout.environment.request_id,
+            messages=copy.deepcopy(messages), tools=tools, uuid=rollout.environment.request_id,
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
             **{kind: row[kind] for kind in ("images", "audios", "videos") if row.get(kind)},
         )  # fmt: skip
@@ -263,10 +268,14 @@ def give_turn_rewards(rollout: Rollout, rewards: Any) -> None:
             turn.reward = float(reward)
 
 
-def has_own_run(cls: type) -> bool:
-    """Whether a class has a `run` of its own, and not that of ms-swift's base class, which `drive` replaces."""
-    owner = next((each for each in cls.__mro__ if "run" in vars(each)), None)
-    return owner is not None and owner.__name__ != "MultiTurnScheduler"
+def has_own_run(cls: type, method: str = "run") -> bool:
+    """Whether a class has a `run`, or another method, of its own, and not that of ms-swift's base classes.
+
+    The `run` of `MultiTurnScheduler` is replaced by `drive`. That of `RolloutScheduler` runs.
+    """
+    owner = next((each for each in cls.__mro__ if method in vars(each)), None)
+    bases = ("MultiTurnScheduler",) if method == "run" else ("MultiTurnScheduler", "RolloutScheduler")
+    return owner is not None and owner.__name__ not in bases
 
 
 def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -> Any:

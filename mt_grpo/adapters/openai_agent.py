@@ -21,7 +21,7 @@ from typing import Any
 
 from mt_grpo.adapter_keys import check_settings_of
 from mt_grpo.adapters.agent_commands import CommandAgent
-from mt_grpo.adapters.agent_programs import AgentFailure, FunctionAgent, read_result, run_program
+from mt_grpo.adapters.agent_programs import AgentFailure, FunctionAgent, read_result, run_program, told_refusals
 from mt_grpo.adapters.agent_server import AgentServer
 from mt_grpo.adapters.agent_session import AgentSession
 from mt_grpo.environments import failures_end
@@ -101,14 +101,15 @@ class AgentConversation:
         finally:
             server.remove(session)
             await session.finish()
-        if session.last_error is not None and rollout.turns:
-            rollout.turns[-1].info["refused"] = str(session.last_error)
         environment.outcome, environment.result = read_result(result)
         if session.stop_reason is not None and result is None:
             environment.outcome, environment.result = 0.0, {}
-        if not rollout.turns and session.stop_reason is None:
-            refused = f"; its last request was refused: {session.last_error}" if session.last_error else ""
-            raise AgentFailure(f"{self.agent.name} never got a completion of the policy{refused}.")
+        if not session.got_an_answer and session.stop_reason is None:
+            raise AgentFailure(
+                f"{self.agent.name} never got a completion of the policy{told_refusals(session)}. It has to call the "
+                "model once per rollout, at least. Does a cache of its client answer in the policy's place? DSPy's "
+                "default is one: dspy.LM(..., cache=False)."
+            )
         rollout.stop_reason = session.stop_reason or StopReason.AGENT_DONE
 
     def close(self, states: list[Rollout] | None = None) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.adapters.chat_api import ROLES
+from mt_grpo.adapters.chat_api import ROLES, read_name
 from mt_grpo.adapters.chat_messages import (
     Answer,
     ApiError,
@@ -22,17 +21,19 @@ from mt_grpo.adapters.chat_messages import (
     tell_once,
     tool_call,
 )
+from mt_grpo.json_types import json_text
 from mt_grpo.rollout import Message
 
 REFUSED_OF_RESPONSES = ("background", "conversation", "prompt", "top_logprobs")
 
 
-def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]]) -> ModelRequest:
+def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]], joint: str = "\n") -> ModelRequest:
     """A request as it is sampled.
 
     Args:
         body: The request.
         stored: The messages up to and including each earlier response, by its id; without instructions.
+        joint: What stands between parts of content.
 
     Raises:
         ApiError: what the API refuses.
@@ -44,7 +45,7 @@ def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
     return ModelRequest(
-        instructed(body, conversation_of(body, stored)),
+        instructed(body, conversation_of(body, stored, joint)),
         read_tools(body.get("tools")),
         (),
         read_limit(body.get("max_output_tokens"), "max_output_tokens"),
@@ -63,7 +64,7 @@ def instructed(body: dict[str, Any], messages: list[Message]) -> list[Message]:
     return messages
 
 
-def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]]) -> list[Message]:
+def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]], joint: str = "\n") -> list[Message]:
     """The messages of a request without its instructions."""
     previous = body.get("previous_response_id")
     if previous is not None and previous not in stored:
@@ -71,12 +72,13 @@ def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]]) -> l
             400, f"Previous response with id {previous!r} not found.", "previous_response_not_found",
             "previous_response_id",
         )  # fmt: skip
-    return [*stored.get(previous, []), *read_items(body.get("input"))]
+    return [*stored.get(previous, []), *read_items(body.get("input"), joint)]
 
 
-def read_items(items: Any) -> list[Message]:
+def read_items(items: Any, joint: str = "\n") -> list[Message]:
     """Items as messages. Reasoning, text and calls of one answer are one message of the assistant.
 
+    `joint` stands between parts of content.
     Items that were given here say by their ids which answer they are of; others are of one where they are neighbours.
     """
     if isinstance(items, str):
@@ -112,11 +114,12 @@ def read_items(items: Any) -> list[Message]:
             call_id = expect(item.get("call_id"), str, f"{param}.call_id", "the call's id")
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind == "message" and item.get("role") in [role for role in ROLES if role != "tool"]:
-            role, content = ROLES[item["role"]], read_text(item.get("content"), f"{param}.content")
+            role, content = item["role"], read_text(item.get("content"), f"{param}.content", joint)
             if role == "assistant":
                 assistant()["content"] += content
+                assistant().update(read_name(item, param))
             else:
-                messages.append({"role": role, "content": content})
+                messages.append({"role": role, "content": content, **read_name(item, param)})
         else:
             raise refuse(param, f"got type {kind!r} with role {item.get('role')!r}, which is not supported.")
     return messages
@@ -165,19 +168,21 @@ def final_status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 
-def responses_answer(answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that is no stream."""
+def responses_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that is no stream. This endpoint has one answer to each."""
+    (answer,) = answers
     return response(answer, body, output_items(answer), final_status(answer))
 
 
-def responses_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
+def responses_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     """The answer as the events of a stream, once it is whole."""
+    (answer,) = answers
     items, status, number = output_items(answer), final_status(answer), 0
 
     def event(kind: str, **values: Any) -> str:
         nonlocal number
         number += 1
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number - 1, **values})}\n\n"
+        return f"event: {kind}\ndata: {json_text({'type': kind, 'sequence_number': number - 1, **values})}\n\n"
 
     yield event("response.created", response=response(answer, body, [], "in_progress"))
     yield event("response.in_progress", response=response(answer, body, [], "in_progress"))
@@ -205,4 +210,4 @@ def responses_events(answer: Answer, body: dict[str, Any]) -> Iterator[str]:
 def responses_error(error: ApiError) -> Iterator[str]:
     """An error behind the beginning of a stream."""
     values = {"type": "error", "code": error.code, "message": str(error), "param": error.param, "sequence_number": 0}
-    yield f"event: error\ndata: {json.dumps(values)}\n\n"
+    yield f"event: error\ndata: {json_text(values)}\n\n"

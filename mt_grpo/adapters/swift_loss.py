@@ -115,6 +115,7 @@ class LossMask:
             for start, end in zero_spans(scale, turn.text, query, is_last):
                 sizes = Sizes(turn.token_ids, written.text)
                 first = bisect.bisect_right(sizes, start) - 1  # ids of one character have one size
+                first += sizes[first] < start  # the part begins inside its text
                 last = bisect.bisect_right(sizes, end) - 1
                 mask[first:last] = [0] * max(0, last - first)
         if turn.token_ids and turn.token_ids[-1] in written.ends:

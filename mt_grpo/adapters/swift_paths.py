@@ -9,8 +9,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import mt_grpo.adapters.swift_gym as swift_gym
@@ -21,15 +23,7 @@ import mt_grpo.adapters.swift_react as swift_react
 import mt_grpo.adapters.swift_rewards as swift_rewards
 import mt_grpo.adapters.swift_schedulers as swift_schedulers
 import mt_grpo.adapters.swift_tips as swift_tips
-
-
-def not_offered(name: str) -> type:
-    """A class that plug-ins may import and inherit from. Raises `NotImplementedError` where it is called."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{name} of ms-swift is not offered here, and ms-swift is not installed.")
-
-    return type(name, (), {"__init__": __init__})
+from mt_grpo.adapters.plugin_imports import UnusedRegistry, not_offered
 
 
 def to_device(value: Any, device: Any) -> Any:
@@ -39,6 +33,20 @@ def to_device(value: Any, device: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(to_device(each, device) for each in value)
     return value.to(device) if hasattr(value, "to") else value
+
+
+def get_env_args(args_name: str, type_func: Callable[[str], Any], default_value: Any) -> Any:
+    """A setting from the environment variable of this name in capitals.
+
+    >>> get_env_args("no_such_variable", int, 7)
+    7
+    """
+    value = os.environ.get(args_name.upper())
+    if value is None:
+        return default_value
+    if type_func is bool:
+        return value.lower() in ("1", "true", "yes", "y", "on", "t")
+    return type_func(value)
 
 
 def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
@@ -70,20 +78,44 @@ def public(*modules: types.ModuleType) -> dict[str, Any]:
     return {name: each for module in modules for name, each in vars(module).items() if isinstance(each, type)}
 
 
-SCHEDULERS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym, swift_openenv)}
+def absent(*names: str) -> dict[str, Any]:
+    """Placeholders of what is not offered."""
+    return {name: not_offered(name, "ms-swift") for name in names}
+
+
+def unused(*names: str) -> dict[str, Any]:
+    """Registries from which nothing is taken."""
+    return {name: UnusedRegistry(name, "ms-swift") for name in names}
+
+
+HOOKS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym, swift_openenv)}
+SCHEDULERS = {**HOOKS, "Messages": swift_protocol.Messages}
 ENVIRONMENTS = {"Env": swift_gym.Env, "SimpleMathEnv": swift_gym.SimpleMathEnv, "envs": swift_gym.envs}
 REWARDS = {"orms": swift_rewards.orms, **public(swift_rewards)}
-MODELS = {"rm_plugins": swift_rewards.rm_plugins, "DefaultRMPlugin": not_offered("DefaultRMPlugin")}
+MODELS = {"rm_plugins": swift_rewards.rm_plugins, **absent("DefaultRMPlugin", "GenRMPlugin")}
+PROCESS_REWARDS = {**absent("PRM"), **unused("prms")}
 CONTEXTS = {"ContextManager": swift_gym.ContextManager, "context_managers": swift_gym.context_managers}
-ENGINES = {name: not_offered(name) for name in ("TransformersEngine", "PtEngine", "VllmEngine", "GRPOVllmEngine")}
+ENGINES = absent("TransformersEngine", "PtEngine", "VllmEngine", "GRPOVllmEngine", "InferEngine", "InferClient",
+                 "SglangEngine", "LmdeployEngine")  # fmt: skip
 TYPES = {**public(swift_protocol), "Messages": swift_protocol.Messages}
-TEMPLATES = {"Template": not_offered("Template"), "Messages": swift_protocol.Messages}
-UTILS = {"get_logger": get_logger, "to_device": to_device, "remove_response": swift_protocol.remove_response}
+TEMPLATES = {**absent("Template", "get_template"), "Messages": swift_protocol.Messages}
+UTILS = {"get_logger": get_logger, "to_device": to_device, "get_env_args": get_env_args,
+         "remove_response": swift_protocol.remove_response}  # fmt: skip
 LOSSES = {"LossScale": swift_loss.LossScale, "loss_scale_map": swift_loss.loss_scale_map}
-ALL = {**LOSSES, **SCHEDULERS, **ENVIRONMENTS, **REWARDS, **MODELS, **CONTEXTS}
+METRICS = absent("Metric", "MeanMetric", "InferStats", "compute_acc", "compute_rouge_bleu", "get_metric")
+TUNERS = {**absent("Tuner", "PeftTuner"), **unused("extra_tuners")}
+OF_TRAINING = {  # of `swift.plugin`, for other kinds of training
+    **METRICS, **TUNERS, **PROCESS_REWARDS, **absent("get_loss_func", "get_loss_scale"),
+    **unused("loss_mapping", "LOSS_MAPPING", "metric_mapping", "optimizers_map", "agent_templates", "extra_callbacks"),
+}  # fmt: skip
+OF_MODELS = absent("TrainArguments", "RLHFArguments", "deep_getattr", "get_model_arch", "get_multimodal_target_regex",
+                   "get_model_tokenizer", "load_dataset", "safe_snapshot_download", "ModelType")  # fmt: skip
+DATASETS = absent("DatasetMeta", "RowPreprocessor", "MessagesPreprocessor", "ResponsePreprocessor", "SubsetDataset",
+                  "register_dataset", "load_dataset")  # fmt: skip
+ALL = {**LOSSES, **HOOKS, **ENVIRONMENTS, **REWARDS, **MODELS, **CONTEXTS}
 MODULES = {
     "swift": {},
-    "swift.plugin": ALL,
+    "swift.plugin": {**OF_TRAINING, **ALL},
     "swift.plugin.multi_turn": SCHEDULERS,
     "swift.loss_scale": LOSSES,
     "swift.loss_scale.base": LOSSES,
@@ -93,23 +125,31 @@ MODULES = {
     "swift.plugin.env": ENVIRONMENTS,
     "swift.plugin.context_manager": CONTEXTS,
     "swift.plugin.orm": REWARDS,
+    "swift.plugin.prm": PROCESS_REWARDS,
+    "swift.plugin.metric": METRICS,
+    "swift.plugin.tuner": TUNERS,
+    "swift.metrics": METRICS,
+    "swift.tuner_plugin": TUNERS,
+    "swift.tuners": absent("Swift", "LoraConfig"),
+    "swift.dataset": DATASETS,
     "swift.plugin.rm_plugin": MODELS,
     "swift.rollout": {**SCHEDULERS, **ENVIRONMENTS},
     "swift.rollout.multi_turn": SCHEDULERS,
     "swift.rollout.gym_env": {**ENVIRONMENTS, **CONTEXTS},
     "swift.rollout.openenv_wrapper": {"OpenEnvWrapper": swift_openenv.OpenEnvWrapper},
-    "swift.rewards": {**REWARDS, **MODELS},
+    "swift.rewards": {**REWARDS, **MODELS, **PROCESS_REWARDS, **HOOKS},
+    "swift.rewards.prm": PROCESS_REWARDS,
     "swift.rewards.orm": REWARDS,
     "swift.rewards.rm_plugin": MODELS,
     "swift.infer_engine": {**TYPES, **ENGINES},
     "swift.infer_engine.protocol": TYPES,
-    "swift.llm": {**TYPES, **ENGINES, **TEMPLATES},
+    "swift.llm": {**TYPES, **ENGINES, **TEMPLATES, **OF_MODELS, **DATASETS, "to_device": to_device},
     "swift.llm.infer": {**TYPES, **ENGINES},
     "swift.llm.infer.protocol": TYPES,
     "swift.llm.infer.infer_engine": ENGINES,
     "swift.llm.template": {**TYPES, **TEMPLATES},
     "swift.llm.template.template_inputs": TYPES,
-    "swift.llm.utils": TEMPLATES,
+    "swift.llm.utils": {**TEMPLATES, "to_device": to_device},
     "swift.template": TEMPLATES,
     "swift.template.utils": {**TEMPLATES, "get_token_backed_response_ids": get_token_backed_response_ids},
     "swift.utils": UTILS,

@@ -5,6 +5,7 @@ Interfaces: ms-swift 3.6 to 4.6, `swift.infer_engine.protocol`.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -60,12 +61,33 @@ class RequestConfig:
 
 
 @dataclass
+class Function:
+    """What a call calls. `arguments` is JSON text."""
+
+    name: str
+    arguments: Any
+
+    def __post_init__(self):
+        if not isinstance(self.arguments, str):
+            self.arguments = json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass
+class ChatCompletionMessageToolCall:
+    """A call of the model's."""
+
+    function: Function
+    type: str = "function"
+    id: str = field(default_factory=lambda: f"toolcall-{uuid.uuid4().hex}")
+
+
+@dataclass
 class ChatMessage:
     """What the model said."""
 
     role: str
     content: str
-    tool_calls: list | None = None
+    tool_calls: list[ChatCompletionMessageToolCall] | None = None
     reasoning_content: str | None = None
 
 
@@ -137,6 +159,27 @@ class RolloutOutput(BaseModel):
     def _nested(cls, value: Any) -> Any:
         """A flat list is that of one message."""
         return [value] if isinstance(value, list) and value and isinstance(value[0], (int, float)) else value
+
+
+def listed_tools(given: Any) -> list[dict[str, Any]] | None:
+    """The tools of a row or a request: a list, or JSON text of one, which is ms-swift's documented form.
+
+    Raises `ValueError` for anything else.
+
+    >>> listed_tools('[{"type": "function", "function": {"name": "f"}}]')
+    [{'type': 'function', 'function': {'name': 'f'}}]
+    >>> listed_tools(['{"name": "f"}']), listed_tools(""), listed_tools(None)
+    ([{'name': 'f'}], None, None)
+    """
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given.strip() else given or None
+        tools = [tools] if isinstance(tools, dict) else tools
+        tools = tools and [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except (TypeError, ValueError):
+        tools = given
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"tools is {given!r:.200}, expected a list of tools, or JSON text of such a list.")
+    return tools or None
 
 
 def remove_response(messages: Messages) -> str | None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.agent_prompts import tools_by_name
 from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.adapters.swift_messages import read_messages, rendered, said_before
+from mt_grpo.adapters.swift_protocol import listed_tools
 from mt_grpo.adapters.swift_revise import without_turns
 from mt_grpo.adapters.swift_samples import GoesOn, Sample, goes_on
 from mt_grpo.rollout import Message
@@ -62,7 +63,10 @@ def read_request(
             f"A request has chat_template_kwargs={kwargs}, the recipe {env.chat_template_kwargs}. Set the recipe's "
             "key: all conversations have the same."
         )
-    given = getattr(request, "tools", None) or []
+    try:
+        given = listed_tools(getattr(request, "tools", None)) or []
+    except ValueError as error:
+        raise SchedulerFailure(f"A request's {error}") from error
     tools, by_name = json.dumps(given, sort_keys=True), tools_by_name(given)
     going = goes_on(samples, messages, tools, written.text)
 

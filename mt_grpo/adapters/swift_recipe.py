@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mt_grpo.adapter_keys import check_settings_of
@@ -14,8 +16,9 @@ from mt_grpo.adapters.ms_swift import (
     SchedulerConversation,
     has_own_run,
 )
+from mt_grpo.adapters.plugin_imports import check_plugin_imports
 from mt_grpo.adapters.swift_loss import read_loss_scale
-from mt_grpo.adapters.swift_paths import install, registry
+from mt_grpo.adapters.swift_paths import MODULES, SwiftPaths, install, registry
 from mt_grpo.event_loop import run_async
 from mt_grpo.plugins import import_file
 
@@ -34,7 +37,7 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
     for path in script_args.external_plugins or []:
-        import_file(path, "external_plugins")
+        load_plugin(path)
     plays = script_args.use_gym_env or script_args.gym_env is not None
     name = script_args.multi_turn_scheduler or "gym_scheduler"
     cls = registered("multi_turns", name, "multi_turn_scheduler")
@@ -57,6 +60,15 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     return type("SchedulerConversation", (SchedulerConversation, base), settings), environment
 
 
+def load_plugin(path: str) -> None:
+    """Import a plug-in, which may import files that stand beside it. Raises `ValueError`."""
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: it hides nothing
+    import_file(path, "external_plugins")
+    check_plugin_imports(path, "external_plugins", "ms-swift", SwiftPaths, MODULES)
+
+
 def registered(kind: str, name: str, key: str) -> Any:
     """What plug-ins have registered under a name. Raises `ValueError`."""
     found = registry(kind)
@@ -73,6 +85,12 @@ def check_scheduler(cls: Any, name: str) -> None:
     where = f"multi_turn_scheduler: {name!r}"
     if not isinstance(cls, type):
         raise ValueError(f"{where} is {cls!r}, expected a class.")
+    if has_own_run(cls, "async_infer"):
+        raise ValueError(
+            f"{where}: {cls.__name__} has an async_infer of its own, which in ms-swift gets the requests of a whole "
+            "batch. Here each rollout is a conversation of its own, and async_infer would never be called. Put what "
+            "it does into `run`, or remove it. One that shares a tree among the rollouts of a prompt cannot run."
+        )
     if has_own_run(cls):
         if not inspect.iscoroutinefunction(cls.run):
             raise ValueError(f"{where}: {cls.__name__}.run is no async function, expected `async def run`.")

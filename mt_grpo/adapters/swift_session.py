@@ -271,8 +271,9 @@ class SchedulerSession(PolicyTime):
                 raise RolloutOver(f"The rollout is over: {self.stop_reason}. Expected no further request.")
         protocol, ids = self.protocol, list(turn.token_ids) if turn else []
         calls = [
-            {"id": call_id(k), "type": "function",
-             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+            protocol.ChatCompletionMessageToolCall(
+                protocol.Function(call.name, json.dumps(call.arguments, ensure_ascii=False)), id=call_id(k)
+            )
             for k, call in enumerate(turn.calls if turn else []) if not call.error
         ]  # fmt: skip
         logprobs = turn.logprobs if turn else []

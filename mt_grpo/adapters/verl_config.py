@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from mt_grpo.adapters.plugin_imports import PlaceholderType, check_plugin_imports
 from mt_grpo.adapters.verl_mcp import load_mcp_entry
-from mt_grpo.adapters.verl_paths import install, tool_schema_class, use_built_in
+from mt_grpo.adapters.verl_paths import MODULES, VerlPaths, install, tool_schema_class, use_built_in
 from mt_grpo.adapters.verl_tools import FunctionTool, declared, schema_dict
 from mt_grpo.json_types import fits_type
 from mt_grpo.plugins import import_file, load_class
@@ -66,6 +67,8 @@ def load_interactions(path: str) -> dict[str, Any]:
         where = f"{key}: {entry['class_name']!r} of {path!r}"
         cls = find_class(entry["class_name"], path, key)
         check_methods(cls, OF_INTERACTIONS, where)
+        if cls.generate_response.__qualname__ == "BaseInteraction.generate_response":
+            raise ValueError(f"{where}: {cls.__name__} has no generate_response of its own. Write one.")
         name = entry.get("name") or default_name(cls)
         if name in interactions:
             raise ValueError(f"{where}: two interactions are called {name!r}. Give one another name.")
@@ -106,6 +109,7 @@ def load_function_tools(path: str) -> list[FunctionTool]:
     declared.clear()
     try:
         import_file(path, "function_tool_path")
+        check_plugin_imports(path, "function_tool_path", "verl", VerlPaths, MODULES)
         if not declared:
             raise ValueError(f"function_tool_path: {path!r} declares no tool. Write @function_tool over a function.")
         return list(declared)
@@ -166,16 +170,24 @@ def find_class(reference: str, path: str, key: str) -> type:
     module, _, name = reference.rpartition(".")
     install(module, folder)
     if ".py:" in reference:
-        return load_class(reference if Path(reference.rpartition(":")[0]).is_file() else f"{folder}/{reference}", key)
+        reference = reference if Path(reference.rpartition(":")[0]).is_file() else f"{folder}/{reference}"
+        found = load_class(reference, key)
+        check_plugin_imports(reference.rpartition(":")[0], key, "verl", VerlPaths, MODULES)
+        return found
     if folder not in sys.path:
         sys.path.append(folder)  # last: it hides nothing
     try:
-        found = getattr(import_module(module, path), name, None) if module else None
+        imported = import_module(module, path) if module else None
+        found = getattr(imported, name, None)
     except Exception as error:
         raise ValueError(
             f"{key}: class_name {reference!r} of {path!r} cannot be imported: {type(error).__name__}: "
             f"{error_text(error)}. Expected a dotted path on sys.path or beside the YAML, or path.py:Class."
         ) from error
+    if getattr(imported, "__file__", None):
+        check_plugin_imports(imported.__file__, key, "verl", VerlPaths, MODULES)
+    if isinstance(found, PlaceholderType):
+        raise ValueError(f"{key}: class_name {reference!r} of {path!r}: {name} of verl is not offered here.")
     if not isinstance(found, type):
         raise ValueError(f"{key}: class_name {reference!r} of {path!r} names {found!r}, expected a class.")
     return found

@@ -15,13 +15,16 @@ class BaseInteraction:
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin a conversation. Returns its id."""
-        return instance_id or str(uuid.uuid4())
+        return str(uuid.uuid4()) if instance_id is None else instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether the conversation is over, the user's next message, the reward of the turn, information)."""
-        raise NotImplementedError(f"{type(self).__name__} has no generate_response.")
+        """(whether the conversation is over, the user's next message, the reward of the turn, information).
+
+        These are verl's, for a subclass that asks `super()`. An interaction without one of its own is refused.
+        """
+        return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
         """The outcome reward of a conversation."""

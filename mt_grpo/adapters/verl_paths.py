@@ -18,6 +18,7 @@ import mt_grpo.adapters.verl_builtin as verl_builtin
 import mt_grpo.adapters.verl_schemas as verl_schemas
 from mt_grpo.adapters.verl_interact import BaseInteraction
 from mt_grpo.adapters.verl_mcp import MCPBaseTool, MCPSearchTool
+from mt_grpo.adapters.verl_scores import SCORE_MODULES, absent_of_verl, has_mathruler
 from mt_grpo.adapters.verl_search import call_search_api, passages, perform_single_search_batch
 from mt_grpo.adapters.verl_tools import BaseTool, FunctionTool, function_tool, rollout_trace_op
 
@@ -25,6 +26,16 @@ SCHEMAS = {name: each for name, each in vars(verl_schemas).items() if name.start
 SCORES = {"compute_score": verl_builtin.compute_score, "extract_solution": verl_builtin.extract_solution}
 SEARCH = {"perform_single_search_batch": perform_single_search_batch, "call_search_api": call_search_api,
           "_passages2string": passages}  # fmt: skip
+WORKERS = ("PoolMode", "TokenBucketWorker")  # of verl's tools that ask a server by ray
+GEOMETRY = {"Geo3kTool": verl_builtin.Geo3kTool} if has_mathruler() else absent_of_verl("Geo3kTool")
+
+
+def class_of(cls_name: str) -> type:
+    """The class of a dotted path."""
+    module, _, name = cls_name.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 MODULES: dict[str, dict[str, Any]] = {
     "verl": {},
     "verl.tools": {},
@@ -32,7 +43,17 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.schemas": SCHEMAS,
     "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
     "verl.tools.gsm8k_tool": {"Gsm8kTool": verl_builtin.Gsm8kTool},
-    "verl.tools.search_tool": {"SearchTool": verl_builtin.SearchTool},
+    "verl.tools.geo3k_tool": GEOMETRY,
+    "verl.tools.search_tool": {
+        "SearchTool": verl_builtin.SearchTool,
+        **absent_of_verl("SearchExecutionWorker", "init_search_execution_pool", *WORKERS)},
+    "verl.tools.sandbox_fusion_tools": absent_of_verl(
+        "SandboxFusionTool", "ExecutionWorker", "init_execution_pool", *WORKERS),
+    "verl.tools.image_zoom_in_tool": absent_of_verl(
+        "ImageZoomInTool", "VisualExecutionWorker", "init_visual_execution_pool", *WORKERS),
+    "verl.tools.utils.tool_registry": {
+        "get_tool_class": class_of,
+        **absent_of_verl("ToolType", "initialize_tools_from_config", "initialize_mcp_tool")},
     "verl.tools.mcp_base_tool": {"MCPBaseTool": MCPBaseTool},
     "verl.tools.mcp_search_tool": {"MCPSearchTool": MCPSearchTool},
     "verl.tools.utils": {},
@@ -40,11 +61,15 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.interactions": {},
     "verl.interactions.base": {"BaseInteraction": BaseInteraction},
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": verl_builtin.Gsm8kInteraction},
+    "verl.interactions.weather_interaction": {"WeatherInteraction": verl_builtin.WeatherInteraction},
+    "verl.interactions.utils": {},
+    "verl.interactions.utils.interaction_registry": {
+        "get_interaction_class": class_of, **absent_of_verl("initialize_interactions_from_config")},
     "verl.utils": {},
     "verl.utils.rollout_trace": {"rollout_trace_op": rollout_trace_op},
-    "verl.utils.reward_score": {},
+    **SCORE_MODULES,
     "verl.utils.reward_score.gsm8k": SCORES,
-}
+}  # fmt: skip
 PACKAGES = ("verl.tools", "verl.interactions")  # whose classes a YAML names
 
 

@@ -45,7 +45,7 @@ class BaseTool:
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin a conversation: (its id, what the model reads of that)."""
-        return instance_id or str(uuid.uuid4()), ToolResponse()
+        return str(uuid.uuid4()) if instance_id is None else instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """One call: (the result, the reward of the turn, metrics)."""

@@ -93,7 +93,8 @@ function saidText(item) {
   const row = item.row;
   const calls = row.turns.flatMap((turn) => (turn.calls || []).map((call) => call.arguments));
   const results = row.turns.flatMap((turn) => (turn.results || []).map((result) => result.text));
-  const said = row.messages.filter(Boolean).map((message) => message.content);
+  const read = row.turns.flatMap((turn) => (Array.isArray(turn.context) ? turn.context : []));
+  const said = [...row.messages, ...read].filter(Boolean).map((message) => message.content);
   item.said ??= plain([...said, ...calls, ...results, row.answer, row.error].map(textOf).join("\n"));
   return item.said;
 }
@@ -433,7 +434,22 @@ function part(kind, who, facts, ...inside) {
 
 const seconds = (value) => (value ? `${number(value, 2)} s` : null);
 
+// What the model read before a turn that begins a further record of the loss: of a sub-agent, of a history that was edited.
+function contextParts(turn) {
+  const read = Array.isArray(turn.context) ? turn.context.filter(Boolean) : [];
+  const messages = read.map((message) => part("given", message.role, [],
+    el("pre", {}, textOf(message.content)), message.more && el("pre", { class: "small soft" }, textOf(message.more))));
+  const tools = turn.tools && part("given", "tools", [], el("pre", {}, textOf(turn.tools)));
+  if (!messages.length && !tools) return [];
+  const title = turn.context ? `record ${turn.record}: ${messages.length} messages that were read before this turn` : "the tools that were offered";
+  return [el("details", {}, el("summary", { class: "small soft" }, title), messages, tools)];
+}
+
 function turnParts(item, k, colour, scale) {
+  return [...contextParts(item.row.turns[k]), ...sampledParts(item, k, colour, scale)];
+}
+
+function sampledParts(item, k, colour, scale) {
   const { row } = item, turn = row.turns[k];
   const unread = turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
   const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
@@ -441,7 +457,9 @@ function turnParts(item, k, colour, scale) {
       typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && el("pre", {}, textOf(result.text))));
   const calls = (whole) => (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name ?? "without a name"}`,
     [call.error], whole && el("pre", {}, textOf(call.arguments))));
-  const facts = [`${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
+  const facts = [row.records > 1 && Number.isInteger(turn.record) && `record ${turn.record}`,
+    Number.isInteger(turn.after) && turn.after !== k - 1 && `goes on from turn ${turn.after}`,
+    `${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
     row.turn_advantages?.length > k && `advantage ${signed(row.turn_advantages[k])}`,
     typeof row.turn_rewards?.[k] === "number" && `turn reward ${number(row.turn_rewards[k])}`,
     typeof turn.reward === "number" && `the environment's ${number(turn.reward)}`,

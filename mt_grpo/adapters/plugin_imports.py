@@ -1,0 +1,132 @@
+"""What a plug-in imports of a framework that is not installed: all of it is checked when its file is loaded.
+
+A name is offered, or a placeholder that raises where it is used, or unknown. An import inside a function runs in the
+middle of a rollout, so it is read from the source: an unknown name is refused at once, a placeholder is told.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class PlaceholderType(type):
+    """Of classes that may be imported and inherited from, and nothing else."""
+
+    def __repr__(cls) -> str:
+        return f"<{cls.__name__}, which is not offered here>"
+
+
+def not_offered(name: str, framework: str) -> type:
+    """A class that stands for a class or a function of a framework.
+
+    Raises `NotImplementedError` where it is called.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(f"{name} of {framework} is not offered here, and {framework} is not installed.")
+
+    return PlaceholderType(name, (), {"__init__": __init__})
+
+
+class UnusedRegistry(dict):
+    """A registry of a framework from which nothing is taken here. What a plug-in puts there is told."""
+
+    def __init__(self, name: str, framework: str):
+        self.name, self.framework = name, framework
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        logger.warning(
+            f"{self.name}[{key!r}] of {self.framework} has no effect here: nothing is taken from {self.name}."
+        )
+        super().__setitem__(key, value)
+
+
+class Import(NamedTuple):
+    """One name that a file imports."""
+
+    line: int
+    module: str
+    name: str | None  # None: `import module`
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.module}{'' if self.name is None else f'.{self.name}'}"
+
+
+def imports_of(tree: ast.AST, package: str) -> Iterator[Import]:
+    """All imports of a package, also in functions. Without those that the file itself tries."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Try) and any(may_catch(handler.type) for handler in node.handlers):
+            for each in (*node.handlers, *node.orelse, *node.finalbody):
+                yield from imports_of(each, package)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] == package:
+            yield from (Import(node.lineno, node.module, each.name) for each in node.names if each.name != "*")
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names if each.name.split(".")[0] == package]
+            yield from (Import(node.lineno, name, None) for name in names)
+        else:
+            yield from imports_of(node, package)
+
+
+def may_catch(kind: ast.expr | None) -> bool:
+    """Whether an `except` of this kind catches an import that fails."""
+    caught = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
+    return kind is None or any(isinstance(each, ast.Name) and each.id in caught for each in ast.walk(kind))
+
+
+def check_plugin_imports(path: str, key: str, framework: str, finder: type, modules: dict[str, dict]) -> None:
+    """Warn of what a file imports that is not offered. Raises `ValueError` for what is not there at all.
+
+    Where the framework itself is installed, its own modules are what is imported, and nothing is checked.
+
+    Args:
+        path: The file, which was imported.
+        key: The recipe's key that names it.
+        framework: Its name for people.
+        finder: The class of the loader that makes `modules`.
+        modules: What is offered, by module and name.
+    """
+    package = next(iter(modules)).split(".")[0]
+    spec = importlib.util.find_spec(package) if package not in sys.modules else sys.modules[package].__spec__
+    if spec is None or not isinstance(spec.loader, finder):
+        return
+    unknown, placeholders = [], []
+    for each in imports_of(ast.parse(Path(path).read_text(encoding="utf-8")), package):
+        offered = {} if each.module not in modules else modules[each.module]
+        is_module = (each.module if each.name is None else f"{each.module}.{each.name}") in modules
+        if each.name in offered and isinstance(offered[each.name], (PlaceholderType, UnusedRegistry)):
+            placeholders.append(each)
+        elif not is_module and each.name not in offered and not is_found(each):
+            unknown.append(each)
+    if unknown:
+        raise ValueError(
+            f"{key}: {path!r} imports what is not there: {', '.join(map(str, unknown))}. {framework} is not "
+            "installed, and of it only what schedulers, tools, environments and rewards need is offered here. Remove "
+            f"the import, or install {framework}."
+        )
+    if placeholders:
+        logger.warning(
+            f"{path}: {', '.join(map(str, placeholders))} of {framework}: not offered here. It can be imported, and "
+            "raises where it is used."
+        )
+
+
+def is_found(each: Import) -> bool:
+    """Whether an import works otherwise, as of a file that stands beside a YAML."""
+    module = sys.modules.get(each.module)
+    if module is not None and each.name is not None:
+        return hasattr(module, each.name)
+    try:
+        return each.name is None and importlib.util.find_spec(each.module) is not None
+    except ImportError:
+        return False
