@@ -39,7 +39,7 @@ from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.rows import column_lists, prompts_of
-from mt_grpo.scoring import check_reward_values, environment_rewards, run_rewards
+from mt_grpo.scoring import check_reward_values, environment_rewards, named_apart, run_rewards
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
 
@@ -181,6 +181,9 @@ def evaluate(
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
     own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
+    own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs = named_apart(
+        own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs
+    )
     turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
@@ -274,7 +277,7 @@ def score(
     columns = {key: [values[i] for i in places] for key, values in columns.items()}
     columns = {
         "prompts": [r.first_messages or r.prompt_messages for r in rollouts],
-        "completions": [r.messages for r in rollouts], "environments": [r.environment for r in rollouts],
+        "completions": [r.completion for r in rollouts], "environments": [r.environment for r in rollouts],
         "environment_rewards": [r.reward for r in rollouts],
         "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
         "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,

@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import inspect
 import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import pytest
 import torch
 from test_ms_swift import TOKENIZER, run
 
-from mt_grpo.adapters import swift_paths
+from mt_grpo.adapters import swift_paths, swift_rewards, verl_paths
 from mt_grpo.adapters.ms_swift import ScheduledConversation
 from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.adapters.swift_loss import LossMask, LossScale
-from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of
+from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
+from mt_grpo.adapters.verl_config import load_function_tools, load_tools_config
 from mt_grpo.plugins import import_file
 from mt_grpo.rollout import Turn
 from mt_grpo.scoring import run_rewards
@@ -244,3 +246,189 @@ def test_an_id_is_masked_where_all_of_its_text_is(ids, part, mask):
     written = Written()
     turn = Turn(ids, None, written.text(ids), "stop")
     assert LossMask("default", (Part(*part),)).mask(turn, None, True, written) == mask
+
+
+# -- names that plug-ins import --
+
+IMPORTS = """
+from swift.llm import ChatCompletionResponseChoice, Messages, PtEngine, RequestConfig, RolloutInferRequest, Template
+from swift.llm import TrainArguments, deep_getattr, get_model_arch, get_multimodal_target_regex, to_device
+from swift.llm.infer.protocol import ChatCompletionResponse, ChatCompletionResponseChoice, RolloutOutput
+from swift.llm.template import RolloutInferRequest
+from swift.plugin import ORM, AsyncORM, Metric, MultiTurnScheduler, Tuner, extra_tuners, multi_turns, orms, prms
+from swift.plugin import rm_plugins
+from swift.plugin.context_manager import ContextManager, context_managers
+from swift.plugin.env import Env, envs
+from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
+from swift.plugin.orm import ORM, CosineReward, Format, MathAccuracy, MathORM, ReActFormat, ReactORM, orms
+from swift.plugin.orm import RepetitionPenalty, SoftOverlong
+from swift.plugin.rm_plugin import DefaultRMPlugin
+from swift.infer_engine import ChatCompletionResponse, InferRequest, RequestConfig, TransformersEngine
+from swift.infer_engine.protocol import ChatCompletionMessageToolCall, Function, RolloutInferRequest, RolloutOutput
+from swift.metrics import InferStats, MeanMetric, Metric
+from swift.rewards import ORM, AsyncORM, MultiTurnScheduler, multi_turns, orms, rm_plugins
+from swift.rewards.orm import MathAccuracy
+from swift.rewards.rm_plugin import DefaultRMPlugin
+from swift.rollout.gym_env import ContextManager, Env, context_managers, envs
+from swift.rollout.multi_turn import Messages, MultiTurnScheduler, OpenEnvScheduler, RolloutScheduler, multi_turns
+from swift.template import Messages, Template
+from swift.tuners import LoraConfig, Swift
+from swift.dataset import DatasetMeta, RowPreprocessor, register_dataset
+from swift.utils import get_env_args, get_logger, remove_response, to_device
+from verl.interactions.base import BaseInteraction
+from verl.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.interactions.utils.interaction_registry import get_interaction_class, initialize_interactions_from_config
+from verl.interactions.weather_interaction import WeatherInteraction
+from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.geo3k_tool import Geo3kTool
+from verl.tools.gsm8k_tool import Gsm8kTool
+from verl.tools.image_zoom_in_tool import ImageZoomInTool
+from verl.tools.mcp_base_tool import MCPBaseTool
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.search_tool import SearchTool
+from verl.tools.utils.search_r1_like_utils import perform_single_search_batch
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.reward_score import default_compute_score, geo3k, gsm8k, math_reward, sandbox_fusion
+from verl.utils.reward_score.gsm8k import compute_score
+from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.sandbox_fusion.utils import check_correctness
+from verl.utils.reward_score.search_r1_like_qa_em import em_check
+"""
+
+
+@pytest.mark.parametrize("line", IMPORTS.strip().splitlines())
+def test_a_name_that_official_files_import_is_there(line):
+    verl_paths.install()
+    exec(line, {})
+
+
+def plugin_of(tmp_path, text):
+    path = tmp_path / "a_plugin.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_plugin_may_import_a_file_that_stands_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "beside_the_plugin.py").write_text("VALUE = 7\n")
+    load_plugin(plugin_of(tmp_path, "from beside_the_plugin import VALUE\nassert VALUE == 7\n"))
+
+
+def test_what_is_not_offered_is_told_when_the_file_is_loaded_and_raises_where_it_is_used(tmp_path, caplog):
+    text = """
+from swift.llm import PtEngine, to_device
+def reward():
+    from swift.plugin import Metric
+    return PtEngine
+class Own(PtEngine):
+    pass
+"""
+    path = plugin_of(tmp_path, text)
+    load_plugin(path)
+    (told,) = caplog.messages
+    assert told.startswith(f"{path}: line 2: swift.llm.PtEngine, line 4: swift.plugin.Metric of ms-swift: not offered")
+    from swift.llm import PtEngine
+
+    for make in (PtEngine, type("Own", (PtEngine,), {})):
+        with pytest.raises(NotImplementedError, match="PtEngine of ms-swift is not offered here"):
+            make("model")
+
+
+@pytest.mark.parametrize(
+    "line, unknown",
+    [
+        ("from swift.rollout.multi_turn import nothing_such", "line 3: swift.rollout.multi_turn.nothing_such"),
+        ("import swift.nothing.such", "line 3: swift.nothing.such"),
+        ("from swift.nothing import such", "line 3: swift.nothing.such"),
+        ("from swift import nothing", "line 3: swift.nothing"),
+    ],
+)
+def test_an_unknown_import_inside_a_function_is_refused_and_not_in_the_middle_of_a_rollout(tmp_path, line, unknown):
+    with pytest.raises(ValueError, match=f"external_plugins: .* imports what is not there: {unknown}"):
+        load_plugin(plugin_of(tmp_path, f"def step():\n    if True:\n        {line}\n"))
+
+
+@pytest.mark.parametrize("caught", ["ImportError", "(ImportError, OSError)", "Exception", ""])
+def test_an_import_that_the_plugin_itself_tries_is_its_own_affair(tmp_path, caught):
+    text = f"""
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from swift.nothing import such
+def step():
+    try:
+        from swift.nothing import such
+    except {caught}:
+        from swift.rollout.multi_turn import MultiTurnScheduler as such
+    return such
+"""
+    load_plugin(plugin_of(tmp_path, text))
+    with pytest.raises(ValueError, match="line 5: swift.nothing.such"):
+        load_plugin(plugin_of(tmp_path, "\ntry:\n    pass\nexcept OSError:\n    from swift.nothing import such"))
+
+
+def test_what_is_registered_for_other_kinds_of_training_is_told(tmp_path, caplog):
+    load_plugin(plugin_of(tmp_path, "import swift.plugin\nswift.plugin.extra_tuners['mine'] = object\n"))
+    assert caplog.messages[0].startswith("extra_tuners['mine'] of ms-swift has no effect here")
+
+
+def test_unknown_imports_of_verls_files_are_refused_too(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text("""
+from verl.tools.function_tool import function_tool
+@function_tool
+def add(a: int) -> int:
+    \"\"\"Adds.
+
+    Args:
+        a: A number.
+    \"\"\"
+    from verl.utils.nothing import such
+""")
+    verl_paths.install()
+    with pytest.raises(ValueError, match="function_tool_path: .* not there: line 10: verl.utils.nothing.such"):
+        load_function_tools(str(path))
+    config = tmp_path / "tools.yaml"
+    config.write_text("tools:\n  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool\n    config: {}\n")
+    with pytest.raises(ValueError, match="SandboxFusionTool of verl is not offered here"):
+        load_tools_config(str(config))
+
+
+# -- the rewards of ms-swift by name --
+
+
+def test_the_eight_rewards_of_ms_swift_by_hand():
+    """cosine: half a cosine from 1.0 to 0.5 for right answers, from -0.5 to 0.0 for wrong ones."""
+    orms = swift_rewards.orms
+    assert list(orms) == [
+        "accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong", "toolbench", "math",
+    ]  # fmt: skip
+    react = orms["react_format"]()
+    assert react(["<think>a</think> Action: f Action Input: {}", "Action: f Action Input: {}"]) == [1.0, 0.0]
+
+    def right(completions, solution, **kwargs):
+        return [float(text == gold) for text, gold in zip(completions, solution)]
+
+    cosine = orms["cosine"](SimpleNamespace(max_completion_length=8), accuracy_orm=right)
+    texts, gold = ["7", "7", "7", "8", "8"], ["7"] * 5
+    ids = [[], [[1, 2], [3, 4]], [1] * 8, [[]], [[1] * 8]]  # 0, 4, 8, 0 and 8 ids
+    given = cosine(texts, solution=gold, response_token_ids=ids)
+    assert given == pytest.approx([1.0, 0.75, 0.5, -0.5, 0.0])
+    repetition = orms["repetition"](SimpleNamespace(repetition_n_grams=2, repetition_max_penalty=-2.0))
+    assert repetition(["a b a B", "a b c", "a", ""]) == pytest.approx([-2.0 / 3, 0.0, 0.0, 0.0])
+    default = orms["repetition"](SimpleNamespace())
+    assert default(["a a a a"]) == [-0.5]  # the same three words twice
+    overlong = orms["soft_overlong"](SimpleNamespace(max_completion_length=10, soft_cache_length=4))
+    assert overlong([""] * 4, response_token_ids=[[1] * n for n in (6, 8, 10, 14)]) == [0, -0.5, -1.0, -2.0]
+    with pytest.raises(ValueError, match="soft_cache_length=None, expected a number below soft_max_length=10"):
+        orms["soft_overlong"](SimpleNamespace(max_completion_length=10))
+    for name in ("toolbench", "math"):
+        with pytest.raises(ValueError, match=f"reward_funcs: '{name}' raised NotImplementedError: .* not offered"):
+            as_reward(name, SimpleNamespace(), SimpleNamespace())
+
+
+def test_settings_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_LIMIT", "3")
+    monkeypatch.setenv("MY_FLAG", "false")
+    get = swift_paths.get_env_args
+    assert (get("my_limit", int, 7), get("my_flag", bool, True), get("my_other", str, "x")) == (3, False, "x")

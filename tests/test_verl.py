@@ -22,7 +22,11 @@ from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.adapters import verl_environment, verl_search
+from mt_grpo.adapters import verl_environment, verl_paths, verl_search
+from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, WeatherInteraction, warn_of_no_truth
+from mt_grpo.adapters.verl_config import load_interactions
+from mt_grpo.adapters.verl_interact import BaseInteraction
+from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_dataset
 from mt_grpo.replies import EnvironmentFailure
@@ -103,7 +107,7 @@ def test_the_gsm8k_tool_with_its_yaml(tmp_path, unmodified):
     assert [turn.results[0].reward for turn in first.turns[:2]] == [-0.05, 0.0]
     assert [turn.results[0].reward for turn in second.turns[:2]] == [0.0, -0.05]
     assert (first.reward, second.reward) == (1.0, 0.0)  # calc_reward: what the last answer is worth
-    assert vars(tool).get("_instance_dict", getattr(tool, "states", None)) == {}  # all were released
+    assert tool._instance_dict == {}  # all were released
 
 
 COUNTER = '''
@@ -213,6 +217,14 @@ def test_arguments_of_create_from_the_rows_columns(tmp_path):
         check_dataset(Dataset.from_list([{"prompt": prompt, "other": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "answer": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "tool_selection": []}]), "train_dataset", env)
+
+
+@pytest.mark.parametrize("answer", ["1002", "2 of 501 are 1,002.\n#### 1,002", "7 #### of it\n#### 1002 "])
+def test_the_ground_truth_of_a_worked_solution_is_its_number(answer):
+    """GSM8K's rows as they are, and rows whose answer is the number, by the YAML of the recipes."""
+    env = build(tools_config_file=str(ROOT / "verl_tools/gsm8k.yaml"))()
+    (rollout,) = converse(env, [[call("calc_gsm8k_reward", answer="1002"), ANSWER]], [{"answer": answer}])
+    assert "1.0" in rollout.turns[0].observation and rollout.reward == 1.0
 
 
 def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
@@ -961,3 +973,126 @@ def test_a_tool_that_lacks_a_package_of_its_own_is_refused(tmp_path):
     rewrite(tmp_path, "log = []", "import fastmcp_not_there")
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError: No module named 'fastmcp_not_"):
         build(tools_config_file=path)
+
+
+# -- what subclasses of verl's own classes rely on --
+
+
+def test_the_gsm8k_tool_keeps_verls_state_for_subclasses():
+    class Strict(Gsm8kTool):
+        async def calc_reward(self, instance_id, **kwargs):
+            state = self._instance_dict[instance_id]
+            return 1.0 if state["response"] == f"#### {state['ground_truth']}" else 0.0
+
+    async def story():
+        tool = Strict({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
+        own_id, response = await tool.create(ground_truth="72")
+        assert len(own_id) == 36 and response.text is None
+        assert tool._instance_dict == {own_id: {"response": "", "ground_truth": "72", "reward": 0.0}}
+        assert await tool.create("mine", create_kwargs={"ground_truth": "5"}) == ("mine", ToolResponse())
+        assert tool._instance_dict["mine"]["ground_truth"] == "5"
+        response, reward, metrics = await tool.execute(own_id, {"answer": 72})
+        assert (response.text, reward, metrics) == ("Current parsed answer='72' reward=1.0", 0.0, {})
+        assert tool._instance_dict[own_id] == {"response": "#### 72", "ground_truth": "72", "reward": 1.0}
+        assert (await tool.execute(own_id, {}))[0].text == "Current parsed answer='' reward=0.0"
+        await tool.release(own_id)
+        assert list(tool._instance_dict) == ["mine"]
+        with pytest.raises(KeyError):
+            await tool.release(own_id)
+
+    asyncio.run(story())
+
+
+SCHEMA_OF_CHECK = {"type": "function", "function": {"name": "check", "description": "Checks it.", "parameters": {
+    "type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}}}  # fmt: skip
+
+
+def test_the_gsm8k_interaction_keeps_verls_state_for_subclasses(caplog):
+    async def story():
+        interaction = Gsm8kInteraction({"name": "mine"})
+        assert (interaction.name, Gsm8kInteraction({}).name) == ("mine", "interaction_agent")
+        assert await interaction.start_interaction("a", ground_truth="42") == "a"
+        assert interaction._instance_dict == {"a": {"response": "", "ground_truth": "42", "reward": 0.0}}
+        said = [{"role": "assistant", "content": text} for text in ("#### 7", "#### 42")]
+        said.insert(1, {"role": "user"})
+        assert (await interaction.generate_response("a", said))[::2] == (True, 1.0)
+        assert interaction._instance_dict["a"]["response"] == "#### 42"
+        asked = {"role": "user", "content": "#### 42"}
+        for messages, kept in (([], ""), ([asked], ""), ([{"role": "assistant"}], None)):
+            over, text, score, info = await interaction.generate_response("a", messages)
+            assert (over, score, info, text[:26]) == (False, 0.0, {}, "Your response is incorrect")
+            assert interaction._instance_dict["a"]["response"] == kept
+        await interaction.finalize_interaction("a", further="ignored")
+        with pytest.raises(KeyError):
+            await interaction.finalize_interaction("a")
+        own_id = await interaction.start_interaction()  # a subclass may find the truth later
+        assert len(own_id) == 36 and interaction._instance_dict[own_id]["ground_truth"] is None
+        assert (await interaction.generate_response(own_id, said))[2] == 0.0
+        assert (await BaseInteraction({}).generate_response("a", [])) == (
+            False, "Your current result seems acceptable.", 0.8, {}
+        )  # fmt: skip
+
+    warn_of_no_truth.cache_clear()
+    asyncio.run(story())
+    assert [text for text in caplog.messages if "There is no ground_truth to score by" in text] == caplog.messages[:1]
+
+
+def test_a_score_that_a_plugin_replaces_is_the_one_that_counts(monkeypatch):
+    """verl looks `compute_score` up in its module at each call, with these arguments."""
+    verl_paths.install()
+    import verl.utils.reward_score.gsm8k as gsm8k
+
+    asked = []
+    monkeypatch.setattr(gsm8k, "compute_score", lambda *args, **kwargs: asked.append((args, kwargs)) or 0.25)
+
+    async def story():
+        tool, interaction = Gsm8kTool({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK)), Gsm8kInteraction({})
+        await tool.create("a", ground_truth="42")
+        await interaction.start_interaction("b", ground_truth="42")
+        interaction._instance_dict["b"]["response"] = "#### 24"
+        assert (await tool.execute("a", {"answer": "7"}))[0].text.endswith("reward=0.25")
+        assert await interaction.calculate_score("b", further=1) == 0.25
+
+    asyncio.run(story())
+    weights = {"format_score": 0.0, "score": 1.0}
+    assert asked == [(("#### 7", "42"), {"method": "flexible", **weights}),
+                     (("#### 24", "42"), {"method": "strict", **weights})]  # fmt: skip
+
+
+def test_an_interaction_without_a_response_of_its_own_is_refused(tmp_path):
+    config = tmp_path / "interaction.yaml"
+    (tmp_path / "silent_one.py").write_text(
+        "from verl.interactions.base import BaseInteraction\nclass Silent(BaseInteraction):\n    pass\n"
+    )
+    config.write_text(f"interaction:\n  - class_name: {tmp_path}/silent_one.py:Silent\n    config: {{}}\n")
+    with pytest.raises(ValueError, match="Silent has no generate_response of its own"):
+        load_interactions(str(config))
+
+
+def test_scores_of_searches_by_hand():
+    scores = verl_paths.MODULES["verl.utils.reward_score.search_r1_like_qa_em"]
+    exact, within, target = scores["compute_score"], scores["compute_score_subem"], {"target": ["Paris", "the city"]}
+    for text, right, inside in (
+        ("<answer>Rome</answer> <answer> paris! </answer>", 1.0, 1.0), ("<answer>A City</answer>", 1.0, 1.0),
+        ("<answer>It is Paris</answer>", 0.1, 1.0), ("<answer>Rome</answer>", 0.1, 0.1), ("Paris", 0, 0),
+        ("<answer>paris</answer>" * 11, 0.25, 1.0),
+    ):  # fmt: skip
+        assert exact(text, target, format_score=0.1) == right and within(text, target, format_score=0.1) == inside
+    default = verl_paths.MODULES["verl.utils.reward_score"]["default_compute_score"]
+    assert default("openai/gsm8k", "#### 7", "7") == 1.0
+    assert default("searchR1_nq", "<answer>Paris</answer>", {"target": "paris"}) == 1.0
+    with pytest.raises(NotImplementedError, match="data_source='lighteval/MATH' is not offered"):
+        default("lighteval/MATH", "", "")
+
+
+def test_the_weather_interaction_ends_after_one_turn():
+    async def story():
+        interaction = WeatherInteraction({})
+        await interaction.start_interaction("a")
+        called = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]
+        assert (await interaction.generate_response("a", called))[::2] == (True, 1.0)
+        assert (await interaction.generate_response("a", called[1:]))[::2] == (True, 0.0)
+        await interaction.finalize_interaction("a")
+        assert interaction._instance_dict == {}
+
+    asyncio.run(story())

@@ -67,6 +67,8 @@ def load_interactions(path: str) -> dict[str, Any]:
         where = f"{key}: {entry['class_name']!r} of {path!r}"
         cls = find_class(entry["class_name"], path, key)
         check_methods(cls, OF_INTERACTIONS, where)
+        if cls.generate_response.__qualname__ == "BaseInteraction.generate_response":
+            raise ValueError(f"{where}: {cls.__name__} has no generate_response of its own. Write one.")
         name = entry.get("name") or default_name(cls)
         if name in interactions:
             raise ValueError(f"{where}: two interactions are called {name!r}. Give one another name.")
