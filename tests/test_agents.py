@@ -425,6 +425,23 @@ def test_each_call_has_an_id_and_each_result_its_call():
     assert [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
 
 
+def test_exchanged_results_are_another_conversation():
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        one, two = tool_message(said)
+        results = [{**one, "content": "one"}, {**two, "content": "two"}]
+        exchanged = [{**two, "content": "one"}, {**one, "content": "two"}]
+        told = [[*start, said, *behind, await ask(client, [*start, said, *behind], tools=[ADD])]
+                for behind in (results, exchanged)]  # fmt: skip
+        for messages in reversed(told):
+            await ask(client, [*messages, user("b")], tools=[ADD])
+
+    rollout, _ = run(agent, f"{CALL}\n{CALL}", "ok", max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1, 4], [2, 3]]
+
+
 def test_rollouts_of_one_prompt_have_lists_of_their_own():
     async def agent(row, client):
         await ask(client, [user("a")])
@@ -608,6 +625,27 @@ def test_an_error_inside_a_stream(monkeypatch, way):
 
     with pytest.raises(mt.ServerError, match="gone"):
         run(agent, mt.ServerError("gone"), seconds=0.2)
+
+
+@ways
+def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch, way):
+    """The status was sent with the first comment, so the error is an event."""
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
+    seen = []
+
+    async def agent(row, own):
+        client = by_way(way, own)
+
+        async def one(name):
+            stream = await client.chat.completions.create(model="policy", messages=[user(name)], stream=True)
+            return [chunk async for chunk in stream]
+
+        found = await asyncio.gather(*map(one, "abcd"), return_exceptions=True)
+        seen.extend(str(each) for each in found if isinstance(each, openai.APIError))
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.3)
+    assert rollout.reward == 0.5 and seen and all("The rollout is over: max_tokens" in each for each in seen), seen
 
 
 # -- retries and disconnects --
@@ -1320,6 +1358,21 @@ def test_a_frozen_judge_at_the_same_time_leaves_no_doubt():
     rollout, _ = run(agent, "1", seconds=0.1)
     assert rollout.error is None, rollout.error
     assert sorted(((turn.trained, turn.reward) for turn in rollout.turns), key=str) == [(False, None), (True, 0.5)]
+
+
+def test_a_refused_request_at_the_same_time_leaves_no_doubt():
+    async def agent(row, client):
+        asking = asyncio.ensure_future(ask(client, [user("a")]))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, [user("1 " * 2000)])
+        await asking
+        client.reward(0.5)
+
+    llm = Begun("1", seconds=0.2)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [0.5], rollout.error
 
 
 def test_a_reward_by_header_names_its_answer():

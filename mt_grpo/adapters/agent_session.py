@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import bisect
 import dataclasses
+import hashlib
+import itertools
 import json
 import logging
 import re
@@ -87,7 +89,8 @@ class AgentSession(PolicyTime):
         self.refused: list[str] = []
         self._num_requests, self._num_calls, self._num_written = 0, 0, 0
         self._full_at: int | None = None  # how many requests there were when one did not fit into the context
-        self._asked: list[Asked] = []  # all of them
+        self._asked: list[Asked] = []  # all of them, but for those that were refused
+        self._clock = itertools.count()
         self._last: Asked | None = None  # of those that are trained, the one that a client got last
         self._rewards: dict[int, float] = {}  # by number of the answer
 
@@ -112,7 +115,7 @@ class AgentSession(PolicyTime):
         Raises:
             ApiError: what the API refuses; 429 where the rollout is over.
         """
-        same = json.dumps(body, sort_keys=True)
+        same = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         asked = self._asked_before(same, is_retry, idempotency_key)
         if asked is None:
             if len(self.chains.requests) < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
@@ -123,15 +126,11 @@ class AgentSession(PolicyTime):
             elif reward is not None:
                 self._reward_parent(self._parent(request), reward)
             numbers = range(self._num_requests, self._num_requests + request.n)
-            asked = Asked(same, idempotency_key, numbers, request.trained)
+            asked = Asked(same, idempotency_key, numbers, request.trained, began=next(self._clock))
             asked.task = asyncio.ensure_future(self._timed(self._complete(request, asked)))
             self._num_requests += request.n
             self._asked.append(asked)
         asked.waiting += 1
-        together = [each for each in self._asked if each.waiting and each.trained]
-        if asked.trained and len(together) > 1:
-            for each in together:
-                each.alone = False
         return asked
 
     def _asked_before(self, same: str, is_retry: bool, idempotency_key: str | None) -> Asked | None:
@@ -165,6 +164,7 @@ class AgentSession(PolicyTime):
         """A client gets the answers: now, or at the next moment."""
         asked.waiting -= 1
         asked.reached += 1
+        asked.ended = next(self._clock)
         if asked.trained:
             self._last = asked
 
@@ -174,6 +174,9 @@ class AgentSession(PolicyTime):
             asked.reached -= 1
         else:
             asked.waiting -= 1
+            failed = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is not None
+            if failed and not asked.waiting and asked in self._asked:
+                self._asked.remove(asked)  # it was refused: there may be many of these, and no retry joins one
 
     def reward(self, value: float, answer: str | None = None) -> None:
         """Give a turn a reward. Rewards of one turn add up.
@@ -190,7 +193,9 @@ class AgentSession(PolicyTime):
             number = self._number_of(answer)
         elif self._last is None:
             raise refuse("reward", "no turn was sampled yet. Expected a turn to which the reward belongs.")
-        elif not self._last.alone or len(self._last.numbers) > 1:
+        elif len(self._last.numbers) > 1 or any(
+            self._last.overlaps(each) for each in list(self._asked) if each.trained and each is not self._last
+        ):
             raise refuse(
                 "reward", "several answers were open at the same time, and the reward may belong to each of them. "
                 "Say which: client.reward(value, answer=response), or its id; of a request with n, choice=k, too.",

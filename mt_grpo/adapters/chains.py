@@ -62,14 +62,20 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
 class Asked:
     """A request that is sampled, which a retry joins."""
 
-    same: str  # the request as text: a retry's is equal
+    same: str  # a hash of the request as text: a retry's is equal
     idempotency_key: str | None
     numbers: range  # of its answers in the rollout
     trained: bool
     task: asyncio.Task[list[Answer]] | None = None
     waiting: int = 0  # clients that wait for the answers
     reached: int = 0  # clients that have got them
-    alone: bool = True  # no other request whose answer a reward could be meant for was open at the same time
+    began: int = 0  # by the session's count of what happens
+    ended: int | None = None  # when a client got the answers
+
+    def overlaps(self, other: Asked) -> bool:
+        """Whether another request that is answered, or waits, was open at the same time as this one."""
+        ends_first = other.ended is not None and other.ended < self.began
+        return bool(other.waiting or other.reached) and not ends_first and other.began < self.ended
 
 
 @dataclass
