@@ -253,7 +253,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "mt_grpo/scoring.py",
         "flags = [[turn.observed for",
         "flags = [[turn.tool_call is not None for",
-        f"{BATCH}[mt_grpo]",
+        "tests/test_environments.py::test_what_is_observed_of_a_turn",
     ),
     Mutation(
         "a turn that was not sampled counts in the returns",
