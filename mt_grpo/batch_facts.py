@@ -11,7 +11,7 @@ import torch
 from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.preflight import prompt_ids_of
 from mt_grpo.readings import MIN_CALLS, Facts
-from mt_grpo.rollout import Rollout, StopReason, ToolResult
+from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.text_check import squeezed
 
 MOST_SHOWN = 160  # characters of an error
@@ -97,7 +97,9 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
         "tools/broken_name": f"the tool {worst}",
         "first/tool_error": shown(result for result in reached.get(worst, ()) if result.error is not None),
         "first/call_error": shown(r for r in results if r.error == "call"),
-        "first/environment_error": next((str(r.error)[:MOST_SHOWN] for r in rollouts if r.error is not None), ""),
+        "first/environment_error": next(
+            (str(r.error)[:MOST_SHOWN] for r in rollouts if r.stop_reason in FAILURES and r.error is not None), ""
+        ),
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
         "rewards/varied": varied, "rewards/unused": ", ".join(unused),
         "rewards/varied_and_used": [name for name in varied if name not in unused],

@@ -4723,6 +4723,48 @@ OF_NODES = [
 
 DATA_ROWS = [
     Mutation(
+        "evaluation: samples of a problem are not side by side",
+        "scripts/evaluate.py",
+        "repeated = [row for row in rows for _ in range(k)]",
+        "repeated = [row for _ in range(k) for row in rows]",
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: a problem is solved by all of its samples",
+        "scripts/evaluate.py",
+        "solved = None if exact is None else [any(",
+        "solved = None if exact is None else [all(",
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: a split has not the recipe's name",
+        "scripts/evaluate.py",
+        "return named.get(split, split)",
+        "return split",
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: rewards behind a failed rollout are another's",
+        "scripts/evaluate.py",
+        "dict(zip(places, map(total, values), strict=True))",
+        "dict(enumerate(map(total, values)))",
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: rewards do not see what reset said",
+        "scripts/evaluate.py",
+        '"prompts": [r.first_messages or r.prompt_messages for r in rollouts]',
+        '"prompts": [row["prompt"] for row in (r.row for r in rollouts)]',
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: no reward of an environment is 0",
+        "scripts/evaluate.py",
+        '"environment_rewards": [r.reward for r in rollouts]',
+        '"environment_rewards": [r.reward or 0.0 for r in rollouts]',
+        "tests/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
         "rows: absent columns are None",
         "mt_grpo/rows.py",
         "{name: row[name] for name in self._columns if name in row}",

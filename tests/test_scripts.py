@@ -214,6 +214,67 @@ def test_an_environment_is_evaluated(random_model, recipe, tmp_path):
     assert sorted(game.closed) == sorted(answers)
 
 
+SAYS = """
+class Says:
+    begun = 0
+
+    def reset(self, question: str, **row) -> str:
+        Says.begun += 1
+        self.question = question
+        if Says.begun == 4:
+            raise OSError("no board for the fourth conversation")
+        return " Say it."
+
+    def say(self, text: str) -> str:
+        "Say."
+
+    def get_reward(self) -> float | None:
+        return {"A": 2.0, "B": None, "C": 0.0}[self.question]
+
+
+def exact_match_reward(prompts, rollout_turns, answer, **kwargs):
+    if not all(prompt[-1]["content"].endswith("Say it.") for prompt in prompts):
+        raise ValueError(prompts)
+    return [float(turns[-1].answer == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
+
+
+def of_environments(environment_rewards, **kwargs):
+    return environment_rewards
+
+
+ENVIRONMENT = Says
+OUTCOME_REWARD_FUNCS = [exact_match_reward, of_environments]
+"""
+
+
+def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recipe, tmp_path):
+    """By hand: A is right three times, B never (its first sample fails), C twice. The split has the recipe's name."""
+    path = tmp_path / "says.py"
+    path.write_text(SAYS)
+    rows = [{"question": name, "answer": name.lower()} for name in "ABC"]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    client = scripted_client(monkeypatch, [])
+    client.tokenizer, asked = AutoTokenizer.from_pretrained(random_model), []
+    right = {"A": [True] * 3, "B": [False] * 2, "C": [True, True, False]}
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        question = client.tokenizer.decode(prompt_ids).partition("<|im_start|>user\n")[2][0]
+        asked.append(question)
+        answer = question.lower() if right[question][asked.count(question) - 1] else "?"
+        ids = client.tokenizer(f"<answer>{answer}</answer>", add_special_tokens=False)["input_ids"]
+        return Generation(ids, [0.0] * len(ids), "stop")
+
+    monkeypatch.setattr(client, "generate", generate)
+    parsed = ev.load_recipe(recipe, ["--tools_script", str(path), "--reward_fn", str(path),
+                                     "--dataset_name", str(tmp_path), "--dataset_test_split", "held"])  # fmt: skip
+    result = ev.evaluate(client, parsed, k=3, batch_size=1, tokenizer=client.tokenizer, progress=False)
+    assert "".join(asked) == "AAABBCCC"
+    assert (result["num_problems"], result["exact_match"], result["pass_at_k"]) == (3, 5 / 8, 2 / 3)
+    means = {"exact_match_reward": 5 / 8, "of_environments": 6 / 6, "Says": 6 / 6}  # 3 times 2, 3 times 0, else None
+    assert result["rewards"]["outcome"] == means
+    assert result["stop_reasons"] == {"answered": 8 / 9, "environment_error": 1 / 9}
+
+
 def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe):
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
     client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
