@@ -259,6 +259,24 @@ def test_what_nothing_interrupts_ends_the_process_by_its_name(name):
         assert f"Reward {name} took longer than reward_timeout=0.2 s, and nothing interrupts it" in result.stderr
 
 
+ENDS = """
+import time
+import torch
+from mt_grpo import reward_calls
+from mt_grpo.scoring import run_rewards
+reward_calls.GRACE = 0.2
+run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
+time.sleep(1.0)
+print("goes on")
+"""
+
+
+def test_a_limit_ends_with_its_reward():
+    result = subprocess.run([warm_python.executable(), "-c", ENDS], cwd=ROOT, timeout=120, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True)  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr[-2000:]
+
+
 @contextmanager
 def stoppable():
     """The trainer's handling of signals, as during the rewards of a step."""
@@ -288,6 +306,22 @@ def test_a_stop_during_a_reward_stops_the_run_whatever_the_reward_catches(catche
         scored(reward, next_reward)
     assert trainer._stop_signal == signal.SIGTERM and not later
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_stop_ends_a_reward_that_catches_exceptions_at_once():
+    caught = []
+
+    def reward(**kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            FOREVER.wait(60)
+        except Exception as error:
+            caught.append(error)
+        return [0.0, 0.0]
+
+    with stoppable(), pytest.raises(RunStopped):
+        scored(reward)
+    assert not caught
 
 
 def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_run():
