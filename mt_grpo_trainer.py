@@ -1196,7 +1196,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         device = self.accelerator.device
         columns = column_lists(self._rows, data_of(self)) | {
             "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
-            "completions": completions, "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
+            "completions": [rollout.completion for rollout in self._rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
             "environments": [rollout.environment for rollout in self._rollouts],
             "environment_rewards": [rollout.reward for rollout in self._rollouts],
             "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,

@@ -158,6 +158,8 @@ def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     if found is None:
         return [ToolCall(None, {}, UNREADABLE)]
     parts = found[2].split('<|"|>')
+    # The template writes a null as Python does.
+    parts[::2] = (re.sub(r"\bNone\b", "null", part) for part in parts[::2])
     parts[::2] = (re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part) for part in parts[::2])
     parts[1::2] = map(json.dumps, parts[1::2])
     return [named(found[1], "".join(parts))]

@@ -118,7 +118,12 @@ def joined(prompt: list[Message], observation: str | list | None, clean: Clean =
         return clean(read_messages(observation, "reset"), Origin.OUTSIDE)
     if not isinstance(observation, (str, list)):
         raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
-    said = {"role": "user", "content": read_content(observation, "reset")}
     *before, last = clean(prompt or [{"role": "user", "content": ""}], Origin.DATA)
-    content = last["content"] + clean([said], Origin.OUTSIDE)[0]["content"]
-    return clean([*before, {**last, "content": content}], Origin.DATA)  # where they meet
+
+    def as_outside(text: str) -> str:
+        return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
+
+    said = as_outside(read_content(observation, "reset"))
+    # INVARIANT: a control token of which the row has one half and `reset` the other is broken, too.
+    meet = as_outside(last["content"] + said) == as_outside(last["content"]) + said
+    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + said}], Origin.DATA)

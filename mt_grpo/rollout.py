@@ -124,6 +124,21 @@ class Turn:
         return self.calls[0] if self.calls else None
 
     @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls that could be read, as TRL and chat templates have them."""
+        calls = [call for call in self.calls if call.name is not None and call.error is None]
+        return [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+    @property
+    def messages_with_results(self) -> list[Message]:
+        """`messages`, with the results that the format xml puts into messages of the user in messages of role tool."""
+        shown = list(self.messages)
+        for k, (message, call, result) in enumerate(zip(self.messages, self.calls, self.results)):
+            if message["role"] == "user" and result.text in message["content"]:
+                shown[k] = {"role": "tool", "name": call.name or "unknown", "content": result.text}
+        return shown
+
+    @property
     def observation(self) -> str | None:
         """What the model got to read after this turn: the results without their tags, else the messages."""
         if not self.messages:
@@ -289,6 +304,32 @@ class Rollout(TurnTokens):
     def messages(self) -> list[Message]:
         """The completion as messages: assistant turns, and what was appended behind them, as the model saw it."""
         return with_turns([], self.turns)
+
+    @property
+    def completion(self) -> list[Message]:
+        """`messages` as reward functions get them, in TRL's shape in every tool format.
+
+        A turn has its calls that could be read as `tool_calls`, beside its text as the model wrote it. Results are
+        messages of role `tool`, with the tool's name.
+
+        >>> turn = Turn([1], None, "<tool>...</tool>", "stop", [ToolCall("add", {"a": 2})], [ToolResult("5")])
+        >>> turn.messages = [{"role": "user", "content": "<result>5</result>"}]
+        >>> for message in Rollout([], [], turns=[turn]).completion:
+        ...     print(message)
+        {'role': 'assistant', 'content': '<tool>...</tool>', 'tool_calls': [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2}}}]}
+        {'role': 'tool', 'name': 'add', 'content': '5'}
+        """  # noqa: E501
+        messages: list[Message] = []
+        goes_on = False
+        for turn in self.turns:
+            content, calls = turn.text + (turn.continuation or ""), turn.tool_calls
+            if goes_on:
+                said = messages.pop()
+                content, calls = said["content"] + content, [*said.get("tool_calls", []), *calls]
+            messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+            messages += turn.messages_with_results
+            goes_on = turn.continuation is not None
+        return messages
 
     @property
     def history(self) -> list[Message]:

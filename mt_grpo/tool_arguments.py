@@ -208,6 +208,12 @@ class ParameterSchema(GenerateJsonSchema):
     def is_subclass_schema(self, schema: core_schema.IsSubclassSchema) -> dict[str, Any]:
         return self.handle_invalid_for_json_schema(schema, "type[...]")
 
+    def decimal_schema(self, schema: core_schema.DecimalSchema) -> dict[str, Any]:
+        """A number, or a text that is one: pydantic's own schema would allow any text."""
+        written = super().decimal_schema(schema)
+        text = {"type": "string", "pattern": r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"}
+        return {"anyOf": [text if each.get("type") == "string" else each for each in written["anyOf"]]}
+
     def encode_default(self, dft: Any) -> Any:
         return super().encode_default(in_one_order(dft))
 

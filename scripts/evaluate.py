@@ -277,7 +277,7 @@ def score(
     columns = {key: [values[i] for i in places] for key, values in columns.items()}
     columns = {
         "prompts": [r.first_messages or r.prompt_messages for r in rollouts],
-        "completions": [r.messages for r in rollouts], "environments": [r.environment for r in rollouts],
+        "completions": [r.completion for r in rollouts], "environments": [r.environment for r in rollouts],
         "environment_rewards": [r.reward for r in rollouts],
         "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
         "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,

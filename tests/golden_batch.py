@@ -145,6 +145,9 @@ def outcome_a(completions, prompts, completion_ids, rollout_turns, answer, **kwa
             raise ValueError(f"{messages} are graded by the answer {gold}")
         if [turn.text for turn in turns] != [m["content"] for m in messages if m["role"] == "assistant"]:
             raise ValueError(f"{turns} are not the turns of {messages}")
+        called = [each["function"] for message in messages for each in message.get("tool_calls", [])]
+        if called != [{"name": each.name, "arguments": each.arguments} for turn in turns for each in turn.calls]:
+            raise ValueError(f"{called} are not the calls of {turns}")
         if ids != [i for turn in turns for i in turn.token_ids + turn.observation_ids]:
             raise ValueError(f"{ids} are not the ids of {turns}")
     return [OUTCOME_A[i] for i in rollout_numbers(completions)]

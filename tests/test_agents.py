@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -921,6 +923,21 @@ BAD = [
         400,
         "a schema of each",
     ),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": schema}}}}]},
+            400,
+            message,
+        )
+        for schema, message in (
+            ({"type": 5}, "got a schema of type 5"),
+            ({"type": [{}]}, "got a schema of type [{}]"),
+            ({"anyOf": None}, "anyOf that is a list"),
+            ({"anyOf": ["x"]}, "schemas that are objects"),
+            ({"items": {"enum": 3}}, "an enum that is a list"),
+            ({"properties": {"b": 1}}, "schemas that are objects"),
+        )
+    ),
     ({"stop": "\ud800"}, 400, "stop"),
     ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
     ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
@@ -1021,13 +1038,27 @@ def test_a_turn_of_which_a_later_request_tells_is_observed(name):
     assert [turn.observed for turn in rollout.turns] == [expected, False]
 
 
+def test_what_a_turn_said_with_something_behind_tells_of_it():
+    """A call without text, with an id of the program's own, in an edited history."""
+
+    async def agent(row, client):
+        for question in "ab":
+            said = await ask(client, [user(question)], tools=[ADD])
+            behind = results_of(said) if question == "a" else []
+            await ask(client, [system("10:31"), user(question), renamed(said), *behind], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2", CALL.replace("1", "7"), "3")
+    assert [turn.went_on for turn in rollout.turns] == [True, False, False, False]
+
+
 def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
     """Its calls ran: that the model has no turn left to read their results changes nothing of it."""
 
     async def agent(row, client):
         said = await ask(client, [user("a")], tools=[ADD])
-        with pytest.raises(openai.RateLimitError):
-            await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
+        for messages in ([user("b")], [user("a"), said, *tool_message(said)]):
+            with pytest.raises(openai.RateLimitError):
+                await ask(client, messages, tools=[ADD])
 
     rollout, _ = run(agent, CALL, max_model_calls=1)
     assert [turn.went_on for turn in rollout.turns] == [True]
@@ -1197,6 +1228,17 @@ def test_rewards_by_header_and_by_client():
 
     rollout, _ = run(agent, "1", "2", "3")
     assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 0.125, None]
+
+
+def test_rewards_of_a_turn_do_not_overflow():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        client.reward(3e38)
+        with pytest.raises(ValueError, match="with which the turn's rewards add up to 6e"):
+            client.reward(3e38)
+
+    rollout, _ = run(agent, "1")
+    assert [turn.reward for turn in rollout.turns] == [3e38]
 
 
 def test_a_reward_before_the_first_turn():
@@ -1701,6 +1743,19 @@ print('0.5')"
     rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
     assert rollout.reward == 0.5, rollout.error
     assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for(tmp_path):
+    (tmp_path / "run.sh").write_text(f"""
+        {sys.executable} -c "
+import openai
+openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
+        setsid sleep 600 & echo $! > {tmp_path}/pid
+        echo 0.5
+    """)
+    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
+    assert rollout.reward == 0.5, rollout.error
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it is in a group of its own
 
 
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})

@@ -193,6 +193,8 @@ def spoil(columns):
     for messages in columns["prompts"] + columns["completions"]:
         for message in messages:
             message["content"] = "spoiled"
+            for each in message.get("tool_calls", []):
+                each["function"]["arguments"].clear()
         messages.pop()
     for name in ("completion_ids", "prompts", "completions", "rollout_turns", "answer"):
         columns[name].reverse()

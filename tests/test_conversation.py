@@ -41,7 +41,7 @@ from mt_grpo.id_hashes import hash_of_ids
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.plugins import load_tools, module_name
 from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
-from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, ToolResult
+from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.server_errors import ServerError
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_results import cut_to_tokens
@@ -280,6 +280,65 @@ def observe(tool, text: str | None = None, seconds: float = 60.0, **settings):
     rollout, _ = converse(text, ANSWER, tools=[tool], seconds=seconds, **settings)
     assert rollout.stop_reason == StopReason.ANSWERED
     return rollout.turns[0]
+
+
+# --- what reward functions get ---------------------------------------------------------------------------------------
+
+
+def queries(completions, **kwargs):
+    """A reward as TRL's example has it: -1 without a call, less for more than two."""
+    calls = [[c for turn in completion for c in turn.get("tool_calls") or []] for completion in completions]
+    return [-1.0 if not c else 0.5 - 0.25 * max(0, len(c) - 2) for c in calls]
+
+
+def structure(completions, **kwargs):
+    return [
+        0.1 * any(turn["role"] == "assistant" and turn.get("tool_calls") for turn in completion)
+        + 0.2 * any(turn["role"] == "tool" and turn["name"] == "add" for turn in completion)
+        for completion in completions
+    ]
+
+
+def test_completions_have_calls_and_results_in_trls_shape():
+    """In xml as in the other formats; the log, and what the model reads, stay as they are."""
+    broken, unknown = "<tool>{no</tool>", call("nothing", x=1)
+    scripts = [[call("add", a=2, b=3), ANSWER], [broken, unknown, ANSWER], [ANSWER]]
+    rollouts = run_many([add], scripts)
+    called, wrong, answered = (rollout.completion for rollout in rollouts)
+    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert called == [
+        {"role": "assistant", "content": scripts[0][0], "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "<answer>5</answer>"},
+    ]
+    assert rollouts[0].messages == [
+        {"role": "assistant", "content": scripts[0][0]},
+        {"role": "user", "content": "<result>\n5\n</result>"},
+        {"role": "assistant", "content": "<answer>5</answer>"},
+    ]
+    assert [message["role"] for message in wrong] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert "tool_calls" not in wrong[0] and wrong[1]["name"] == "unknown"  # a call that cannot be read is text
+    assert wrong[2]["tool_calls"][0]["function"] == {"name": "nothing", "arguments": {"x": 1}}
+    assert answered == [{"role": "assistant", "content": "<answer>5</answer>"}]
+    completions = [rollout.completion for rollout in rollouts]
+    assert queries(completions) == [0.5, 0.5, -1.0]
+    assert structure(completions) == [pytest.approx(0.3), 0.1, 0.0]
+
+
+def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
+    first = Turn([1], None, "a", "stop", [ToolCall("f", {"x": 1}), ToolCall(None, {}, "broken")], continuation="b")
+    second = Turn([2], None, "c", "stop", [ToolCall("g", {})], [ToolResult("7")])
+    second.messages = [{"role": "tool", "name": "g", "tool_call_id": "call00000", "content": "7"},
+                       {"role": "user", "content": "On."}]  # fmt: skip
+    last = Turn([3], None, "d", "stop")
+    assert Rollout([], [], turns=[first, second, last]).completion == [
+        {"role": "assistant", "content": "abc", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+            {"type": "function", "function": {"name": "g", "arguments": {}}}]},
+        {"role": "tool", "name": "g", "tool_call_id": "call00000", "content": "7"},
+        {"role": "user", "content": "On."},
+        {"role": "assistant", "content": "d"},
+    ]  # fmt: skip
 
 
 # --- whole rollouts, token by token ----------------------------------------------------------------------------------

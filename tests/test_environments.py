@@ -31,8 +31,9 @@ from mt_grpo.hermes import tool_schema
 from mt_grpo.log_rows import Scored, rollout_rows
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
-from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
+from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.scoring import turn_flags
+from mt_grpo.tensors import NAN
 from mt_grpo.tool_arguments import readers_of
 from mt_grpo.tools import as_tool, describe_tools, signature_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
@@ -170,6 +171,10 @@ def test_what_is_observed_of_a_turn():
     assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
         [True, True, True, False], [True, True, False], [False]
     ]  # fmt: skip
+    not_run = Rollout([], [1], turns=[Turn([2], None, "", "stop", calls=[ToolCall("echo", {})])])  # max_env_steps
+    observed, sampled = turn_flags([*rollouts, not_run], 4)
+    assert observed.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
 
 
 def test_instances_are_reset_and_used_again():
@@ -1035,6 +1040,61 @@ class Asks:
 
     def get_reward(self) -> float:
         return float(Asks.asked)
+
+
+class Pays:
+    """Rewards of every kind: of calls, of a reply, of the whole conversation. It adds to the prompt."""
+
+    def reset(self, n, **row) -> str:
+        self.n = n
+        return f" Room {n}."
+
+    async def pay(self, amount: float) -> ToolResult:
+        """Pay.
+
+        Args:
+            amount: How much.
+        """
+        return ToolResult(f"paid {amount}", reward=amount)
+
+    def respond(self, rollout, turn) -> Reply:
+        return Reply(reward=4.0 if len(rollout.turns) == 1 else None)
+
+    def get_reward(self) -> float:
+        return 100.0 * self.n
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_model, tmp_path, weight):
+    """Two calls of one turn are both paid, and rewards see what `reset` said."""
+    tokenizer, seen = QWEN3_TOKENIZER, []
+
+    def calls(*amounts):
+        texts = [f'<tool_call>\n{{"name": "pay", "arguments": {{"amount": {a}}}}}\n</tool_call>' for a in amounts]
+        return tokenizer("\n".join(texts) + "<|im_end|>", add_special_tokens=False)["input_ids"]
+
+    def look(prompts, **kwargs):
+        seen.append(prompts)
+        return [0.5 for _ in prompts]
+
+    env = MultiTurnToolEnv([], None, environment=Pays, tokenizer=tokenizer, tool_format="hermes")
+    rows = [{"prompt": [{"role": "user", "content": "Pay."}], "n": n} for n in (1, 2)]
+    changes = {"environment_reward_weight": weight, "max_completion_length": 200, "tool_format": "hermes"}
+    trainer = MTGRPOEnvTrainer(
+        random_model, env, [], [look], args=settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    done = tokenizer("5<|im_end|>", add_special_tokens=False)["input_ids"]
+    trainer.llm = Scripted(
+        [[calls(1.5, 0.25), done], [calls(2.0), done], [done], [calls(), done]], tokenizer=tokenizer
+    )
+    trainer.model.train()
+    trainer._generate_and_score_completions([rows[0], rows[0], rows[1], rows[1]])
+    table = trainer._reward_table
+    expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]]) * weight
+    torch.testing.assert_close(table.turn, expected, equal_nan=True)
+    torch.testing.assert_close(table.outcome, torch.tensor([100.0, 100.0, 200.0, 200.0]) * weight + 0.5)
+    assert [prompt[0]["content"] for prompt in seen[0]] == ["Pay. Room 1."] * 2 + ["Pay. Room 2."] * 2
 
 
 @pytest.mark.parametrize("overlap", [False, True])

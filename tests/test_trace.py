@@ -52,7 +52,7 @@ TEXTS = {  # calls, results and control tokens as text
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
     "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
-    "is_json_type", "strict_schema", "as_result",
+    "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
 ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
@@ -65,7 +65,7 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
-ROWS = {"column_lists", "prompts_of", "rows_for_trl"}
+ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
     "begin",

@@ -16,6 +16,7 @@ from mt_grpo.adapters.agent_session import AgentSession
 
 OUTPUT_BYTES = 2**20  # of a command's output, the end is kept
 SECONDS_TO_END = 2.0  # between SIGTERM and SIGKILL
+SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its own holds its output open
 # What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 LAUNCHER = Path(__file__).with_name("agent_launcher.py")
@@ -57,6 +58,10 @@ class CommandAgent:
                 release(held)
                 sending.cancel()
             await process.wait()
+        # Something that it has left behind may hold its output open: what was written until its end is there at once.
+        await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)
+        for each in reading:
+            each.cancel()
         output, errors = await asyncio.gather(*reading)
         if code:
             said = errors.decode(errors="replace").strip()[-500:]
@@ -94,8 +99,9 @@ async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:
 
 
 async def read_end(pipe: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream that may be long."""
+    """The last bytes of a stream that may be long. Where it is cancelled, those until then."""
     kept = b""
-    while part := await pipe.read(OUTPUT_BYTES):
-        kept = (kept + part)[-OUTPUT_BYTES:]
+    with suppress(asyncio.CancelledError):
+        while part := await pipe.read(OUTPUT_BYTES):
+            kept = (kept + part)[-OUTPUT_BYTES:]
     return kept

@@ -19,6 +19,7 @@ from mt_grpo.adapters.chat_messages import FROZEN, Answer, ApiError, ModelReques
 from mt_grpo.adapters.policy_time import PolicyTime
 from mt_grpo.hermes import HermesFormat
 from mt_grpo.json_types import json_text
+from mt_grpo.replies import is_number
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 from mt_grpo.tool_results import error_text
 
@@ -196,7 +197,13 @@ class AgentSession(PolicyTime):
             )  # fmt: skip
         else:
             number = self._last.numbers[0]
-        self._rewards[number] = self._rewards.get(number, 0.0) + value
+        self._add_reward(number, value)
+
+    def _add_reward(self, number: int, value: float) -> None:
+        total = self._rewards.get(number, 0.0) + value
+        if not is_number(total):
+            raise refuse("reward", f"got {value!r}, with which the turn's rewards add up to {total!r}.")
+        self._rewards[number] = total
 
     def _number_of(self, answer: str) -> int:
         """The number of the answer with an id. Raises `ApiError`."""
@@ -219,8 +226,7 @@ class AgentSession(PolicyTime):
             raise refuse("reward", "the request goes on from no turn. Expected a turn to which the reward belongs.")
         if not completion.request.trained:
             raise refuse("reward", f"the request goes on from an answer of {FROZEN}, which is not trained.")
-        number = completion.answer.number
-        self._rewards[number] = self._rewards.get(number, 0.0) + value
+        self._add_reward(completion.answer.number, value)
 
     def _parent(self, request: ModelRequest) -> Completion | None:
         found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
