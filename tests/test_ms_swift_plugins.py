@@ -15,6 +15,7 @@ from test_ms_swift import TOKENIZER, run
 
 from mt_grpo.adapters import swift_paths, swift_rewards, verl_paths
 from mt_grpo.adapters.ms_swift import ScheduledConversation
+from mt_grpo.adapters.swift_gym import Env, GYMScheduler
 from mt_grpo.adapters.swift_loop import SchedulerFailure
 from mt_grpo.adapters.swift_loss import LossMask, LossScale
 from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
@@ -205,6 +206,26 @@ def test_a_scheduler_with_its_own_async_infer_is_refused_by_name():
         pass
 
     check_scheduler(Plain, "plain")  # the base's own is no reason
+
+
+def test_an_environment_that_changes_the_messages_it_gets_changes_no_conversation(monkeypatch):
+    class Edits(Env):
+        async def reset(self, config):
+            return "Say 1.", {}, ""
+
+        async def step(self, action):
+            over = len(action) > 2
+            action[0]["content"] = action[-1]["content"] = "edited"
+            action.append({"role": "user", "content": "further"})
+            return "Say 2.", 1.0, over, {}
+
+    monkeypatch.setitem(swift_paths.ALL["envs"], "edits", Edits)
+    rollout, llm = run(GYMScheduler, "1", "2", row={"env_config": {"name": "edits"}})
+    assert [message["content"] for message in rollout.messages] == ["1", "Say 2.", "2"]
+    assert "edited" not in TOKENIZER.decode(llm.asked[1][0]) and len(rollout.records) == 1
+    assert [message["content"] for message in rollout.environment.outputs[-1]["messages"]] == [
+        "Say 1.", "1", "Say 2.", "2",
+    ]  # fmt: skip
 
 
 # -- the mask of a part of a text --
