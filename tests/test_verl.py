@@ -1096,3 +1096,22 @@ def test_the_weather_interaction_ends_after_one_turn():
         assert interaction._instance_dict == {}
 
     asyncio.run(story())
+
+
+INTERACTIONS = """
+interaction:
+  - {name: first, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {level: 2}}
+  - {name: NAME, class_name: verl.interactions.weather_interaction.WeatherInteraction}
+"""
+
+
+def test_interactions_have_names_of_their_own_which_they_are_told(tmp_path):
+    path = tmp_path / "interactions.yaml"
+    path.write_text(INTERACTIONS.replace("NAME", "second"))
+    found = load_interactions(str(path))
+    assert {name: (each.name, each.config) for name, each in found.items()} == {
+        "first": ("first", {"level": 2, "name": "first"}), "second": ("second", {"name": "second"}),
+    }  # fmt: skip
+    path.write_text(INTERACTIONS.replace("NAME", "first"))
+    with pytest.raises(ValueError, match="two interactions are called 'first'"):
+        load_interactions(str(path))
