@@ -25,9 +25,9 @@ from mt_grpo.event_loop import run_async
 from mt_grpo.plugins import load_rewards
 from mt_grpo.ranks import RunStopped
 from mt_grpo.resume import ResumableTrainer
-from mt_grpo.rollout import ToolCall
+from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.run_record import source_sha256
-from mt_grpo.scoring import check_reward_columns, check_rewards, named_apart, run_rewards
+from mt_grpo.scoring import check_reward_columns, check_rewards, environment_rewards, named_apart, run_rewards
 from mt_grpo.tool_threads import ToolsUnavailable
 
 ROOT = Path(__file__).parents[1]
@@ -554,3 +554,17 @@ def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
     means = {name: logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names}
     assert means == {"same": 0.25, "same_2": 0.75, "Game_2": 0.5, "Game": 0.125}
     assert logged["reward"] == 0.25 + 2 * 0.75 + 4 * 0.5 + 0.125
+
+
+def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
+    def look(text: str) -> ToolResult:
+        """Look.
+
+        Args:
+            text: Where.
+        """
+
+    (tool,), outcome = environment_rewards(None, {"look": look})
+    given = [[0.5, None, 0.25], [None], [], [0.0]]
+    turns = [SimpleNamespace(results=[ToolResult("", reward=reward) for reward in rewards]) for rewards in given]
+    assert tool(rollout_turns=[turns]) == [[0.75, None, None, 0.0]] and outcome == []
