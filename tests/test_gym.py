@@ -570,3 +570,7 @@ def test_a_recipe_trains(tmp_path, monkeypatch):
         assert -1 <= step[f"rewards/{name}/mean"] <= 1 and step["turns/mean"] > 1
         rows = [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
         assert rows and all("terminated" in json.dumps(row) for row in rows)
+
+
+def test_of_a_float_six_digits_count():
+    assert plain([1 / 3, 12345.678, 1e-7, 2.0]) == [0.333333, 12345.7, 1e-07, 2.0]

@@ -15,7 +15,8 @@ from test_ms_swift import TOKENIZER, run
 
 from mt_grpo.adapters import swift_paths, swift_rewards, verl_paths
 from mt_grpo.adapters.ms_swift import ScheduledConversation
-from mt_grpo.adapters.swift_loop import SchedulerFailure
+from mt_grpo.adapters.swift_gym import Env, GYMScheduler
+from mt_grpo.adapters.swift_loop import SchedulerFailure, weight_of
 from mt_grpo.adapters.swift_loss import LossMask, LossScale
 from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
@@ -205,6 +206,48 @@ def test_a_scheduler_with_its_own_async_infer_is_refused_by_name():
         pass
 
     check_scheduler(Plain, "plain")  # the base's own is no reason
+
+
+def test_an_environment_that_changes_the_messages_it_gets_changes_no_conversation(monkeypatch):
+    class Edits(Env):
+        async def reset(self, config):
+            return "Say 1.", {}, ""
+
+        async def step(self, action):
+            over = len(action) > 2
+            action[0]["content"] = action[-1]["content"] = "edited"
+            action.append({"role": "user", "content": "further"})
+            return "Say 2.", 1.0, over, {}
+
+    monkeypatch.setitem(swift_paths.ALL["envs"], "edits", Edits)
+    rollout, llm = run(GYMScheduler, "1", "2", row={"env_config": {"name": "edits"}})
+    assert [message["content"] for message in rollout.messages] == ["1", "Say 2.", "2"]
+    assert "edited" not in TOKENIZER.decode(llm.asked[1][0]) and len(rollout.records) == 1
+    assert [message["content"] for message in rollout.environment.outputs[-1]["messages"]] == [
+        "Say 1.", "1", "Say 2.", "2",
+    ]  # fmt: skip
+
+
+def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_columns():
+    """`num_turns` is counted, whatever the scheduler says."""
+
+    class Notes(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            seen.append(dict(infer_request.data_dict))
+            infer_request.messages.append({"role": "user", "content": "Again."})
+            infos = {f"turn_{current_turn}": current_turn, "last": current_turn, "num_turns": 70}
+            return {"infer_request": infer_request, "rollout_infos": infos}
+
+    seen = []
+    row = {"level": 1, "goal": "a column", "data_dict": {"goal": "the row's own"}}
+    rollout, _ = run(Notes, "1", "2", "3", row=row, max_turns=3)
+    assert rollout.environment.infos == {"turn_1": 1, "turn_2": 2, "last": 2, "num_turns": 3}
+    assert seen[0]["goal"] == "the row's own" and seen[0]["level"] == 1
+
+
+def test_a_messages_loss_scale_goes_before_its_loss():
+    assert weight_of({"loss": True, "loss_scale": 0.0}) is False
+    assert weight_of({"loss": False, "loss_scale": 2.0}) is True
 
 
 # -- the mask of a part of a text --

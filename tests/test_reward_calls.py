@@ -25,9 +25,9 @@ from mt_grpo.event_loop import run_async
 from mt_grpo.plugins import load_rewards
 from mt_grpo.ranks import RunStopped
 from mt_grpo.resume import ResumableTrainer
-from mt_grpo.rollout import ToolCall
+from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.run_record import source_sha256
-from mt_grpo.scoring import check_reward_columns, check_rewards, named_apart, run_rewards
+from mt_grpo.scoring import check_reward_columns, check_rewards, environment_rewards, named_apart, run_rewards
 from mt_grpo.tool_threads import ToolsUnavailable
 
 ROOT = Path(__file__).parents[1]
@@ -259,6 +259,24 @@ def test_what_nothing_interrupts_ends_the_process_by_its_name(name):
         assert f"Reward {name} took longer than reward_timeout=0.2 s, and nothing interrupts it" in result.stderr
 
 
+ENDS = """
+import time
+import torch
+from mt_grpo import reward_calls
+from mt_grpo.scoring import run_rewards
+reward_calls.GRACE = 0.2
+run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
+time.sleep(1.0)
+print("goes on")
+"""
+
+
+def test_a_limit_ends_with_its_reward():
+    result = subprocess.run([warm_python.executable(), "-c", ENDS], cwd=ROOT, timeout=120, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True)  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr[-2000:]
+
+
 @contextmanager
 def stoppable():
     """The trainer's handling of signals, as during the rewards of a step."""
@@ -288,6 +306,22 @@ def test_a_stop_during_a_reward_stops_the_run_whatever_the_reward_catches(catche
         scored(reward, next_reward)
     assert trainer._stop_signal == signal.SIGTERM and not later
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_stop_ends_a_reward_that_catches_exceptions_at_once():
+    caught = []
+
+    def reward(**kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            FOREVER.wait(60)
+        except Exception as error:
+            caught.append(error)
+        return [0.0, 0.0]
+
+    with stoppable(), pytest.raises(RunStopped):
+        scored(reward)
+    assert not caught
 
 
 def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_run():
@@ -520,3 +554,17 @@ def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
     means = {name: logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names}
     assert means == {"same": 0.25, "same_2": 0.75, "Game_2": 0.5, "Game": 0.125}
     assert logged["reward"] == 0.25 + 2 * 0.75 + 4 * 0.5 + 0.125
+
+
+def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
+    def look(text: str) -> ToolResult:
+        """Look.
+
+        Args:
+            text: Where.
+        """
+
+    (tool,), outcome = environment_rewards(None, {"look": look})
+    given = [[0.5, None, 0.25], [None], [], [0.0]]
+    turns = [SimpleNamespace(results=[ToolResult("", reward=reward) for reward in rewards]) for rewards in given]
+    assert tool(rollout_turns=[turns]) == [[0.75, None, None, 0.0]] and outcome == []

@@ -23,7 +23,7 @@ from test_environments import ANSWER, verify_records
 import mt_grpo_trainer as mt
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.adapters import verl_environment, verl_paths, verl_search
-from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, WeatherInteraction, warn_of_no_truth
+from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
 from mt_grpo.adapters.verl_config import load_interactions
 from mt_grpo.adapters.verl_interact import BaseInteraction
 from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -531,6 +531,7 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     wrong = "Your response is incorrect! You need to reflect on your answer and try again."
     assert [turn.observation for turn in rollout.turns] == [wrong, None]
     assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
+    assert rollout.environment.agent_data.turn_scores == [0.0, 1.0]  # what tools and rewards of verl read
     (found,) = env.environments.by_name[None].interactions.values()
     assert type(found).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
     assert vars(found).get("_instance_dict", getattr(found, "states", None)) == {}
@@ -863,6 +864,23 @@ def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch
     assert rollout.environment.agent_data.metrics["search"][0]["total_results"] == 3
 
 
+def test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_says(search_server):
+    config = {"retrieval_service_url": search_server, "topk": 1, "rate_limit": 2}
+    tool = SearchTool(config, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
+    asked(search_server, queries=["up"])
+
+    async def story():
+        response, reward, metrics = await tool.execute("a", {"query_list": ["Norman conquest of England"]})
+        assert metrics["total_results"] == 1 and "Doc 1 (" in response.text and "Doc 2 (" not in response.text
+        async with tool.slots, tool.slots:  # two requests wait for their answers
+            third = asyncio.ensure_future(tool.execute("b", {"query_list": ["Normans"]}))
+            await asyncio.sleep(0)
+            assert tool.slots.locked() and not third.done()
+        assert (await third)[2]["status"] == "success"
+
+    asyncio.run(story())
+
+
 def test_a_search_service_that_fails(tmp_path, monkeypatch):
     """A busy one is asked ten times; another error, or an answer of another form, ends it."""
     answers, slept = [], []
@@ -1096,3 +1114,22 @@ def test_the_weather_interaction_ends_after_one_turn():
         assert interaction._instance_dict == {}
 
     asyncio.run(story())
+
+
+INTERACTIONS = """
+interaction:
+  - {name: first, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {level: 2}}
+  - {name: NAME, class_name: verl.interactions.weather_interaction.WeatherInteraction}
+"""
+
+
+def test_interactions_have_names_of_their_own_which_they_are_told(tmp_path):
+    path = tmp_path / "interactions.yaml"
+    path.write_text(INTERACTIONS.replace("NAME", "second"))
+    found = load_interactions(str(path))
+    assert {name: (each.name, each.config) for name, each in found.items()} == {
+        "first": ("first", {"level": 2, "name": "first"}), "second": ("second", {"name": "second"}),
+    }  # fmt: skip
+    path.write_text(INTERACTIONS.replace("NAME", "first"))
+    with pytest.raises(ValueError, match="two interactions are called 'first'"):
+        load_interactions(str(path))
