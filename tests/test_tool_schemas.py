@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from mt_grpo.formats import make_format
 from mt_grpo.hermes import tool_schema
+from mt_grpo.native import typed
 from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.tool_arguments import parameters_schema
 from mt_grpo.tools import as_tool, check_tool, describe_tools, read_call, signature_of
@@ -282,6 +283,46 @@ def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():
         assert "use `typing_extensions.TypedDict` instead" in str(error)
     else:
         assert parameters_schema(find)["properties"]["where"]["properties"] == {"x": {"type": "integer"}}
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "text, schema, value",
+    [
+        ("75001", {"type": "string"}, "75001"), ("75001", OPTIONAL, "75001"), ("75001", {"type": "integer"}, 75001),
+        ("75001", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "75001"),
+        ("75001", {"type": ["integer", "string"]}, "75001"), ("75001", {}, 75001), ("a b", {}, "a b"),
+        ("1", {"enum": ["1", "2"]}, "1"), ("1", {"enum": ["1", 1]}, "1"), ("1", {"enum": ["a", 1]}, 1),
+        ("3", {"enum": ["1", "2"]}, "3"), ("1", {"const": "1"}, "1"), ("null", OPTIONAL, None),
+        ("None", OPTIONAL, None), ("null", {"type": "string"}, "null"), ("null", {"enum": ["null", None]}, None),
+        ("null", {"type": "string", "nullable": True}, None), ('["a"]', {"type": ["string", "array"]}, ["a"]),
+        ('["a"]', {"type": "string"}, '["a"]'),
+        ('{"a": 1}', {"oneOf": [{"type": "string"}, {"type": "object"}]}, {"a": 1}),
+        ("True", {"type": "boolean"}, True), ("true", {"type": "string"}, "true"), ("3.0", {"type": "integer"}, 3.0),
+        ("x", {"type": "integer"}, "x"),
+    ],
+)  # fmt: skip
+def test_values_without_quotes(text, schema, value):
+    read = typed(text, schema)
+    assert read == value and type(read) is type(value)
+
+
+QWEN = "<tool_call>\n<function=find>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE), ("day", "5", 5),
+                                              ("day", "2026-01-02", datetime.date(2026, 1, 2))])  # fmt: skip
+def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
+    """An Enum of "1" and "2", arguments of any name, and of two things the one that the tool takes."""
+
+    def find(size: Size = Size.LARGE, day: int | datetime.date = 0, **rest: Size) -> str:
+        """Finds."""
+
+    (call,), _ = make_format("native", tokenizer_of("qwen3_5_think")).syntax.split(QWEN % (key, text), {"find": find})
+    arguments, mistake = read_call(call, {"find": find})
+    assert mistake is None and same_value(arguments, {key: value})
 
 
 # --- values: what the schema allows is what the tool takes -----------------------------------------------------------
