@@ -10,6 +10,7 @@ import inspect
 import json
 import random
 import re
+import types
 import typing
 import uuid
 from typing import Annotated, Any, Literal
@@ -323,6 +324,19 @@ def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
     (call,), _ = make_format("native", tokenizer_of("qwen3_5_think")).syntax.split(QWEN % (key, text), {"find": find})
     arguments, mistake = read_call(call, {"find": find})
     assert mistake is None and same_value(arguments, {key: value})
+
+
+def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
+    """As an agent sends it, whose tool runs elsewhere."""
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
+    tools = {"find": types.SimpleNamespace(json_schema={"name": "find", "parameters": parameters})}
+    syntax = make_format("native", tokenizer_of("qwen3_5_think")).syntax
+    for key, value in (("n", 75001), ("zip", "75001")):
+        assert syntax.split(QWEN % (key, "75001"), tools)[0] == [ToolCall("find", {key: value})]
 
 
 # --- values: what the schema allows is what the tool takes -----------------------------------------------------------
