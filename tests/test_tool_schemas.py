@@ -210,6 +210,37 @@ def test_a_docstring_of_another_style_is_shown_as_it_is():
     }  # fmt: skip
 
 
+def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
+    def find(city: str, day: str) -> str:
+        """Find things.
+
+        Args:
+            city: Where.
+
+        Raises:
+            ValueError: never.
+        """
+
+    function = tool_schema("find", find)["function"]
+    assert function["description"] == inspect.getdoc(find) and "Raises:" in function["description"]
+    assert function["parameters"]["properties"] == {"city": {"type": "string"}, "day": {"type": "string"}}
+
+
+class Book(pydantic.BaseModel):
+    title: str
+    default: int = 3
+
+
+def test_fields_that_are_called_as_words_of_a_schema_stay():
+    def order(book: Book) -> str:
+        """Orders."""
+
+    assert parameters_schema(order)["properties"]["book"] == {
+        "type": "object", "required": ["title"],
+        "properties": {"title": {"type": "string"}, "default": {"type": "integer", "default": 3}},
+    }  # fmt: skip
+
+
 def test_a_class_that_holds_itself_stays_a_definition():
     def plant(tree: Tree, second: Tree | None = None) -> Tree:
         """Plants."""
