@@ -107,7 +107,7 @@ from mt_grpo.run_log import (
     staleness_metrics,
 )
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import check_advantages, check_rewards, environment_rewards, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import all_rewards, check_advantages, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -901,9 +901,9 @@ class MTGRPOEnvTrainer(AheadTrainer):
         peft_config: Any = None,
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
-        turn_funcs, outcome_funcs = list(turn_reward_funcs or []), list(outcome_reward_funcs or [])
-        own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
-        check_rewards(turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs)
+        turn_funcs, outcome_funcs, own_turn_funcs, own_outcome_funcs = all_rewards(
+            turn_reward_funcs, outcome_reward_funcs, env
+        )
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs

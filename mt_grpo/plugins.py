@@ -14,7 +14,7 @@ from typing import Any
 from mt_grpo.environments import check_environment
 from mt_grpo.event_loop import run_async
 from mt_grpo.rollout import Turn
-from mt_grpo.scoring import check_rewards
+from mt_grpo.scoring import check_rewards, named_apart
 from mt_grpo.settings import absolute
 from mt_grpo.tool_processes import ToolProcesses
 from mt_grpo.tool_results import error_text
@@ -172,4 +172,4 @@ def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callabl
         raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
     check_rewards(turn_funcs, outcome_funcs)
-    return turn_funcs, outcome_funcs
+    return tuple(named_apart(turn_funcs, outcome_funcs))

@@ -39,12 +39,63 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> 
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for func in turn_funcs + outcome_funcs:
-        if not callable(func) or not hasattr(func, "__name__"):
+        if not callable(func) or isinstance(func, torch.nn.Module):
             raise ValueError(f"A reward must be a function, got {func!r}.")
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
             raise ValueError(
-                f"Reward {func.__name__} takes no **kwargs. Add it: every dataset column is passed by name."
+                f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."
             )
+
+
+def reward_name(func: Callable) -> str:
+    """How a reward is called, as in TRL: a partial by its function, a callable object by its class.
+
+    >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
+    ('sorted', 'reward_name')
+    """
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
+    """The same lists, in which each function has a `__name__` of its own: the second `length` is `length_2`.
+
+    INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
+    """
+    taken: set[str] = set()
+
+    def apart(func: Callable) -> Callable:
+        name, number = reward_name(func), 2
+        while name in taken:
+            name, number = f"{reward_name(func)}_{number}", number + 1
+        taken.add(name)
+        if name != reward_name(func):
+            logger.warning(f"Two rewards are called {reward_name(func)}: this one is logged as {name}. Rename it.")
+        return func if getattr(func, "__name__", None) == name else renamed(func, name)
+
+    return [[apart(func) for func in funcs] for funcs in lists]
+
+
+def renamed(func: Callable, name: str) -> Callable:
+    """A function of this name that calls another one, which may be a partial or an object."""
+    inner = func
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inner if inspect.isroutine(inner) or isinstance(inner, type) else type(inner).__call__
+    if inspect.iscoroutinefunction(inner):
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            return await func(*args, **kwargs)
+
+    else:
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    run.__name__, run.__doc__, run.__module__ = name, inner.__doc__, inner.__module__
+    run.__signature__, run.__wrapped__ = inspect.signature(func), inner  # its source is read from there
+    return run
 
 
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
@@ -110,6 +161,17 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
         turn_funcs = [environment, tool]
     further = [func for cls in classes for func in getattr(cls, "outcome_reward_funcs", [])]
     return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
+
+
+def all_rewards(turn_funcs: list | None, outcome_funcs: list | None, env: Any) -> list[list[Callable]]:
+    """[turn, outcome, an environment's turn, an environment's outcome reward functions], each of a name of its own.
+
+    Those of an environment keep their names. Raises `ValueError` as `check_rewards` does.
+    """
+    given, own = [list(turn_funcs or []), list(outcome_funcs or [])], environment_rewards(env.environments, env.tools)
+    check_rewards(given[0] + own[0], given[1] + own[1])
+    own_turn, own_outcome, turn, outcome = named_apart(*own, *given)
+    return [turn, outcome, own_turn, own_outcome]
 
 
 def summed(rewards: typing.Iterable[float | None]) -> float | None:

@@ -39,7 +39,7 @@ from mt_grpo.preflight import check_context
 from mt_grpo.recipes import read_recipe
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.rows import column_lists, prompts_of
-from mt_grpo.scoring import check_reward_values, environment_rewards, run_rewards
+from mt_grpo.scoring import check_reward_values, environment_rewards, named_apart, run_rewards
 from mt_grpo.server_errors import ServerError
 from mt_grpo.settings import default_of
 
@@ -181,6 +181,9 @@ def evaluate(
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
     own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
+    own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs = named_apart(
+        own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs
+    )
     turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:

@@ -31,7 +31,7 @@ from mt_grpo.hermes import tool_schema
 from mt_grpo.log_rows import Scored, rollout_rows
 from mt_grpo.preflight import check_env
 from mt_grpo.replies import EnvironmentFailure, read_reply
-from mt_grpo.rollout import Reply, Rollout, StopReason, ToolResult
+from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.scoring import turn_flags
 from mt_grpo.tensors import NAN
 from mt_grpo.tool_arguments import readers_of
@@ -171,6 +171,10 @@ def test_what_is_observed_of_a_turn():
     assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
         [True, True, True, False], [True, True, False], [False]
     ]  # fmt: skip
+    not_run = Rollout([], [1], turns=[Turn([2], None, "", "stop", calls=[ToolCall("echo", {})])])  # max_env_steps
+    observed, sampled = turn_flags([*rollouts, not_run], 4)
+    assert observed.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
 
 
 def test_instances_are_reset_and_used_again():

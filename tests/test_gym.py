@@ -8,6 +8,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from datasets import Dataset
 from gymnasium import spaces
 from transformers import AutoTokenizer
 
@@ -389,6 +390,16 @@ def test_an_action_beside_an_answer_counts():
 def test_the_columns_of_a_row_begin_the_episode(games):
     (rollout,), backend = play(steps_game(games), "1", rows=[{"options": {"from": 2}, "answer": "x"}])
     assert "Step 2." in TOKENIZER.decode(backend.asked[0][0]) and rollout.reward == 0.5
+
+
+def test_options_of_a_table_are_a_rows_own(games, monkeypatch):
+    """A table has None for the keys of other rows' options: a game does not get them. What is falsy, it gets."""
+    table = Dataset.from_list([{"options": {"from": 0}}, {"options": {"other": False}}, {"options": None}])
+    cls = load_class(f"{games}:Steps", "gym_env")
+    reset, got = cls.reset, []
+    monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
+    play(gym_environment(cls, "Steps"), "1", rows=list(table), max_steps=0)
+    assert sorted(got, key=str) == [None, {"from": 0}, {"other": False}]
 
 
 def test_a_game_that_raises_is_an_environments_failure(games):

@@ -389,6 +389,12 @@ def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
     assert first["tool_mask"].amax(1).tolist() + second["tool_mask"].amax(1).tolist() == [*weights, 0]
 
 
+@pytest.mark.parametrize("loss_type, divisor", [("grpo", 2 * 30), ("dr_grpo", 2 * 30), ("bnpo", 6), ("luspo", 2)])
+def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
+    """By the number of processes. An evaluation has one micro-batch, however many steps a batch of training has."""
+    assert {each["num_items_in_batch"].item() for each in passes_of(loss_type, training=False)} == {divisor * 2}
+
+
 @pytest.mark.parametrize("is_deepspeed", [False, True])
 @pytest.mark.parametrize("last_of_its_accumulation", [False, True])
 def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):

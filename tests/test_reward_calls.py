@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import functools
+import inspect
 import os
 import signal
 import subprocess
@@ -14,14 +16,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import warm_python
+from datasets import Dataset
+from trl.trainer.utils import get_callable_name
 
 import mt_grpo_trainer as mt
 from mt_grpo import scoring
 from mt_grpo.event_loop import run_async
+from mt_grpo.plugins import load_rewards
 from mt_grpo.ranks import RunStopped
 from mt_grpo.resume import ResumableTrainer
 from mt_grpo.rollout import ToolCall
-from mt_grpo.scoring import run_rewards
+from mt_grpo.run_record import source_sha256
+from mt_grpo.scoring import check_reward_columns, check_rewards, named_apart, run_rewards
 from mt_grpo.tool_threads import ToolsUnavailable
 
 ROOT = Path(__file__).parents[1]
@@ -402,3 +408,115 @@ def test_outside_of_the_main_thread_it_is_said_once_and_errors_say_why(caplog):
         threads.submit(steps).result(120)
     released.set()
     assert [text for text in caplog.messages if "Train in the main thread" in text] == caplog.messages[:1]
+
+
+# -- what may be a reward, and how it is called --
+
+
+def length(completions, target, **kwargs):
+    return [-abs(len(text) - target) for text in completions]
+
+
+class Length:
+    def __init__(self, target):
+        self.target = target
+
+    def __call__(self, completions, **kwargs):
+        return length(completions, self.target)
+
+
+class Judge:
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+
+async def judged(completions, score, **kwargs):
+    return [score] * len(completions)
+
+
+def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplog):
+    funcs = [functools.partial(length, target=2), Length(3), Judge(), functools.partial(judged, score=0.25), length]
+    check_rewards([], funcs)
+    (named,) = named_apart(funcs)
+    assert [func.__name__ for func in named] == ["length", "Length", "Judge", "judged", "length_2"]
+    assert [func.__name__ for func in named[:4]] == [get_callable_name(func) for func in funcs[:4]]
+    check_reward_columns(named[:4], ["prompt"], "the data")  # `target` is bound
+    with pytest.raises(ValueError, match="Reward length_2 needs 'target'"):
+        check_reward_columns(named, ["prompt"], "the data")
+    assert scored(*named[:4], completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
+    assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
+    assert source_sha256(named[0]) == source_sha256(named[1]) == source_sha256(length) is not None
+    assert named_apart(named)[0] == named  # once is enough
+    assert caplog.messages == ["Two rewards are called length: this one is logged as length_2. Rename it."]
+
+
+def test_rewards_of_one_name_are_told_apart_over_all_lists():
+    def a(**kwargs):
+        pass
+
+    def a_2(**kwargs):
+        pass
+
+    def copy_of_a(**kwargs):
+        pass
+
+    copy_of_a.__name__ = "a"
+    turn, outcome = named_apart([a, a_2], [copy_of_a, a])
+    assert [func.__name__ for func in turn + outcome] == ["a", "a_2", "a_3", "a_4"]
+    assert turn == [a, a_2] and a.__name__ == "a"
+
+
+@pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])
+def test_what_is_no_reward_is_refused(reward):
+    with pytest.raises(ValueError, match="A reward must be a function"):
+        check_rewards([], [reward])
+
+
+def test_a_file_with_partials_and_equal_names_is_loaded(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text("""
+import functools
+def length(completions, target, **kwargs):
+    return [-abs(len(c[-1]["content"]) - target) for c in completions]
+TURN_REWARD_FUNCS = [functools.partial(length, target=1)]
+OUTCOME_REWARD_FUNCS = [functools.partial(length, target=2), functools.partial(length, target=3)]
+""")
+    turn, outcome = load_rewards(str(path))
+    assert [func.__name__ for func in turn + outcome] == ["length", "length_2", "length_3"]
+    said = [[{"role": "assistant", "content": "abc"}], [{"role": "assistant", "content": ""}]]
+    assert scored(*turn, *outcome, completions=said) == [[-2, -1], [-1, -2], [0, -3]]
+
+
+def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
+    """As they are logged by a trainer: each has its own mean and weight, beside an environment of that name."""
+
+    class Game:
+        def reset(self, **row):
+            pass
+
+        def get_reward(self):
+            return 0.125
+
+    def make(value, name):
+        def reward(prompts, **kwargs):
+            return [value] * len(prompts)
+
+        reward.__name__ = name
+        return reward
+
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2,
+        num_generations=2, max_completion_length=8, max_steps=1, save_strategy="no",
+    )  # fmt: skip
+    env = mt.MultiTurnToolEnv([], system_prompt=None, environment=Game)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1?"}]}] * 2)
+    funcs = [make(0.25, "same"), make(0.75, "same"), make(0.5, "Game")]
+    trainer = mt.MTGRPOEnvTrainer(random_model, env, [], funcs, outcome_reward_weights=[1.0, 2.0, 4.0], args=args,
+                                  train_dataset=rows)  # fmt: skip
+    assert trainer.reward_func_names == ["same", "same_2", "Game_2", "Game"]
+    trainer.train()
+    logged = next(row for row in trainer.state.log_history if "reward" in row)
+    means = {name: logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names}
+    assert means == {"same": 0.25, "same_2": 0.75, "Game_2": 0.5, "Game": 0.125}
+    assert logged["reward"] == 0.25 + 2 * 0.75 + 4 * 0.5 + 0.125

@@ -37,6 +37,30 @@ def train(folder, **keys):
     return list(read_rollouts(folder / "out"))
 
 
+def test_a_resumed_run_keeps_what_stood_there(tmp_path):
+    """The rollouts of before its stop stay; a new run in the same folder begins the log anew."""
+    arguments = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, log_rollouts=3)]
+    mt.main(arguments)
+    first = list(read_rollouts(tmp_path / "out"))
+    mt.main([*arguments, "--max_steps", "2", "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-1")])
+    both = list(read_rollouts(tmp_path / "out"))
+    assert both[:3] == first and [row["step"] for row in both] == [0, 0, 0, 1, 1, 1]
+    mt.main(arguments)
+    assert [row["step"] for row in read_rollouts(tmp_path / "out")] == [0, 0, 0]
+
+
+def test_an_answer_is_logged_as_it_is_in_the_data(tmp_path):
+    """Of several types, too; `rollout_features` reads them."""
+    answers = [{"value": "a", "aliases": ["b"]}, {"other": None}, [1, "x"], "text", 3, None]
+    row, *_ = train(tmp_path, log_rollouts=1)
+    folder = tmp_path / "out"
+    write_rollouts(folder / "rollouts.rank0.jsonl", [{**row, "answer": each} for each in answers], fresh=True)
+    assert [each["answer"] for each in read_rollouts(folder)] == answers
+    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
+    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
+    assert list(table["answer"]) == answers
+
+
 def test_the_columns_are_those_of_the_page(tmp_path):
     rows = train(tmp_path, log_rollout_tokens=True)
     named = [

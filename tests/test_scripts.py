@@ -170,6 +170,36 @@ ENVIRONMENT = Game
 """
 
 
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("changes", [{}, {"generation_kwargs": {"frequency_penalty": 0.25, "top_k": 5}}])
+def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, changes):
+    """Every parameter of the recipe reaches the server, `generation_kwargs` last. Training sends the same."""
+    script_args, args, model_args = ev.load_recipe(recipe)
+    for key, value in {**SAMPLING, **changes}.items():
+        setattr(args, key, value)
+    expected = {**SAMPLING, **changes.get("generation_kwargs", {})}
+    assert ev.sampling_params(args) == expected
+    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
+    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), []
+    generate = client.generate
+
+    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
+        sent.append(sampling_params)
+        return await generate(prompt_ids, max_tokens, sampling_params, index)
+
+    client.generate = noted
+    ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
+    assert sent and all({key: each[key] for key in expected} == expected for each in sent)
+    args.use_vllm, args.generation_kwargs = False, {**SAMPLING, **(args.generation_kwargs or {})}
+    trainer = mt.build_trainer(script_args, args, model_args)
+    assert {key: trainer._sampling_params[key] for key in expected} == {
+        **expected,
+        **changes.get("generation_kwargs", {}),
+    }
+
+
 def test_an_environment_is_evaluated(random_model, recipe, tmp_path):
     """It gets its row, its reward counts where it did not fail, and all are closed."""
     (tmp_path / "game.py").write_text(GAME)

@@ -240,6 +240,33 @@ def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, s
         assert torch.allclose(a, b, atol=1e-6), name
 
 
+def test_a_trainer_that_trains_again_begins_with_a_batch_of_its_own(random_model, tmp_path):
+    """Resumed inside a batch: that batch is rolled out again, and not the last one of the first training trained."""
+    trainer = make_trainer(
+        random_model, tmp_path, max_steps=3, per_device_train_batch_size=4, steps_per_generation=2,
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
+
+    class SavesInsideABatch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 1
+
+    trainer.add_callback(SavesInsideABatch())
+    rolled_out, generate = [], trainer._generate_and_score_completions
+
+    def noted(inputs):
+        rolled_out.append((trainer.state.global_step, [row["prompt"][0]["content"] for row in inputs]))
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = noted
+    trainer.train()
+    whole = list(rolled_out)
+    assert [step for step, _ in whole] == [0, 2] and whole[0][1] != whole[1][1]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [step for step, _ in rolled_out[2:]] == [1, 2]
+    assert [prompts for _, prompts in rolled_out[2:]] == [prompts for _, prompts in whole]
+
+
 @pytest.mark.parametrize("prompts", [4, 6], ids=["end of an epoch", "in an epoch"])
 def test_a_run_that_is_resumed_at_its_end_does_nothing_more(random_model, tmp_path, prompts):
     """As a job that is queued again. Two prompts a step."""

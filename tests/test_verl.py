@@ -219,6 +219,14 @@ def test_arguments_of_create_from_the_rows_columns(tmp_path):
     check_dataset(Dataset.from_list([{"prompt": prompt, "tool_selection": []}]), "train_dataset", env)
 
 
+@pytest.mark.parametrize("answer", ["1002", "2 of 501 are 1,002.\n#### 1,002", "7 #### of it\n#### 1002 "])
+def test_the_ground_truth_of_a_worked_solution_is_its_number(answer):
+    """GSM8K's rows as they are, and rows whose answer is the number, by the YAML of the recipes."""
+    env = build(tools_config_file=str(ROOT / "verl_tools/gsm8k.yaml"))()
+    (rollout,) = converse(env, [[call("calc_gsm8k_reward", answer="1002"), ANSWER]], [{"answer": answer}])
+    assert "1.0" in rollout.turns[0].observation and rollout.reward == 1.0
+
+
 def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
     counter(tmp_path, CREATED='"own", ToolResponse(text="It is 0.")')
     rewrite(tmp_path, "self.values[instance_id] = start", "self.values['own'] = start")
