@@ -115,11 +115,6 @@ def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, b
             yield re.sub("|".join(texts), " ", rendered), messages[-1] == result
 
 
-def find_control(text: str, tokenizer: PreTrainedTokenizerBase) -> re.Match | None:
-    """The match of the first control token or `</result>` in a text; None if there is none."""
-    return control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template)).search(text)
-
-
 def forbidden_in(
     origin: Origin, role: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int] = frozenset()
 ) -> re.Pattern | None:

@@ -10,6 +10,7 @@ import inspect
 import json
 import random
 import re
+import types
 import typing
 import uuid
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from typing_extensions import TypedDict
 
 from mt_grpo.formats import make_format
 from mt_grpo.hermes import tool_schema
+from mt_grpo.native import typed
 from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.tool_arguments import parameters_schema
 from mt_grpo.tools import as_tool, check_tool, describe_tools, read_call, signature_of
@@ -208,6 +210,37 @@ def test_a_docstring_of_another_style_is_shown_as_it_is():
     }  # fmt: skip
 
 
+def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
+    def find(city: str, day: str) -> str:
+        """Find things.
+
+        Args:
+            city: Where.
+
+        Raises:
+            ValueError: never.
+        """
+
+    function = tool_schema("find", find)["function"]
+    assert function["description"] == inspect.getdoc(find) and "Raises:" in function["description"]
+    assert function["parameters"]["properties"] == {"city": {"type": "string"}, "day": {"type": "string"}}
+
+
+class Book(pydantic.BaseModel):
+    title: str
+    default: int = 3
+
+
+def test_fields_that_are_called_as_words_of_a_schema_stay():
+    def order(book: Book) -> str:
+        """Orders."""
+
+    assert parameters_schema(order)["properties"]["book"] == {
+        "type": "object", "required": ["title"],
+        "properties": {"title": {"type": "string"}, "default": {"type": "integer", "default": 3}},
+    }  # fmt: skip
+
+
 def test_a_class_that_holds_itself_stays_a_definition():
     def plant(tree: Tree, second: Tree | None = None) -> Tree:
         """Plants."""
@@ -282,6 +315,59 @@ def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():
         assert "use `typing_extensions.TypedDict` instead" in str(error)
     else:
         assert parameters_schema(find)["properties"]["where"]["properties"] == {"x": {"type": "integer"}}
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "text, schema, value",
+    [
+        ("75001", {"type": "string"}, "75001"), ("75001", OPTIONAL, "75001"), ("75001", {"type": "integer"}, 75001),
+        ("75001", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "75001"),
+        ("75001", {"type": ["integer", "string"]}, "75001"), ("75001", {}, 75001), ("a b", {}, "a b"),
+        ("1", {"enum": ["1", "2"]}, "1"), ("1", {"enum": ["1", 1]}, "1"), ("1", {"enum": ["a", 1]}, 1),
+        ("3", {"enum": ["1", "2"]}, "3"), ("1", {"const": "1"}, "1"), ("null", OPTIONAL, None),
+        ("None", OPTIONAL, None), ("null", {"type": "string"}, "null"), ("null", {"enum": ["null", None]}, None),
+        ("null", {"type": "string", "nullable": True}, None), ('["a"]', {"type": ["string", "array"]}, ["a"]),
+        ('["a"]', {"type": "string"}, '["a"]'),
+        ('{"a": 1}', {"oneOf": [{"type": "string"}, {"type": "object"}]}, {"a": 1}),
+        ("True", {"type": "boolean"}, True), ("true", {"type": "string"}, "true"), ("3.0", {"type": "integer"}, 3.0),
+        ("x", {"type": "integer"}, "x"),
+    ],
+)  # fmt: skip
+def test_values_without_quotes(text, schema, value):
+    read = typed(text, schema)
+    assert read == value and type(read) is type(value)
+
+
+QWEN = "<tool_call>\n<function=find>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE), ("day", "5", 5),
+                                              ("day", "2026-01-02", datetime.date(2026, 1, 2))])  # fmt: skip
+def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
+    """An Enum of "1" and "2", arguments of any name, and of two things the one that the tool takes."""
+
+    def find(size: Size = Size.LARGE, day: int | datetime.date = 0, **rest: Size) -> str:
+        """Finds."""
+
+    (call,), _ = make_format("native", tokenizer_of("qwen3_5_think")).syntax.split(QWEN % (key, text), {"find": find})
+    arguments, mistake = read_call(call, {"find": find})
+    assert mistake is None and same_value(arguments, {key: value})
+
+
+def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
+    """As an agent sends it, whose tool runs elsewhere."""
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
+    tools = {"find": types.SimpleNamespace(json_schema={"name": "find", "parameters": parameters})}
+    syntax = make_format("native", tokenizer_of("qwen3_5_think")).syntax
+    for key, value in (("n", 75001), ("zip", "75001")):
+        assert syntax.split(QWEN % (key, "75001"), tools)[0] == [ToolCall("find", {key: value})]
 
 
 # --- values: what the schema allows is what the tool takes -----------------------------------------------------------
