@@ -107,7 +107,10 @@ def call_in_main_thread(func: Callable, arguments: dict[str, Any], timeout: floa
         with stops_pass(call), own_alarm(), no_running_loop():
             try:
                 call.begin()
-                return func(**arguments)
+                returned = func(**arguments)
+                if call.late:  # it caught the interruption, and gives what it gives for whatever fails
+                    raise OutOfTime
+                return returned
             finally:
                 call.end()
     except (Exception, KeyboardInterrupt):

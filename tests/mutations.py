@@ -515,6 +515,20 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_credit.py::test_numbers_that_count_by_hand",
     ),
     Mutation(
+        "an estimator without gradients uses nothing",
+        SCRIPT,
+        "masks[name] = ~x.isnan() & (not same)",
+        "pass",
+        "tests/test_credit.py::test_an_estimator_without_gradients_uses_what_changes_its_advantages",
+    ),
+    Mutation(
+        "an estimator of a fork that takes no gradients ends the run",
+        SCRIPT,
+        "with torch.enable_grad(), suppress(Exception):",
+        "with torch.enable_grad():",
+        "tests/test_credit.py::test_an_estimator_without_gradients_uses_what_changes_its_advantages",
+    ),
+    Mutation(
         "a group has signal where an advantage is trained by no token",
         "mt_grpo/run_log.py",
         'largest = (output["advantages"].abs() * loss_mask).amax(1)',
@@ -4983,6 +4997,13 @@ PLUGINS_AND_REWARDS = [
         "class OutOfTime(BaseException)",
         "class OutOfTime(Exception)",
         "tests/test_reward_calls.py::test_a_reward_that_hangs_ends_in_its_time_by_its_name",
+    ),
+    Mutation(
+        "what a reward returns that caught its interruption is trained",
+        "mt_grpo/reward_calls.py",
+        "                if call.late:",
+        "                if False:",
+        "tests/test_reward_calls.py::test_what_a_reward_returns_behind_its_limit_is_no_reward",
     ),
     Mutation(
         "a reward is interrupted once",
