@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,9 @@ from conftest import files_of_at_most
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from mt_grpo.checkpoints import checkpoint_damage, checkpoint_to_resume
+from mt_grpo.checkpoints import check_tensors, checkpoint_damage, checkpoint_to_resume
 from mt_grpo.output import output_lock
 from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.resume import train_or_save
@@ -637,6 +638,31 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):
         make_trainer(random_model, tmp_path, trainer=lora, max_steps=3).train(
             resume_from_checkpoint=str(tmp_path / "out/checkpoint-2")
         )
+
+
+def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_path):
+    """transformers saves each expert by itself, and resumes by the name of all of them: it would keep the base's."""
+    config = Qwen3MoeConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    tokenizer = {"processing_class": AutoTokenizer.from_pretrained(random_model)}
+    model = Qwen3MoeForCausalLM(config).float()
+    make_trainer(deepcopy(model), tmp_path, trainer=tokenizer, max_steps=2).train()
+    path = tmp_path / "out/checkpoint-2/model.safetensors"
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    tensors = load_file(path)
+    loaded, after_load = [], TrainerCallback()
+    after_load.on_train_begin = lambda args, state, control, model=None, **kwargs: loaded.append(
+        model.get_parameter("model.layers.0.mlp.experts.down_proj")[3].clone()
+    )
+    resumed = make_trainer(deepcopy(model), tmp_path, callbacks=[after_load], trainer=tokenizer, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(path.parent))
+    assert torch.equal(loaded[0], tensors[name])
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
+        check_tensors(path.parent, resumed.model)
 
 
 LARGE = """
