@@ -529,6 +529,13 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_credit.py::test_an_estimator_without_gradients_uses_what_changes_its_advantages",
     ),
     Mutation(
+        "an evaluation goes on with what one left that was broken off",
+        "mt_grpo/resume.py",
+        'self._metrics["eval"].clear()',
+        "pass",
+        "tests/test_batch.py::test_an_evaluation_that_was_broken_off_leaves_nothing",
+    ),
+    Mutation(
         "a group has signal where an advantage is trained by no token",
         "mt_grpo/run_log.py",
         'largest = (output["advantages"].abs() * loss_mask).amax(1)',
