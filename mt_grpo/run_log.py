@@ -252,7 +252,8 @@ class RewardUse:
         move = "move it to OUTCOME_REWARD_FUNCS, " if of_turns else ""
         return (
             f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
-            f"rewards is not trained. Choose another credit_assignment, {move}or set its weight to 0."
+            "rewards is not trained so. Where it stays so (credit/frac_rewards_unused; numbers that are compared with "
+            f"no other count, too), choose another credit_assignment, {move}or set its weight to 0."
         )
 
 

@@ -536,6 +536,13 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_batch.py::test_an_evaluation_that_was_broken_off_leaves_nothing",
     ),
     Mutation(
+        "rewards whose sum overflows are compared",
+        "mt_grpo/scoring.py",
+        "    if (sums > MOST).any():",
+        "    if False:",
+        "tests/test_credit.py::test_sums_that_float32_cannot_compare_end_the_run",
+    ),
+    Mutation(
         "a group has signal where an advantage is trained by no token",
         "mt_grpo/run_log.py",
         'largest = (output["advantages"].abs() * loss_mask).amax(1)',
@@ -562,6 +569,13 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "running = [future for future in rollout.given_up if not future.done()]",
         "running = []",
         "tests/test_environments.py::test_a_call_that_was_given_up_is_over_before_the_next_one_begins",
+    ),
+    Mutation(
+        "what a method gave up on a loop of its own is waited for",
+        "mt_grpo/tool_threads.py",
+        "context.run(GIVEN_UP.set, None)",
+        "pass",
+        "tests/test_environments.py::test_what_a_method_gives_up_itself_is_not_waited_for",
     ),
     Mutation(
         "the reward of an environment is asked for while a call still runs",

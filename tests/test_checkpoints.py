@@ -718,6 +718,14 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
 
 
+def test_weights_of_8_bits_are_no_obstacle():
+    """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are."""
+    layer = torch.nn.Linear(2, 2)
+    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    layer.bias.data[1] = float("inf")
+    assert weights_not_finite(layer) == ["bias"]
+
+
 def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):
     """An optimizer step made them so: no checkpoint, no trained model, and the message names what there is."""
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mt_grpo.ranks import RunError
+from mt_grpo.scoring import check_advantages
 from mt_grpo.tensors import NAN, nanstd
 from mt_grpo_trainer import (
     CREDIT_ASSIGNMENTS,
@@ -755,6 +757,16 @@ def test_an_estimator_that_random_numbers_make_raise_is_said_to_drop_nothing(mon
     monkeypatch.setitem(CREDIT_ASSIGNMENTS, "fork", of_zeros_and_ones)
     masks = numbers_that_count(table([1, 0], [[1, 0], [1]], turn=[[0.2, None], [0.4]]), "fork", 2, 1.0)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])
+def test_sums_that_float32_cannot_compare_end_the_run(coef, reward):
+    """Their squares are infinite, so a comparison gives 0 to all: rollouts without observation lose their rewards."""
+    rewards = table([1, 0], [[0, 0], [0, 0]], turn=[[reward, reward], [0, 0]])
+    with pytest.raises(RunError, match="Step 3: the rewards of a rollout add up to .*e.*Lower turn_advantage_coef"):
+        check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, coef, "group"), 3, coef)
+    rewards.turn /= 10
+    check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), 3, 1.0)
 
 
 # --- token advantages ------------------------------------------------------------------------------------------------
