@@ -133,11 +133,11 @@ def check_tensors(folder: Path, model: Any) -> None:
         for name, tensor in state.items():
             names.setdefault(f"{tensor.data_ptr()} {tuple(tensor.shape)}", []).append(name)
         names = {
-            place: [new for name in group for new in as_written(model, {name: state[name]})]
+            place: [new for name in group for new in as_saved(model, {name: state[name]})]
             for place, group in names.items()
             if len(group) > 1
         }
-        expected = as_written(model, state)
+        expected = as_saved(model, state)
     tied = {name: group for group in names.values() for name in group}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in expected.items():
@@ -153,7 +153,7 @@ def check_tensors(folder: Path, model: Any) -> None:
             )
 
 
-def as_written(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+def as_saved(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors without values, by the names and of the shapes with which transformers saves these tensors of a model.
 
     They are those of the model's publisher: the experts of a layer, which are one tensor here, are many there.
@@ -161,13 +161,13 @@ def as_written(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     return dict(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors.items()}))
 
 
-def load_as_written(folder: Path, model: Any) -> None:
+def load_as_saved(folder: Path, model: Any) -> None:
     """Load the weights of a checkpoint into a model that transformers saves under other names than the model's own.
 
     Resuming in transformers goes by the model's own names. It warns, and trains on with the layers of the base model.
     """
     state = {} if hasattr(model, "peft_config") else model.state_dict()
-    if set(as_written(model, state)) != set(state):
+    if set(as_saved(model, state)) != set(state):
         model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from mt_grpo.checkpoints import RUN_RECORD, check_tensors, checkpoint_damage, load_as_written, read_json
+from mt_grpo.checkpoints import RUN_RECORD, check_tensors, checkpoint_damage, load_as_saved, read_json
 from mt_grpo.disk_room import bytes_to_save, check_room
 from mt_grpo.nodes import apply_ddp_timeout, check_output_on_nodes, save_weights_on_each_node
 from mt_grpo.ranks import RunError
@@ -151,7 +151,7 @@ class SavingTrainer(GRPOTrainer):
         """`Trainer`'s, for models, too, whose weights are saved under other names."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self._is_sharded:
-            load_as_written(Path(resume_from_checkpoint), self.model)
+            load_as_saved(Path(resume_from_checkpoint), self.model)
 
     # -- numbers that are none --
 

@@ -640,7 +640,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "a model with experts is resumed with those of the base model",
         "mt_grpo/checkpoints.py",
-        "if set(as_written(model, state)) != set(state):",
+        "if set(as_saved(model, state)) != set(state):",
         "if False:",
         "tests/test_checkpoints.py::test_a_model_with_experts_goes_on_from_its_own_weights",
     ),
