@@ -4590,6 +4590,13 @@ OF_NODES = [
 
 DATA_ROWS = [
     Mutation(
+        "the least logprob of a turn is the largest",
+        "mt_grpo/log_rows.py",
+        '"min_logprob": min(logprobs, default=None)',
+        '"min_logprob": max(logprobs, default=None)',
+        "tests/test_rollout_log.py::test_logprobs_of_a_turn_are_summed_up_without_what_is_no_number",
+    ),
+    Mutation(
         "evaluation: samples of a problem are not side by side",
         "scripts/evaluate.py",
         "repeated = [row for row in rows for _ in range(k)]",
