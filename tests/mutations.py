@@ -4590,6 +4590,13 @@ OF_NODES = [
 
 DATA_ROWS = [
     Mutation(
+        "a rollout is cut off by two limits",
+        "mt_grpo/batch_facts.py",
+        " and all(r is not other for other in by_turn)]",
+        "]",
+        "tests/test_first_batch.py::test_a_rollout_is_cut_off_by_one_limit",
+    ),
+    Mutation(
         "the least logprob of a turn is the largest",
         "mt_grpo/log_rows.py",
         '"min_logprob": min(logprobs, default=None)',
