@@ -4723,6 +4723,20 @@ OF_NODES = [
 
 DATA_ROWS = [
     Mutation(
+        "a rollout is cut off by two limits",
+        "mt_grpo/batch_facts.py",
+        " and all(r is not other for other in by_turn)]",
+        "]",
+        "tests/test_first_batch.py::test_a_rollout_is_cut_off_by_one_limit",
+    ),
+    Mutation(
+        "the least logprob of a turn is the largest",
+        "mt_grpo/log_rows.py",
+        '"min_logprob": min(logprobs, default=None)',
+        '"min_logprob": max(logprobs, default=None)',
+        "tests/test_rollout_log.py::test_logprobs_of_a_turn_are_summed_up_without_what_is_no_number",
+    ),
+    Mutation(
         "evaluation: samples of a problem are not side by side",
         "scripts/evaluate.py",
         "repeated = [row for row in rows for _ in range(k)]",
