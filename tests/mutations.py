@@ -5307,13 +5307,6 @@ PLUGINS_AND_REWARDS = [
         "tests/test_verl.py::test_the_life_of_a_tool_and_the_rows_arguments",
     ),
     Mutation(
-        "verl: turn_scores are not kept",
-        "mt_grpo/adapters/verl_environment.py",
-        "            self.agent_data.turn_scores.append(score)\n",
-        "            pass\n",
-        "tests/test_verl.py::test_the_gsm8k_interaction_with_its_yaml",
-    ),
-    Mutation(
         "verl: an interaction's name is not in its config",
         "mt_grpo/adapters/verl_config.py",
         'cls({**(entry.get("config") or {}), "name": name})',
@@ -5333,20 +5326,6 @@ PLUGINS_AND_REWARDS = [
         "return sum(self.outcome_rewards.values()) if",
         "return max(self.outcome_rewards.values()) if",
         "tests/test_verl.py::test_tools_go_before_the_interaction",
-    ),
-    Mutation(
-        "verl: a search asks for three passages always",
-        "mt_grpo/adapters/verl_builtin.py",
-        'asked["topk"] = self.config.get("topk", 3)',
-        'asked["topk"] = 3',
-        "tests/test_verl.py::test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_says",
-    ),
-    Mutation(
-        "verl: a search does not bound its requests",
-        "mt_grpo/adapters/verl_builtin.py",
-        'asyncio.Semaphore(config.get("rate_limit", 120))',
-        "asyncio.Semaphore(120)",
-        "tests/test_verl.py::test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_says",
     ),
     Mutation(
         "gym: floats have three digits",
