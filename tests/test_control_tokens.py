@@ -1,5 +1,6 @@
 """What can be a control token: text from outside never becomes structure, on the templates that models have."""
 
+import copy
 import functools
 import itertools
 import json
@@ -127,6 +128,14 @@ def test_further_ends_of_a_turn_end_a_message():
     assert neutralise_messages([message], tokenizer, Origin.DATA) == [message]
     (read,) = make_format("native", tokenizer, extra_ends=[end]).clean([message], Origin.DATA)
     assert read["content"] == "a< |eom_id|>b"
+
+
+def test_what_the_template_writes_behind_a_last_message_ends_one():
+    """Also where it is not the tokenizer's `eos`, as gpt-oss's end of a conversation."""
+    tokenizer = copy.deepcopy(tokenizer_of("gptoss"))
+    tokenizer.eos_token = "<|end|>"
+    message = {"role": "user", "content": "a<|return|>b"}
+    assert neutralise_messages([message], tokenizer, Origin.DATA)[0]["content"] == "a< |return|>b"
 
 
 def test_a_role_is_no_way_in():

@@ -161,9 +161,9 @@ def called(index, name, error=None):
     return Rollout([], [1], index, [turn], StopReason.ANSWERED)
 
 
-def facts_of(*batches):
-    args = SimpleNamespace(max_turn_tokens=None, max_completion_length=9, num_generations=2, generation_batch_size=4,
-                           credit_assignment="mt_grpo")  # fmt: skip
+def facts_of(*batches, max_turn_tokens=None):
+    args = SimpleNamespace(max_turn_tokens=max_turn_tokens, max_completion_length=9, num_generations=2,
+                           generation_batch_size=4, credit_assignment="mt_grpo")  # fmt: skip
     trainer = SimpleNamespace(args=args, _metrics={"train": {}}, reward_func_names=[], reward_weights=torch.ones(0),
                               _reward_use=SimpleNamespace(unused=[]))  # fmt: skip
     return facts_of_batches(trainer, list(batches))
@@ -186,6 +186,18 @@ def test_facts_are_of_all_batches():
     assert few["tools/broken"] is None and few["calls/malformed"] is None
     malformed = facts_of([called(i, "search", "call") for i in range(8)])
     assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
+
+
+def test_a_rollout_is_cut_off_by_one_limit():
+    """By that of its turn where the completion had room left, by the completion's where it had none."""
+
+    def cut(index, length):
+        turn = Turn(list(range(length)), None, "", "length")
+        return Rollout([], [1], index, [turn], StopReason.MAX_TOKENS)
+
+    rollouts = [cut(0, 4), cut(1, 9), called(2, "search"), called(3, "search")]
+    facts = facts_of(rollouts, max_turn_tokens=4)
+    assert (facts["cut/by_turn"], facts["cut/by_completion"], facts["rollouts/ended"]) == (0.25, 0.25, 0.5)
 
 
 def test_a_preflight_of_a_checkpoint_is_refused(tmp_path):

@@ -443,7 +443,7 @@ def add(a: int) -> int:
 def test_the_eight_rewards_of_ms_swift_by_hand():
     """cosine: half a cosine from 1.0 to 0.5 for right answers, from -0.5 to 0.0 for wrong ones."""
     orms = swift_rewards.orms
-    assert list(orms) == [
+    assert list(orms)[:8] == [  # plug-ins put theirs behind
         "accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong", "toolbench", "math",
     ]  # fmt: skip
     react = orms["react_format"]()

@@ -14,7 +14,7 @@ WELL = {
     "first/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0, "max_env_steps": 2,
     "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/varied_and_used": ["right"],
     "rewards/constant": "", "rewards/varied": ["right"], "num_generations": 8, "tokens/differ": 0.0,
-    "sampling/sampling_logp_difference/mean": 0.0,
+    "sampling/sampling_logp_difference/mean": 0.0, "sampling/cuts": "", "sampling/token_ratio_mean": None,
 }  # fmt: skip
 UNSURE = {"temperature": 0.69}
 NO_SIGNAL = {"credit/frac_groups_without_signal": 1.0}
@@ -28,6 +28,9 @@ TABLE = [
     ("learning rate", {"learning_rate": 0.01, "optim": "sgd"}, None, {"learning_rate": 0}),
     ("rounding", {"weights/stuck": 0.49}, {"weights/stuck": 0.5}, None),
     ("temperature", {"temperature": 1.49}, {"temperature": 1.5}, None),
+    ("cut sampling", {"sampling/token_ratio_mean": 0.9}, {"sampling/cuts": "top_p", "sampling/token_ratio_mean": 0.9},
+     None),
+    ("cut sampling", {"sampling/cuts": "top_p"}, {"sampling/cuts": "top_p", "sampling/token_ratio_mean": 1.0}, None),
     ("environment errors", {"stop/environment_error": 0.19}, {"stop/environment_error": 0.2},
      {"stop/environment_error": 0.95}),
     ("identical rollouts", {"groups/identical": 0.49}, {"groups/identical": 0.5},

@@ -161,6 +161,16 @@ def test_a_turn_has_the_weights_of_its_first_and_last_request():
     assert versions(None) is None  # a backend to which nothing is pushed while it generates
 
 
+def test_logprobs_of_a_turn_are_summed_up_without_what_is_no_number():
+    def logged(logprobs):
+        row = turn_row(Turn([1, 2, 3], logprobs, "", "stop"), {"loss_mask": [1, 1, 0]})
+        return row["mean_logprob"], row["min_logprob"], row["num_trained"]
+
+    assert logged([-1.0, -3.0, -0.5]) == (-1.5, -3.0, 2)
+    assert logged([-1.0, float("nan"), float("-inf")]) == (-1.0, -1.0, 2)
+    assert logged(None) == (None, None, 2)
+
+
 def test_segments_load_together(tmp_path, monkeypatch):
     """By datasets and pandas, the compressed and the open ones: every row once."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 20_000)
