@@ -645,6 +645,13 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_checkpoints.py::test_a_model_with_experts_goes_on_from_its_own_weights",
     ),
     Mutation(
+        "servers: nobody says which ids the model has",
+        "mt_grpo/preflight.py",
+        'client.vocab_size = getattr(ours, "vocab_size", None)',
+        "pass",
+        "tests/test_server.py::test_a_fitting_server_is_accepted",
+    ),
+    Mutation(
         "rewards that overflow are compared",
         "mt_grpo/scoring.py",
         "if (x.nan_to_num(0.0).abs() > MOST).any():",
