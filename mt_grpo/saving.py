@@ -63,6 +63,7 @@ class SavingTrainer(GRPOTrainer):
     A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`.
     """
 
+    FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
     SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model; seconds between them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
@@ -72,6 +73,7 @@ class SavingTrainer(GRPOTrainer):
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal: int | None = None
+        self._num_skipped = 0  # steps in a row whose gradient was not finite
         if config := kwargs.get("args"):  # before weights are loaded
             apply_ddp_timeout(config.ddp_timeout)
             check_output_on_nodes(config.output_dir, config.save_on_each_node)
@@ -159,19 +161,21 @@ class SavingTrainer(GRPOTrainer):
         """`Trainer`'s, which is asked for before each optimizer step. Raises `NotFinite` on all ranks.
 
         INVARIANT: no optimizer step is taken with a gradient that is not finite: one such step leaves no weight that
-        is a number. With fp16 the scaler of the gradients skips these steps. DeepSpeed takes its step within the
+        is a number. With fp16 the scaler of the gradients skips these steps, and halves its scale each time: what is
+        not finite `FP16_SKIPS` times in a row will never be. DeepSpeed takes its step within the
         backward pass, before this is asked for: there `_check_weights` keeps such weights out of checkpoints.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if grad_norm is not None and not self.args.fp16 and not math.isfinite(float(grad_norm)):
+        finite = grad_norm is None or math.isfinite(float(grad_norm))
+        self._num_skipped = 0 if finite else self._num_skipped + 1
+        if not finite and (not self.args.fp16 or self._num_skipped >= self.FP16_SKIPS):
             step = self.state.global_step
             taken = "no step is taken with it, and the weights are as before"
             if self.is_deepspeed_enabled:
                 taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
                 f"Step {step}: the norm of the gradient is {float(grad_norm)}: {taken}. Look at the rollouts of step "
-                f"{step} in {self.args.output_dir} (rewards, "
-                "advantages, logprobs); lower learning_rate, turn_advantage_coef or the weights of rewards."
+                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs); lower learning_rate, turn_advantage_coef or the weights of rewards."
             )
         return grad_norm
 

@@ -508,7 +508,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_environments.py::test_what_is_observed_of_a_turn",
     ),
     Mutation(
-        "numbers that move nothing are asked with the scaling, which makes all of them count",
+        "which numbers move nothing is asked of another estimator",
         SCRIPT,
         'turn_advantages(table, credit_assignment, group_size, coef, "none", discount)',
         'turn_advantages(table, "merged", group_size, coef, "none", discount)',
@@ -622,9 +622,16 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "an optimizer step is taken with a gradient that is not finite",
         "mt_grpo/saving.py",
-        "not self.args.fp16 and not math.isfinite(float(grad_norm))",
-        "not self.args.fp16 and math.isnan(0.0)",
+        "finite = grad_norm is None or math.isfinite(float(grad_norm))",
+        "finite = True",
         "tests/test_checkpoints.py::test_a_gradient_that_is_not_finite_takes_no_step",
+    ),
+    Mutation(
+        "fp16 skips steps for ever",
+        "mt_grpo/saving.py",
+        "self._num_skipped >= self.FP16_SKIPS",
+        "False",
+        "tests/test_checkpoints.py::test_fp16_skips_steps_and_not_for_ever",
     ),
     Mutation(
         "a checkpoint holds weights that are not finite",

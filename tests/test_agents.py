@@ -16,6 +16,7 @@ import httpx
 import numpy
 import openai
 import pytest
+import torch
 import warm_python
 from processes import alive, ends
 from transformers import AutoTokenizer
@@ -32,6 +33,8 @@ from mt_grpo.event_loop import start_in_background
 from mt_grpo.log_rows import turn_rows
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.scoring import turn_flags
+from mt_grpo.tensors import NAN, pad_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
@@ -2209,3 +2212,67 @@ def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_p
     logged = trainer.state.log_history[0]
     assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
     assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None
+
+
+def credit(*rollouts):
+    """The advantages of a group's turns by `mt_grpo`, coefficient 1, outcomes all 0, scaled by nothing."""
+    num_turns = max(len(rollout.turns) for rollout in rollouts)
+    observed, sampled = turn_flags(list(rollouts), num_turns)
+    given = [[NAN if turn.reward is None else turn.reward for turn in rollout.turns] for rollout in rollouts]
+    count = len(rollouts)
+    table = mt.RewardTable(
+        outcome=torch.zeros(count), rollout_turn=torch.full((count,), NAN), turn=pad_rows(given, num_turns, NAN),
+        observed=observed, sampled=sampled, state=torch.zeros(count, num_turns, dtype=torch.long),
+    )  # fmt: skip
+    advantages = mt.turn_advantages(table, "mt_grpo", count, 1.0, "none")
+    return [pytest.approx(row[: len(rollout.turns)].tolist(), abs=1e-6) for row, rollout in zip(advantages, rollouts)]
+
+
+def with_a_planner(reward):
+    async def agent(row, client):
+        await ask(client, [{"role": "system", "content": "Plan."}, user("What?")], tool_choice="none")
+        client.reward(reward)  # of a conversation that nothing goes on from
+        messages = [user("What?")]
+        messages.append(await ask(client, messages, tools=[ADD]))
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
+        await ask(client, messages, tools=[ADD])
+
+    return agent, ("a plan", CALL, "7")
+
+
+def with_a_clock(reward):
+    async def agent(row, client):
+        messages = [user("What?")]
+        for minute in range(2):
+            clock = {"role": "system", "content": f"It is 12:0{minute}."}  # so each turn begins a record of its own
+            messages.append(await ask(client, [clock, *messages], tools=[ADD]))
+            client.reward(reward if minute == 0 else 0.5)
+            if minute == 0:
+                call = messages[-1]["tool_calls"][0]["id"]
+                messages.append({"role": "tool", "tool_call_id": call, "content": "7"})
+
+    return agent, (CALL, "7")
+
+
+def without_tools_at_the_end(reward):
+    async def agent(row, client):
+        messages = [user("What?")]
+        messages.append(await ask(client, messages, tools=[ADD]))
+        client.reward(reward)
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
+        await ask(client, messages)  # other tools: another prompt, and a record of its own
+
+    return agent, (CALL, "7")
+
+
+@pytest.mark.parametrize("kind", [with_a_planner, with_a_clock, without_tools_at_the_end])
+def test_a_turn_behind_which_nothing_is_read_in_its_record_gets_its_credit(kind):
+    """Rewards of 1.5, 0.5 and 0.25 for turn 0, mean 0.75; what is given to a later turn is equal."""
+    rollouts = []
+    for reward in (1.5, 0.5, 0.25):
+        agent, turns = kind(reward)
+        rollout, _ = run(agent, *turns)
+        assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.records) > 1
+        rollouts.append(rollout)
+    later = [0.0] * (len(rollouts[0].turns) - 1)
+    assert credit(*rollouts) == [[0.75, *later], [-0.25, *later], [-0.5, *later]]

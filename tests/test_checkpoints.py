@@ -28,7 +28,7 @@ from mt_grpo.plugins import load_rewards, load_tools
 from mt_grpo.resume import train_or_save
 from mt_grpo.rollout_log import write_rows
 from mt_grpo.run_record import changed_settings
-from mt_grpo.saving import SaveError, weights_not_finite
+from mt_grpo.saving import NotFinite, SaveError, weights_not_finite
 from mt_grpo.server_errors import ServerLost
 from mt_grpo.server_pool import ServerPool
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
@@ -724,6 +724,18 @@ def test_weights_of_8_bits_are_no_obstacle():
     layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     layer.bias.data[1] = float("inf")
     assert weights_not_finite(layer) == ["bias"]
+
+
+def test_fp16_skips_steps_and_not_for_ever(random_model, tmp_path, monkeypatch):
+    """Its scaler skips a step whose scaled gradient overflows, and finds a scale; without end it is no scale."""
+    trainer = make_trainer(random_model, tmp_path)
+    trainer.args.fp16, trainer.FP16_SKIPS = True, 3
+    norms = iter([1.0, *[float("inf")] * 2, 0.5, *[float("nan")] * 3])
+    monkeypatch.setattr(Trainer, "_get_grad_norm", lambda self, model, grad_norm=None: next(norms))
+    for _ in range(6):
+        trainer._get_grad_norm(trainer.model)
+    with pytest.raises(NotFinite, match="the norm of the gradient is nan"):
+        trainer._get_grad_norm(trainer.model)
 
 
 def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):
