@@ -175,7 +175,8 @@ class SavingTrainer(GRPOTrainer):
                 taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
                 f"Step {step}: the norm of the gradient is {float(grad_norm)}: {taken}. Look at the rollouts of step "
-                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs); lower learning_rate, turn_advantage_coef or the weights of rewards."
+                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower learning_rate, "
+                "turn_advantage_coef or the weights of rewards."
             )
         return grad_norm
 

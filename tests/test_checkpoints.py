@@ -20,7 +20,7 @@ from conftest import files_of_at_most
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
 from mt_grpo.checkpoints import check_tensors, checkpoint_damage, checkpoint_to_resume
 from mt_grpo.output import output_lock
