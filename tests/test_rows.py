@@ -210,6 +210,14 @@ SOLUTION = "She earns 18 * 100 dollars.\n#### 1,800"
 TRIVIA = {"value": "Seine", "aliases": ["Seine", "River Seine"], "type": "WikipediaEntity"}
 
 
+def test_empty_lines_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + "".join(f'{{"prompt": "{i}"}}\n\n' for i in range(3)))
+    for size in (1, 2, 3, None):
+        rows = load_rows(str(path), "train", size)
+        assert [row["prompt"][0]["content"] for row in rows] == ["0", "1", "2"][:size]
+
+
 def test_an_answer_is_the_datas_own(tmp_path):
     """In every form: a worked solution, an answer with aliases, what a benchmark calls one, a number, a list."""
     answers = [SOLUTION, TRIVIA, {"text": "2"}, {"value": None}, 2, [1, "x"], False, {"value": "a", "aliases": [{}]}]
@@ -298,7 +306,7 @@ def test_a_picture_is_an_image(tmp_path):
         check_dataset(table, "train_dataset")
 
 
-@pytest.mark.parametrize("empty", [None, []])
+@pytest.mark.parametrize("empty", [None, [], ""])
 def test_columns_without_an_image_are_of_no_harm(random_model, tmp_path, empty):
     """ms-swift's and verl's texts have them. TRL would take None for an image."""
     key = "image" if empty is None else "images"
