@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import inspect
 import json
 import random
@@ -287,6 +288,23 @@ def test_signatures_have_no_quotes():
             return ""
 
     assert str(signature_of(as_tool(Described()))) == "(a: str, b: int = ...) -> str"
+
+
+@pytest.mark.parametrize("returns", ["Nowhere", None])
+def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
+    """`run` may name a type that only type checkers know, or be a partial, which has no hints."""
+
+    def run(self, **arguments) -> Nowhere:  # noqa: F821
+        return 1
+
+    properties = {"x": {"type": "integer", "title": "Other", "description": "A number."}, "y": True}
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    schema = {"name": "add", "description": "Adds.", "parameters": parameters}
+    runs = run if returns else functools.partial(lambda **arguments: 1)
+    tool = as_tool(type("Described", (), {"name": "add", "schema": schema, "run": runs})())
+    check_tool(tool)
+    signature = "add(x: int, y: Any = ...)" + (" -> Nowhere" if returns else "")
+    assert describe_tools({"add": tool}) == signature + "\nAdds.\n\nArgs:\n    x: A number."
 
 
 def test_null_where_the_default_is_none():
