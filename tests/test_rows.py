@@ -26,14 +26,20 @@ def written(path, rows):
 
 
 class Keeps:
-    """Keeps what `reset` got, as text: later changes of the row are not seen."""
+    """Keeps what `reset` got, as text, and takes all out of the row: no reward and no other rollout may see that."""
 
     got: list = []
 
     def reset(self, **row):
         Keeps.got.append(json.dumps(row))
-        if not row.get("prompt"):
-            return [{"role": "user", "content": f"Row {row['id']}."}]
+        said = None if row.get("prompt") else [{"role": "user", "content": f"Row {row['id']}."}]
+        for value in row.values():
+            for part in value if isinstance(value, list) else []:
+                if isinstance(part, (dict, list)):
+                    part.clear()
+            if isinstance(value, (dict, list)):
+                value.clear()
+        return said
 
     def get_reward(self) -> float:
         return len(Keeps.got) % 3 / 3
@@ -187,6 +193,16 @@ def test_a_row_is_given_anew_each_time(tmp_path):
     data[0]["files"]["a"].append("changed")
     data[0]["prompt"].clear()
     assert data[0] == {"prompt": [{"role": "user", "content": "?"}], "files": {"a": []}}
+
+
+def test_an_environment_changes_no_row_but_its_own(random_model):
+    """As `evaluate` begins samples of one problem, which are of the same row."""
+    row = {"prompt": "?", "board": {"stones": [1, 2]}}
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    env = MultiTurnToolEnv([], None, environment=Keeps, tool_format="xml", tokenizer=tokenizer)
+    first, second = env.start([row["prompt"]] * 2, rows=[row, row])
+    first.row["board"]["stones"].pop()
+    assert second.row == row == {"prompt": "?", "board": {"stones": [1, 2]}}
 
 
 def test_rows_are_chosen_as_from_a_data_set(tmp_path):
