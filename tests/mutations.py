@@ -5876,6 +5876,34 @@ DETAILS = [
         "[gold]",
         "tests/test_rewards.py::test_of_a_worked_solution_what_follows_the_mark_counts",
     ),
+    Mutation(
+        "verl: a right answer that is given again is no worse than the first one",
+        "mt_grpo/adapters/verl_builtin.py",
+        '0.0 if reward > state["reward"] else -0.05',
+        '0.0 if reward >= state["reward"] else -0.05',
+        "tests/test_verl.py::test_the_gsm8k_tool_keeps_verls_state_for_subclasses",
+    ),
+    Mutation(
+        "verl: an answer with its mark gets a second one",
+        "mt_grpo/adapters/verl_builtin.py",
+        "answer if answer.startswith(mark) else mark + answer",
+        "mark + answer",
+        "tests/test_verl.py::test_the_gsm8k_tool_keeps_verls_state_for_subclasses",
+    ),
+    Mutation(
+        "verl: the first result of a tool is kept as the last",
+        "mt_grpo/adapters/verl_builtin.py",
+        "results[-1] if results else NO_CALL",
+        "results[0] if results else NO_CALL",
+        "tests/test_verl.py::test_the_weather_interaction_ends_after_one_turn",
+    ),
+    Mutation(
+        "verl: ten answers are too many",
+        "mt_grpo/adapters/verl_scores.py",
+        "> MAX_ANSWER_TAGS",
+        ">= MAX_ANSWER_TAGS",
+        "tests/test_verl.py::test_scores_of_searches_by_hand",
+    ),
 ]
 
 MUTATIONS = [
