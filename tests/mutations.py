@@ -5904,6 +5904,41 @@ DETAILS = [
         ">= MAX_ANSWER_TAGS",
         "tests/test_verl.py::test_scores_of_searches_by_hand",
     ),
+    Mutation(
+        "plug-ins: what is imported where a try went well is not looked at",
+        "mt_grpo/adapters/plugin_imports.py",
+        "parts = [*node.handlers, *node.orelse, *node.finalbody]",
+        "parts = node.handlers",
+        "tests/test_ms_swift_plugins.py::test_all_imports_of_a_file_are_found_but_for_those_that_it_tries",
+    ),
+    Mutation(
+        "verl: a right answer of Geometry3K counts whole beside its form",
+        "mt_grpo/adapters/verl_scores.py",
+        "(1.0 - format_score) * right",
+        "right",
+        "tests/test_verl.py::test_scores_of_geometry_are_weighted_by_hand",
+    ),
+    Mutation(
+        "data: the shortest prompts are looked at for the longest one",
+        "mt_grpo/preflight.py",
+        "heapq.nlargest(32, rows",
+        "heapq.nsmallest(32, rows",
+        "tests/test_rows.py::test_the_longest_prompt_is_looked_for_in_all_rows",
+    ),
+    Mutation(
+        "agents: a word of the question tells of an answer",
+        "mt_grpo/adapters/chains.py",
+        "return told and not known",
+        "return told",
+        "tests/test_agents.py::test_what_a_request_had_read_before_tells_of_no_answer",
+    ),
+    Mutation(
+        "agents: a developer is another role than the system",
+        "mt_grpo/adapters/chains.py",
+        'role = "system" if role == "developer" else role',
+        "pass",
+        "tests/test_agents.py::test_a_developer_says_what_a_system_says",
+    ),
 ]
 
 MUTATIONS = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,7 @@ from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
 from mt_grpo.adapters.agent_programs import FunctionAgent
 from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.adapters.chains import Completion, keys_of
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.adapters.responses_api import read_items
 from mt_grpo.event_loop import start_in_background
@@ -2209,3 +2211,26 @@ def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_p
     logged = trainer.state.log_history[0]
     assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
     assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None
+
+
+def test_a_developer_says_what_a_system_says():
+    """Clients of newer APIs name the role otherwise in a later request, and go on from the same conversation."""
+    system, developer, user = (
+        keys_of([{"role": role, "content": "Be brief."}], ("", "")) for role in ("system", "developer", "user")
+    )
+    assert system == developer != user
+
+
+def test_what_a_request_had_read_before_tells_of_no_answer():
+    """A word of the question, which the answer repeats, is in each later request as well."""
+    request = types.SimpleNamespace(messages=[{"role": "user", "content": "Yes or no?"}])
+    answer = types.SimpleNamespace(tool_calls=[], content="Yes")
+    asked = types.SimpleNamespace(request=request, answer=answer, keys=[("assistant", "Yes", ())])
+
+    def is_told(text):
+        messages = [{"role": "user", "content": text}]
+        return Completion.is_told_in(asked, messages, keys_of(messages, ("", "")))
+
+    assert not is_told("Yes or no?")
+    answer.content = "Perhaps"
+    assert is_told("It said: Perhaps.") and not is_told("Perhapses") and not is_told("Yes or no?")

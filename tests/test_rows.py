@@ -205,6 +205,15 @@ def test_an_environment_changes_no_row_but_its_own(random_model):
     assert second.row == row == {"prompt": "?", "board": {"stones": [1, 2]}}
 
 
+def test_the_longest_prompt_is_looked_for_in_all_rows(random_model):
+    """Only the prompts of most characters are tokenized: it is among them wherever it stands."""
+    rows = [{"prompt": [{"role": "user", "content": "?" * (99 if i == 40 else 1)}]} for i in range(80)]
+    env = MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
+    longest = longest_prompt(env, Rows(rows))
+    assert longest == len(env.prompt_ids(rows[40]["prompt"], env.tokenizer))
+    assert longest > len(env.prompt_ids(rows[0]["prompt"], env.tokenizer))
+
+
 def test_rows_are_chosen_as_from_a_data_set(tmp_path):
     rows = [{"prompt": str(i), **({"n": i} if i % 2 else {})} for i in range(6)]
     data = load_rows(written(tmp_path / "rows.jsonl", rows), "train", size=5)
