@@ -45,7 +45,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -817,7 +817,8 @@ def numbers_that_count(
 
     The estimator itself is asked, by the gradients of its advantages, so a new one has nothing to declare. It is asked
     at random numbers in the places of those that were given, without scaling: that two numbers happen to be equal, or
-    that a group of two has no more than a sign, does not count.
+    that a group of two has no more than a sign, does not count. Where no number of a kind has a gradient (ranks,
+    `.item()`), all of them count if others give other advantages. Of an estimator that raises here all count.
 
     >>> masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
     >>> masks["turn"]  # A's 0.6 is alone at its turn
@@ -829,22 +830,31 @@ def numbers_that_count(
     generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64).where(~x.isnan(), NAN)
+
+    def advantages_of(numbers: dict[str, torch.Tensor]) -> torch.Tensor:
+        facts = {name: getattr(rewards, name).cpu().clone() for name in ("observed", "sampled", "state")}
+        table = dataclasses.replace(rewards, **{name: x.clone() for name, x in numbers.items()}, **facts)
+        advantages = turn_advantages(table, credit_assignment, group_size, coef, "none", discount)
+        return advantages.where(rewards.sampled.cpu(), 0.0)
 
     names = ("outcome", "rollout_turn", "turn")
-    with torch.enable_grad():
-        given = {name: getattr(rewards, name).cpu() for name in names}
-        asked = {name: drawn(x).where(~x.isnan(), NAN).requires_grad_() for name, x in given.items()}
-        facts = {name: getattr(rewards, name).cpu() for name in ("observed", "sampled", "state")}
-        table = dataclasses.replace(rewards, **asked, **facts)
-        advantages = turn_advantages(table, credit_assignment, group_size, coef, "none", discount)
-        probe = (advantages * drawn(advantages) * facts["sampled"]).sum()  # a random sum, in which nothing cancels
-        moves = (
-            torch.autograd.grad(probe, list(asked.values()), allow_unused=True) if probe.requires_grad else [None] * 3
-        )
-    masks = [torch.zeros_like(x, dtype=torch.bool) if move is None else move.abs() > 1e-12
-             for x, move in zip(asked.values(), moves)]  # fmt: skip
-    return {name: mask.to(rewards.outcome.device) for name, mask in zip(names, masks)}
+    asked, moves = {name: drawn(getattr(rewards, name).cpu()) for name in names}, [None] * 3
+    with torch.enable_grad(), suppress(Exception):  # a fork's may take no float64, or no gradients
+        advantages = advantages_of({name: x.requires_grad_() for name, x in asked.items()})
+        probe = (advantages * drawn(advantages.detach())).sum()  # a random sum, in which nothing cancels
+        if probe.requires_grad:
+            moves = torch.autograd.grad(probe, list(asked.values()), allow_unused=True)
+    numbers, masks = {name: x.detach().float() for name, x in asked.items()}, {}
+    for (name, x), move in zip(numbers.items(), moves):
+        masks[name] = torch.zeros_like(x, dtype=torch.bool) if move is None else move.abs() > 1e-12
+        if masks[name].any() or x.isnan().all():
+            continue
+        same = False  # also where it raises: it does so again where it is used, or takes the rewards as they are
+        with suppress(Exception):
+            same = torch.equal(*(advantages_of(numbers | {name: y}).nan_to_num() for y in (x, drawn(x).float())))
+        masks[name] = ~x.isnan() & (not same)
+    return {name: mask.to(rewards.outcome.device) for name, mask in masks.items()}
 
 
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:

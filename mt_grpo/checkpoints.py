@@ -11,6 +11,7 @@ from typing import Any
 
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
 
 from mt_grpo.settings import absolute
 
@@ -128,10 +129,15 @@ def check_tensors(folder: Path, model: Any) -> None:
         names: dict[str, list[str]] = {}
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
     else:
-        expected = model.state_dict()
-        names = {}  # by the place in memory: those of tied weights
-        for name, tensor in expected.items():
+        names, state = {}, model.state_dict()  # names by the place in memory: those of tied weights
+        for name, tensor in state.items():
             names.setdefault(f"{tensor.data_ptr()} {tuple(tensor.shape)}", []).append(name)
+        names = {
+            place: [new for name in group for new in as_saved(model, {name: state[name]})]
+            for place, group in names.items()
+            if len(group) > 1
+        }
+        expected = as_saved(model, state)
     tied = {name: group for group in names.values() for name in group}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     for name, tensor in expected.items():
@@ -145,6 +151,24 @@ def check_tensors(folder: Path, model: Any) -> None:
                 "model that is trained. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
                 "settings of this one."
             )
+
+
+def as_saved(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors without values, by the names and of the shapes with which transformers saves these tensors of a model.
+
+    They are those of the model's publisher: the experts of a layer, which are one tensor here, are many there.
+    """
+    return dict(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors.items()}))
+
+
+def load_as_saved(folder: Path, model: Any) -> None:
+    """Load the weights of a checkpoint into a model that transformers saves under other names than the model's own.
+
+    Resuming in transformers goes by the model's own names. It warns, and trains on with the layers of the base model.
+    """
+    state = {} if hasattr(model, "peft_config") else model.state_dict()
+    if set(as_saved(model, state)) != set(state):
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
 
 
 def read_json(path: Path) -> dict | None:

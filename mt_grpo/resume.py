@@ -186,6 +186,7 @@ class ResumableTrainer(SavingTrainer):
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that restores the random number generators, so that it does not change training."""
         before = get_rng_state()
+        self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
         finally:

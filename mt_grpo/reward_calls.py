@@ -25,6 +25,7 @@ from mt_grpo.tool_threads import ToolTimeout
 
 logger = logging.getLogger(__name__)
 GRACE = 30.0  # seconds between the limit and the end of the process
+LONGEST = 1e9  # seconds that both a lock and faulthandler can wait
 AGAIN = 1.0  # between two interruptions: a `with ThreadPoolExecutor()` goes on waiting behind the first
 # A signal of nobody's: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -49,7 +50,7 @@ class RewardCall:
     current: RewardCall | None = None
 
     def __init__(self, name: str, timeout: float):
-        self.name, self.timeout = name, timeout
+        self.name, self.timeout = name, min(timeout, LONGEST)
         self.runs, self.late, self.stop = True, False, None
         self._over = threading.Event()
 
@@ -107,7 +108,10 @@ def call_in_main_thread(func: Callable, arguments: dict[str, Any], timeout: floa
         with stops_pass(call), own_alarm(), no_running_loop():
             try:
                 call.begin()
-                return func(**arguments)
+                returned = func(**arguments)
+                if call.late:  # it caught the interruption, and gives what it gives for whatever fails
+                    raise OutOfTime
+                return returned
             finally:
                 call.end()
     except (Exception, KeyboardInterrupt):

@@ -96,7 +96,7 @@ class EvaluationMetrics:
             rewards: What the functions gave, (N, F).
             total: The number of rollouts of the whole evaluation; None if it is not known.
         """
-        if len(metrics["reward"]) == 1:  # the first batch of an evaluation; one that was broken off leaves nothing
+        if len(metrics["reward"]) == 1:  # the first batch of an evaluation, which begins without metrics
             self.columns, self.rewards = [], []
         real = None if total is None else max(total - sum(map(len, self.rewards)), 0)
         self.columns.append(columns[:real].cpu())
@@ -118,7 +118,7 @@ class EvaluationMetrics:
         {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}
         """
         sizes = [len(batch) for batch in self.rewards]
-        if not sizes or len(metrics["reward"]) != len(sizes):
+        if not sizes or len(metrics.get("reward", ())) != len(sizes):
             return
         for name, values in metrics.items():
             there = [(value, size) for value, size in zip(values, sizes) if not math.isnan(value)]
@@ -245,13 +245,15 @@ class RewardUse:
         if moved:
             return (
                 f"Reward {name}: {given - moved} of the {given} numbers that it gave move no advantage with "
-                f"{self.setting}: they are compared with no other number of their group. It is said once; "
+                f"{self.setting}: they are compared with no other number of their group, or their rollout has no "
+                "outcome. It is said once; "
                 "credit/frac_rewards_unused counts such numbers."
             )
         move = "move it to OUTCOME_REWARD_FUNCS, " if of_turns else ""
         return (
             f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
-            f"rewards is not trained. Choose another credit_assignment, {move}or set its weight to 0."
+            "rewards is not trained so. Where it stays so (credit/frac_rewards_unused; numbers that are compared with "
+            f"no other count, too), choose another credit_assignment, {move}or set its weight to 0."
         )
 
 

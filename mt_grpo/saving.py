@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from mt_grpo.checkpoints import RUN_RECORD, check_tensors, checkpoint_damage, read_json
+from mt_grpo.checkpoints import RUN_RECORD, check_tensors, checkpoint_damage, load_as_saved, read_json
 from mt_grpo.disk_room import bytes_to_save, check_room
 from mt_grpo.nodes import apply_ddp_timeout, check_output_on_nodes, save_weights_on_each_node
 from mt_grpo.ranks import RunError
@@ -49,7 +49,10 @@ def weights_not_finite(model: Any) -> list[str]:
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter).detach()
         shard = shard.to_local() if hasattr(shard, "to_local") else shard
-        if shard.is_floating_point() and not bool(shard.isfinite().all()):
+        whole = (
+            shard.is_floating_point() and shard.element_size() > 1
+        )  # numbers of 8 bits are frozen, of a quantised base
+        if whole and not bool(shard.isfinite().all()):
             names.append(name)
     return names
 
@@ -144,20 +147,30 @@ class SavingTrainer(GRPOTrainer):
                 f"{checkpoint} was trained with other settings. The run goes on with these:\n  " + "\n  ".join(changed)
             )
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """`Trainer`'s, for models, too, whose weights are saved under other names."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._is_sharded:
+            load_as_saved(Path(resume_from_checkpoint), self.model)
+
     # -- numbers that are none --
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """`Trainer`'s, which is asked for before each optimizer step. Raises `NotFinite` on all ranks.
 
         INVARIANT: no optimizer step is taken with a gradient that is not finite: one such step leaves no weight that
-        is a number. With fp16 the scaler of the gradients skips these steps.
+        is a number. With fp16 the scaler of the gradients skips these steps. DeepSpeed takes its step within the
+        backward pass, before this is asked for: there `_check_weights` keeps such weights out of checkpoints.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if grad_norm is not None and not self.args.fp16 and not math.isfinite(float(grad_norm)):
             step = self.state.global_step
+            taken = "no step is taken with it, and the weights are as before"
+            if self.is_deepspeed_enabled:
+                taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
-                f"Step {step}: the norm of the gradient is {float(grad_norm)}, so no step is taken with it, and the "
-                f"weights are as before. Look at the rollouts of step {step} in {self.args.output_dir} (rewards, "
+                f"Step {step}: the norm of the gradient is {float(grad_norm)}: {taken}. Look at the rollouts of step "
+                f"{step} in {self.args.output_dir} (rewards, "
                 "advantages, logprobs); lower learning_rate, turn_advantage_coef or the weights of rewards."
             )
         return grad_norm

@@ -426,3 +426,11 @@ def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: fl
             f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. Nothing of this batch is "
             "trained. Lower turn_advantage_coef, or what the reward functions give."
         )
+    of_turns = rewards.turn.double().abs().nansum(1) + rewards.rollout_turn.double().abs().nan_to_num(0.0)
+    sums = rewards.outcome.double().abs().nan_to_num(0.0) + max(abs(coef), 1.0) * of_turns  # (N,)
+    if (sums > MOST).any():
+        raise RunError(
+            f"Step {step}: the rewards of a rollout add up to {sums.max():.3g}, with turn_advantage_coef={coef:g}. At "
+            f"most {MOST:g} can be compared in float32. Nothing of this batch is trained. Lower turn_advantage_coef, "
+            "or what the reward functions give."
+        )

@@ -141,6 +141,7 @@ async def run_tool(
             done.set_result((result, error))
 
     thread, context = None, contextvars.copy_context()
+    context.run(GIVEN_UP.set, None)  # what the tool calls on a loop of its own is no future of this loop
 
     def work():
         nonlocal thread

@@ -515,6 +515,34 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "tests/test_credit.py::test_numbers_that_count_by_hand",
     ),
     Mutation(
+        "an estimator without gradients uses nothing",
+        SCRIPT,
+        "masks[name] = ~x.isnan() & (not same)",
+        "pass",
+        "tests/test_credit.py::test_an_estimator_without_gradients_uses_what_changes_its_advantages",
+    ),
+    Mutation(
+        "an estimator of a fork that takes no gradients ends the run",
+        SCRIPT,
+        "with torch.enable_grad(), suppress(Exception):",
+        "with torch.enable_grad():",
+        "tests/test_credit.py::test_an_estimator_without_gradients_uses_what_changes_its_advantages",
+    ),
+    Mutation(
+        "an evaluation goes on with what one left that was broken off",
+        "mt_grpo/resume.py",
+        'self._metrics["eval"].clear()',
+        "pass",
+        "tests/test_batch.py::test_an_evaluation_that_was_broken_off_leaves_nothing",
+    ),
+    Mutation(
+        "rewards whose sum overflows are compared",
+        "mt_grpo/scoring.py",
+        "    if (sums > MOST).any():",
+        "    if False:",
+        "tests/test_credit.py::test_sums_that_float32_cannot_compare_end_the_run",
+    ),
+    Mutation(
         "a group has signal where an advantage is trained by no token",
         "mt_grpo/run_log.py",
         'largest = (output["advantages"].abs() * loss_mask).amax(1)',
@@ -541,6 +569,13 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         "running = [future for future in rollout.given_up if not future.done()]",
         "running = []",
         "tests/test_environments.py::test_a_call_that_was_given_up_is_over_before_the_next_one_begins",
+    ),
+    Mutation(
+        "what a method gave up on a loop of its own is waited for",
+        "mt_grpo/tool_threads.py",
+        "context.run(GIVEN_UP.set, None)",
+        "pass",
+        "tests/test_environments.py::test_what_a_method_gives_up_itself_is_not_waited_for",
     ),
     Mutation(
         "the reward of an environment is asked for while a call still runs",
@@ -601,6 +636,20 @@ REWARDS_AND_CREDIT: list[Mutation] = [
         \"\"\"
         pass""",
         "tests/test_checkpoints.py::test_weights_that_are_not_finite_are_saved_nowhere",
+    ),
+    Mutation(
+        "a model with experts is resumed with those of the base model",
+        "mt_grpo/checkpoints.py",
+        "if set(as_saved(model, state)) != set(state):",
+        "if False:",
+        "tests/test_checkpoints.py::test_a_model_with_experts_goes_on_from_its_own_weights",
+    ),
+    Mutation(
+        "servers: nobody says which ids the model has",
+        "mt_grpo/preflight.py",
+        'client.vocab_size = getattr(ours, "vocab_size", None)',
+        "pass",
+        "tests/test_server.py::test_a_fitting_server_is_accepted",
     ),
     Mutation(
         "rewards that overflow are compared",
@@ -5305,6 +5354,13 @@ PLUGINS_AND_REWARDS = [
         "class OutOfTime(BaseException)",
         "class OutOfTime(Exception)",
         "tests/test_reward_calls.py::test_a_reward_that_hangs_ends_in_its_time_by_its_name",
+    ),
+    Mutation(
+        "what a reward returns that caught its interruption is trained",
+        "mt_grpo/reward_calls.py",
+        "                if call.late:",
+        "                if False:",
+        "tests/test_reward_calls.py::test_what_a_reward_returns_behind_its_limit_is_no_reward",
     ),
     Mutation(
         "a reward is interrupted once",

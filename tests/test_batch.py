@@ -72,6 +72,32 @@ def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, 
     assert {name: again[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path, monkeypatch):
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    trainer.evaluate()
+    score, calls = trainer._calculate_rewards, []
+
+    def breaks_off(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return score(*args) * 0 - 100.0
+
+    monkeypatch.setattr(trainer, "_calculate_rewards", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate()
+    monkeypatch.undo()
+    trainer.evaluate()
+    first, second = [row for row in trainer.state.log_history if "eval_reward" in row]
+    for name in ("eval_reward", "eval_reward_std", "eval_turns/mean"):
+        assert second[name] == pytest.approx(first[name])
+    assert first["eval_reward"] == pytest.approx(43.25 / 12)
+
+
 def test_rows_that_fill_the_last_batch_do_not_count():
     """Two ranks evaluate three prompts twice in batches of four rows: the last two rows are the first ones again."""
     whole, metrics = EvaluationMetrics(), {"reward": []}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from conftest import files_of_at_most
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from mt_grpo.checkpoints import check_tensors, checkpoint_damage, checkpoint_to_resume
 from mt_grpo.output import output_lock
@@ -660,6 +661,31 @@ def test_tensors_that_need_not_be_there(tmp_path):
         (tmp_path / name).unlink()
 
 
+def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_path):
+    """transformers saves each expert by itself, and resumes by the name of all of them: it would keep the base's."""
+    config = Qwen3MoeConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    tokenizer = {"processing_class": AutoTokenizer.from_pretrained(random_model)}
+    model = Qwen3MoeForCausalLM(config).float()
+    make_trainer(deepcopy(model), tmp_path, trainer=tokenizer, max_steps=2).train()
+    path = tmp_path / "out/checkpoint-2/model.safetensors"
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    tensors = load_file(path)
+    loaded, after_load = [], TrainerCallback()
+    after_load.on_train_begin = lambda args, state, control, model=None, **kwargs: loaded.append(
+        model.get_parameter("model.layers.0.mlp.experts.down_proj")[3].clone()
+    )
+    resumed = make_trainer(deepcopy(model), tmp_path, callbacks=[after_load], trainer=tokenizer, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(path.parent))
+    assert torch.equal(loaded[0], tensors[name])
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
+        check_tensors(path.parent, resumed.model)
+
+
 LARGE = """
 def large(completion_ids, trainer_state, **kwargs):
     return [%s * (sum(ids) %% 17) for ids in completion_ids]
@@ -720,6 +746,14 @@ def test_a_gradient_that_a_scaler_skips_ends_no_run(random_model, tmp_path):
         trainer._get_grad_norm(trainer.model, torch.tensor(float("inf")))
     trainer.args.fp16 = True
     assert float(trainer._get_grad_norm(trainer.model, torch.tensor(float("inf")))) == float("inf")
+
+
+def test_weights_of_8_bits_are_no_obstacle():
+    """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are."""
+    layer = torch.nn.Linear(2, 2)
+    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    layer.bias.data[1] = float("inf")
+    assert weights_not_finite(layer) == ["bias"]
 
 
 def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):

@@ -35,6 +35,7 @@ from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Tu
 from mt_grpo.scoring import turn_flags
 from mt_grpo.tensors import NAN
 from mt_grpo.tool_arguments import readers_of
+from mt_grpo.tool_threads import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.tools import as_tool, describe_tools, signature_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
@@ -422,6 +423,25 @@ def test_a_call_that_was_given_up_is_over_before_the_next_one_begins(turns):
     results = [result for turn in rollout.turns for result in turn.results]
     assert [result.error for result in results] == ["timeout", None] and results[1].text == "look 2"
     assert rollout.environment.overlap is False and rollout.error is None
+
+
+def test_what_a_method_gives_up_itself_is_not_waited_for():
+    """On a loop of its own, which is closed behind it: that future is never done."""
+
+    def method() -> str:
+        async def ask():
+            with pytest.raises(ToolTimeout):
+                await run_tool(threading.Event().wait, {"timeout": 1.0}, 0.01)
+
+        asyncio.run(ask())
+        return "asked"
+
+    async def call():
+        given_up = []
+        GIVEN_UP.set(given_up)
+        return await run_tool(method, {}, 60.0), given_up
+
+    assert asyncio.run(call()) == ("asked", [])
 
 
 @pytest.mark.parametrize("asked_by", ["tool", "respond", "get_reward"])

@@ -198,6 +198,29 @@ def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
     assert [note for note in shown.notes if "mask_truncated_completions" in note] and len(shown.notes) == 1
 
 
+@pytest.mark.parametrize(
+    "rewards, says",
+    [
+        ("[len(t.token_ids) / 9 for t in r]", [
+            "Nothing that lengths gave moves an advantage with outcome.",
+            "Every advantage is 0, though the rewards differ: what is compared with each other is the same. "
+            "Nothing is learned."]),
+        ("[None for t in r]",
+         ["Every advantage is 0, since the rewards are the same for all rollouts. Nothing is learned."]),
+    ],
+)  # fmt: skip
+def test_a_group_without_signal_says_why(tmp_path, monkeypatch, rewards, says):
+    """Turn rewards that differ and move nothing are not called equal."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "rewards.py").write_text(
+        "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\n"
+        f"def lengths(rollout_turns, **kwargs):\n    return [{rewards} for r in rollout_turns]\n"
+        "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [constant], [lengths]"
+    )
+    overrides = ["--reward_fn", str(tmp_path / "rewards.py"), "--credit_assignment", "outcome"]
+    assert ex.explain(RECIPE, 0, overrides).notes == says
+
+
 # --- settings and errors ---------------------------------------------------------------------------------------------
 
 

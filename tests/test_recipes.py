@@ -836,6 +836,14 @@ def test_every_number_has_a_range(tmp_path, no_weights):
                 mt.parse_arguments(["--config", write(tmp_path, recipe | {key: value})])
 
 
+@pytest.mark.parametrize("changes", [{"turn_advantage_coef": 1e39}, {"outcome_reward_weights": [1.0, -1e39]}], ids=str)
+def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, changes):
+    """As a tensor they are infinite, and every weight is NaN behind the first step."""
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"^{key}=.*1e\+39.*, expected .*float32 holds at most 3.4e\+38"):
+        mt.MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, "hot", None])
 def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
     with pytest.raises(ValueError, match="generation_kwargs: temperature=.*, expected a finite number above 0"):

@@ -220,6 +220,29 @@ def test_a_reward_that_hangs_ends_in_its_time_by_its_name(reward):
     assert scored(lambda **kwargs: [1.0, 1.0]) == [[1.0, 1.0]]  # a late signal ends no later reward
 
 
+def test_a_limit_may_be_longer_than_what_a_lock_can_wait():
+    assert scored(lambda **kwargs: [1.0, 2.0], timeout=1e30) == [[1.0, 2.0]]
+
+
+def catches_everything(prompts, **kwargs):
+    """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
+    rewards = []
+    for _ in prompts:
+        try:
+            FOREVER.wait() if not rewards else None
+            rewards.append(1.0)
+        except:  # noqa: E722
+            rewards.append(0.0)
+    return rewards
+
+
+def test_what_a_reward_returns_behind_its_limit_is_no_reward():
+    with pytest.raises(
+        RuntimeError, match="Reward catches_everything took longer than reward_timeout=0.2 s for 2 roll"
+    ):
+        scored(catches_everything, timeout=0.2)
+
+
 HARD = """
 import collections, itertools, sqlite3, sys
 import torch

@@ -363,6 +363,7 @@ def setting(served_model):
 def test_a_fitting_server_is_accepted(client, setting):
     check_server(client, *setting)
     assert setting[0].max_model_len == 640
+    assert client.vocab_size == setting[1].vocab_size  # ids beyond it are no answer
 
 
 def test_a_short_context_is_refused(client, setting):
