@@ -107,7 +107,7 @@ from mt_grpo.run_log import (
     staleness_metrics,
 )
 from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import all_rewards, check_advantages, state_numbers, turn_flags, weights_of
+from mt_grpo.scoring import all_rewards, check_advantages, own_copy, state_numbers, turn_flags, weights_of
 from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
 from mt_grpo.server_pool import ServerPool
 from mt_grpo.settings import absolute, check_mappings, check_ranges
@@ -232,7 +232,7 @@ class MultiTurnToolEnv:
         Args:
             prompts: Messages, or strings (one user message).
             llm: The backend, for its tokenizer.
-            rows: Dataset rows, for environments. They render their prompts later, behind `reset`.
+            rows: Dataset rows, for environments, which get copies. They render their prompts later, behind `reset`.
         """
         prompts = check_conversations(prompts, "prompts")
         tokenizer = self._tokenizer(llm)
@@ -247,7 +247,7 @@ class MultiTurnToolEnv:
                 ids = self.prompt_ids(messages, tokenizer)
             else:
                 messages = list(states[-1].prompt_messages)
-            states.append(Rollout(messages, list(ids), index, row=dict(rows[index]) if rows else {}))
+            states.append(Rollout(messages, list(ids), index, row=own_copy(rows[index]) if rows else {}))
         return states
 
     def with_system_prompt(

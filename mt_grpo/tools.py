@@ -104,11 +104,19 @@ def as_tool(tool: Any) -> Callable:
     made.__name__, made.__qualname__ = tool.name, tool.name
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
     made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    returned = typing.get_type_hints(tool.run).get("return", inspect.Signature.empty)
-    made.__signature__ = inspect.Signature(parameters, return_annotation=returned)
+    made.__signature__ = inspect.Signature(parameters, return_annotation=returned_by(tool.run))
     made.json_schema = {**function, "name": tool.name}
     made.others = others
     return made
+
+
+def returned_by(run: Callable) -> Any:
+    """The type of what a function or another callable returns, without quotes where its names are known here."""
+    try:
+        return typing.get_type_hints(run).get("return", inspect.Signature.empty)
+    except (NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
+        returned = inspect.signature(run).return_annotation
+        return Shown(returned) if isinstance(returned, str) else returned
 
 
 def schema_default(schema: Any) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
 from mt_grpo.adapters.agent_programs import FunctionAgent
 from mt_grpo.adapters.agent_prompts import AgentPrompts
 from mt_grpo.adapters.agent_session import AgentSession
+from mt_grpo.adapters.chains import Completion, keys_of
 from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
 from mt_grpo.adapters.responses_api import read_items
 from mt_grpo.event_loop import start_in_background
@@ -2276,3 +2278,26 @@ def test_a_turn_behind_which_nothing_is_read_in_its_record_gets_its_credit(kind)
         rollouts.append(rollout)
     later = [0.0] * (len(rollouts[0].turns) - 1)
     assert credit(*rollouts) == [[0.75, *later], [-0.25, *later], [-0.5, *later]]
+
+
+def test_a_developer_says_what_a_system_says():
+    """Clients of newer APIs name the role otherwise in a later request, and go on from the same conversation."""
+    system, developer, user = (
+        keys_of([{"role": role, "content": "Be brief."}], ("", "")) for role in ("system", "developer", "user")
+    )
+    assert system == developer != user
+
+
+def test_what_a_request_had_read_before_tells_of_no_answer():
+    """A word of the question, which the answer repeats, is in each later request as well."""
+    request = types.SimpleNamespace(messages=[{"role": "user", "content": "Yes or no?"}])
+    answer = types.SimpleNamespace(tool_calls=[], content="Yes")
+    asked = types.SimpleNamespace(request=request, answer=answer, keys=[("assistant", "Yes", ())])
+
+    def is_told(text):
+        messages = [{"role": "user", "content": text}]
+        return Completion.is_told_in(asked, messages, keys_of(messages, ("", "")))
+
+    assert not is_told("Yes or no?")
+    answer.content = "Perhaps"
+    assert is_told("It said: Perhaps.") and not is_told("Perhapses") and not is_told("Yes or no?")

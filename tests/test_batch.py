@@ -10,12 +10,13 @@ import golden_batch as golden
 import pandas
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from mt_grpo.data import make_arithmetic, make_chain
 from mt_grpo.in_process import InProcessBackend
 from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
-from mt_grpo.run_log import EvaluationMetrics
+from mt_grpo.run_log import EvaluationMetrics, RewardUse, credit_metrics
 from mt_grpo.scoring import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
@@ -108,6 +109,43 @@ def test_rows_that_fill_the_last_batch_do_not_count():
     assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
 
 
+def test_an_evaluations_other_metrics_are_of_all_its_batches():
+    """Of three rollouts and of one: an extreme is one of all batches, a mean is weighted, and NaN is no number."""
+    nan = float("nan")
+    whole = EvaluationMetrics()
+    whole.rewards = [torch.zeros(3, 1), torch.zeros(1, 1)]
+    whole.columns = [torch.zeros(3, 12), torch.zeros(1, 12)]
+    metrics = {
+        "reward": [0.0, 0.0], "ratio/max": [3.0, 5.0], "ratio/min": [0.5, 0.25], "gap_max": [2.0, 4.0],
+        "gap_min": [2.0, 4.0], "entropy": [1.0, 2.0], "kl": [nan, 2.0], "clip/max": [nan, 1.0],
+        "num_tokens": [7.0, 9.0], "rollout/staleness": [1.0, 2.0], "once": [6.0],
+    }  # fmt: skip
+    expected = {
+        "ratio/max": [5.0], "ratio/min": [0.25], "gap_max": [4.0], "gap_min": [2.0], "entropy": [1.25], "kl": [2.0],
+        "clip/max": [1.0], "num_tokens": [7.0, 9.0], "rollout/staleness": [1.0, 2.0], "once": [6.0],
+    }  # fmt: skip
+    whole.finish(metrics, ["match"], torch.ones(1))
+    assert {name: metrics[name] for name in expected} == expected
+
+
+def test_what_the_loss_uses_is_counted_by_token():
+    """Two records of two rollouts. Of the six trained tokens the logprobs of one are not known on one side."""
+    output = {
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
+        "advantages": torch.tensor([[1.0, 9.0, -2.0, 9.0], [0.0, 0.0, 0.0, 0.0]]),
+        "importance_sampling_ratio": torch.tensor([[2.0, 9.0, 1.0, 9.0], [0.0, 0.5, 1.0, 3.0]]),
+        "old_per_token_logps": torch.tensor([[2.0, 9.0, 1.0, 9.0], [1.0, 0.5, 1.0, 4.0]]).log(),
+        "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
+    }
+    found = credit_metrics(output, [0, 1], 2, 1, Accelerator(cpu=True), 3.0)
+    assert found == pytest.approx({
+        "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
+        "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
+        "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,  # of those that are known
+    })  # fmt: skip
+
+
 def one_group(model, out, funcs, **settings):
     """A trainer that has scored the first four conversations, as one group."""
     settings = {"num_generations": 4, "per_device_train_batch_size": 4, "scale_rewards": "none", **settings}
@@ -159,6 +197,19 @@ def test_a_reward_that_moves_nothing_is_said_once(random_model, tmp_path, caplog
     turn, rollout = said[1]
     assert turn.startswith("Reward turn_a: 3 of the 6 numbers that it gave move no advantage with")
     assert rollout.startswith("Reward rollout_a: 1 of the 3 numbers that it gave move no advantage with")
+
+
+def test_a_reward_that_gives_nothing_is_not_unused():
+    """Nor is one of weight 0. What is unused is counted over the batches, and a number that moves ends it."""
+    nan, no = float("nan"), torch.tensor([False, False])
+    use = RewardUse(["turn", "absent", "zero", "match"], [1.0, 1.0, 0.0, 1.0], "credit_assignment=outcome")
+    whole = torch.tensor([[0.5, nan, 0.5, 1.0], [0.1, nan, 0.1, 0.0]])  # one turn function, and three of outcomes
+    counts = {"outcome": no, "rollout_turn": no, "turn": torch.zeros(2, 3, dtype=torch.bool)}
+    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), counts)
+    assert metrics == {"credit/frac_rewards_unused": 1.0} and use.unused == ["turn", "match"]
+    assert [text.partition(":")[0] for text in texts] == ["Reward turn", "Reward match"]
+    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), {**counts, "outcome": ~no})
+    assert metrics == {"credit/frac_rewards_unused": 0.5} and use.unused == ["turn"] and texts == []
 
 
 def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):

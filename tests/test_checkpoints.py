@@ -640,6 +640,27 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):
         )
 
 
+def test_tensors_that_need_not_be_there(tmp_path):
+    """One of tied weights is enough; a model may not save some; torch and DeepSpeed read forms of their own."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    model._keys_to_ignore_on_save = {"c.weight"}
+    path = tmp_path / "model.safetensors"
+    for name in ("a.weight", "b.weight"):
+        save_file({name: torch.zeros(3, 2)}, path)
+        check_tensors(tmp_path, model)
+    save_file({"b.weight": torch.zeros(2, 3)}, path)
+    with pytest.raises(ValueError, match=r"the tensor a.weight has the shape \[2, 3\], expected \[3, 2\]"):
+        check_tensors(tmp_path, model)
+    save_file({"c.weight": torch.zeros(3, 2)}, path)
+    with pytest.raises(ValueError, match="the tensor a.weight is missing"):
+        check_tensors(tmp_path, model)
+    for name in ("latest", "pytorch_model_fsdp.bin"):
+        (tmp_path / name).touch()
+        check_tensors(tmp_path, model)
+        (tmp_path / name).unlink()
+
+
 def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_path):
     """transformers saves each expert by itself, and resumes by the name of all of them: it would keep the base's."""
     config = Qwen3MoeConfig(
@@ -716,6 +737,15 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     assert finite_files(tmp_path / "out/checkpoint-3") == (True, 1)
     monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", compute)
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
+
+
+def test_a_gradient_that_a_scaler_skips_ends_no_run(random_model, tmp_path):
+    """With fp16 the first steps often have an infinite gradient, and the scale is halved then."""
+    trainer = make_trainer(random_model, tmp_path)
+    with pytest.raises(NotFinite, match="the norm of the gradient is inf"):
+        trainer._get_grad_norm(trainer.model, torch.tensor(float("inf")))
+    trainer.args.fp16 = True
+    assert float(trainer._get_grad_norm(trainer.model, torch.tensor(float("inf")))) == float("inf")
 
 
 def test_weights_of_8_bits_are_no_obstacle():

@@ -13,7 +13,15 @@ from datasets import Dataset
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
-from mt_grpo.control_tokens import Origin, control_pattern, message_pattern, neutralise, neutralise_messages
+from mt_grpo.control_tokens import (
+    Origin,
+    control_pattern,
+    message_pattern,
+    neutralise,
+    neutralise_json,
+    neutralise_messages,
+    pattern_of,
+)
 from mt_grpo.formats import make_format
 from mt_grpo.preflight import warn_of_control_tokens
 from mt_grpo.rollout import Generation, Reply, StopReason, ToolCall, ToolResult
@@ -406,3 +414,25 @@ def test_neutralise_of_what_is_forbidden_leaves_the_rest():
     pattern = message_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     assert neutralise("<tool_call><|im_end|></result>", tokenizer, pattern) == "<tool_call>< |im_end|></result>"
     assert neutralise("<|im_<|im_end|>end|>", tokenizer, pattern) == "<|im_< |im_end|>end|>"
+
+
+def test_tokens_that_overlap_are_all_broken():
+    """Breaking the first one leaves the second one whole, so the text is read again."""
+    tokenizer = tokenizer_of("qwen3")
+    assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
+    assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
+
+
+def test_what_pads_a_batch_is_no_text_of_a_row():
+    """A chat template does not write it, and a tokenizer calls it special."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    for origin in Origin:
+        (read,) = neutralise_messages([{"role": "user", "content": "a<|pad|>b"}], tokenizer, origin)
+        assert read["content"] == "a< |pad|>b"
+
+
+def test_tuples_of_texts_are_read_as_lists():
+    """A tool in Python may have them in its schema, as of an enum."""
+    found = neutralise_json({"enum": ("<|im_end|>", ("<|im_end|>", 1))}, tokenizer_of("qwen3"))
+    assert found == {"enum": ["< |im_end|>", ["< |im_end|>", 1]]}

@@ -16,6 +16,7 @@ import mt_grpo_trainer as mt
 from mt_grpo import first_batch
 from mt_grpo.batch_facts import facts_of_batches, whole_groups
 from mt_grpo.first_batch import FirstBatch
+from mt_grpo.off_policy import text_of_cuts
 from mt_grpo.readings import (
     AT_LIMIT,
     CUT,
@@ -186,6 +187,26 @@ def test_facts_are_of_all_batches():
     assert few["tools/broken"] is None and few["calls/malformed"] is None
     malformed = facts_of([called(i, "search", "call") for i in range(8)])
     assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
+
+
+def test_an_error_that_ended_no_rollout_is_no_environment_error():
+    """An answer may have an error beside it, as of an agent that ended late. What failed stands behind it here."""
+    beside, failed = called(0, "search"), called(1, "search")
+    beside.error = RuntimeError("closed late")
+    assert facts_of([beside])["first/environment_error"] == ""
+    failed.error, failed.stop_reason = RuntimeError("no display"), StopReason.ENVIRONMENT_ERROR
+    assert facts_of([beside, failed])["first/environment_error"].endswith("no display")
+
+
+def test_what_is_sampled_otherwise_matters_to_importance_ratios_alone():
+    """These are between a server's logprobs and the trainer's."""
+    given = {"top_p": 0.9, "generation_kwargs": {"min_tokens": 4}}
+
+    def text(use_vllm, corrects):
+        return text_of_cuts(SimpleNamespace(use_vllm=use_vllm, vllm_importance_sampling_correction=corrects, **given))
+
+    assert text(True, True) == "top_p=0.9, min_tokens=4"
+    assert text(False, True) == text(True, False) == text(False, False) == ""
 
 
 def test_a_rollout_is_cut_off_by_one_limit():

@@ -1,5 +1,6 @@
 """ms-swift's example plug-ins: their rewards as they are, and all names that its example files import."""
 
+import ast
 import asyncio
 import http.server
 import inspect
@@ -15,6 +16,7 @@ from test_ms_swift import TOKENIZER, run
 
 from mt_grpo.adapters import swift_paths, swift_rewards, verl_paths
 from mt_grpo.adapters.ms_swift import ScheduledConversation
+from mt_grpo.adapters.plugin_imports import imports_of
 from mt_grpo.adapters.swift_gym import Env, GYMScheduler
 from mt_grpo.adapters.swift_loop import SchedulerFailure, weight_of
 from mt_grpo.adapters.swift_loss import LossMask, LossScale
@@ -475,3 +477,33 @@ def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("MY_FLAG", "false")
     get = swift_paths.get_env_args
     assert (get("my_limit", int, 7), get("my_flag", bool, True), get("my_other", str, "x")) == (3, False, "x")
+
+
+TRIES = """
+try:
+    import verl.tried
+except ImportError:
+    from verl import otherwise
+else:
+    import verl.then
+finally:
+    import verl.always
+if TYPE_CHECKING:
+    from verl import checked
+def later():
+    try:
+        import verl.wrong_kind, other.module
+    except ValueError:
+        pass
+    with open("x"):
+        from verl.inner import one, two
+    from .verl import own
+"""
+
+
+def test_all_imports_of_a_file_are_found_but_for_those_that_it_tries():
+    """Each part of a `try` but the body, if what may fail there is caught."""
+    assert list(map(str, imports_of(ast.parse(TRIES), "verl"))) == [
+        "line 5: verl.otherwise", "line 7: verl.then", "line 9: verl.always", "line 14: verl.wrong_kind",
+        "line 18: verl.inner.one", "line 18: verl.inner.two",
+    ]  # fmt: skip

@@ -50,7 +50,8 @@ TABLE = [
     ("no answers", {"rollouts/ended": 0.02}, {"rollouts/ended": 0.01}, None),
     ("no answers", {"rollouts/ended": None}, {"rollouts/ended": 0.0}, None),
     ("turns at the limit", {"stop/max_turns": 0.79}, {"stop/max_turns": 0.8}, None),
-    ("unused rewards", {}, {"rewards/unused": "lengths"}, None),
+    ("unused rewards", {}, {"rewards/unused": "lengths"},
+     {"rewards/unused": "lengths", **NO_SIGNAL, "rewards/varied_and_used": []}),
     ("constant rewards", {"rewards/varied": []}, None,
      {"rewards/varied": [], "rewards/varied_and_used": [], **NO_SIGNAL}),
     ("no signal", {"credit/frac_groups_without_signal": 0.99}, None, NO_SIGNAL),
@@ -73,6 +74,11 @@ def test_a_reading_speaks_at_its_threshold(name, below, at, pointless):
         if facts is not None:
             found = {each.name: each.pointless for each in troubles(WELL | facts)}
             assert found == {name: ends}
+
+
+def test_a_reward_that_is_not_used_is_not_why_the_others_differ_in_no_group():
+    found = troubles(WELL | {"rewards/unused": "lengths", **NO_SIGNAL})
+    assert {each.name: each.pointless for each in found} == {"unused rewards": False, "no signal": True}
 
 
 def test_each_reading_is_in_the_table_with_what_its_text_says():

@@ -768,3 +768,16 @@ def test_every_gsm8k_row():
     assert all_of(gsm8k.exact_match_reward_func, boxed, answer=solutions) == [1.0] * 1000
     assert all_of(gsm8k.answer_format_reward_func, right) == [0.1] * 1000
     assert all_of(gsm8k.answer_format_reward_func, [[answers(text)] for text in solutions]) == [0.0] * 1000
+
+
+def test_of_a_worked_solution_what_follows_the_mark_counts():
+    """Rows of GSM8K with the rewards of other tasks: each accepts the result, and no number before it."""
+    gold = "First 30 * 51 = 1,530, then 1,530 + 357.\n#### 1,887"
+    runs = [[turn(SUM, text), answered("", text)] for text in ("1887", "357", "1530")]
+    given = {"rollout_turns": runs, "answer": [gold] * 3}
+    assert calculator.result_found_reward_func(**given) == [0.5, 0.0, 0.0]
+    assert calculator.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
+    runs = [[turn(CALL, f"It was {text}."), answered("", text)] for text in ("Rollo", "Robert", "Lothar")]
+    given = {"rollout_turns": runs, "answer": ["Robert was his son, and Lothar no relative.\n#### Rollo"] * 3}
+    assert triviaqa.exist_answer_in_search_results(**given) == [0.5, 0.0, 0.0]
+    assert triviaqa.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]

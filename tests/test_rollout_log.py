@@ -120,7 +120,10 @@ def test_tokens_have_what_the_loss_reads_of_them():
 def test_a_row_holds_what_every_record_read():
     """A main loop (turns 0 and 2), a sub-agent (1) and a branch behind turn 0 (3)."""
     call = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}}]
-    side = [{"role": "system", "content": "Sum up."}, {"role": "assistant", "content": "", "tool_calls": call}]
+    side = [
+        {"role": "system", "content": "Sum up.", "name": None},
+        {"role": "assistant", "content": "", "tool_calls": call},
+    ]
     branch = [{"role": "user", "content": [{"type": "text", "text": "Branch."}], "name": "bob"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": math.nan}}}]
     turns = [Turn([10], None, "zero", "stop", observation_ids=[20], tools=tools),

@@ -26,14 +26,20 @@ def written(path, rows):
 
 
 class Keeps:
-    """Keeps what `reset` got, as text: later changes of the row are not seen."""
+    """Keeps what `reset` got, as text, and takes all out of the row: no reward and no other rollout may see that."""
 
     got: list = []
 
     def reset(self, **row):
         Keeps.got.append(json.dumps(row))
-        if not row.get("prompt"):
-            return [{"role": "user", "content": f"Row {row['id']}."}]
+        said = None if row.get("prompt") else [{"role": "user", "content": f"Row {row['id']}."}]
+        for value in row.values():
+            for part in value if isinstance(value, list) else []:
+                if isinstance(part, (dict, list)):
+                    part.clear()
+            if isinstance(value, (dict, list)):
+                value.clear()
+        return said
 
     def get_reward(self) -> float:
         return len(Keeps.got) % 3 / 3
@@ -189,6 +195,25 @@ def test_a_row_is_given_anew_each_time(tmp_path):
     assert data[0] == {"prompt": [{"role": "user", "content": "?"}], "files": {"a": []}}
 
 
+def test_an_environment_changes_no_row_but_its_own(random_model):
+    """As `evaluate` begins samples of one problem, which are of the same row."""
+    row = {"prompt": "?", "board": {"stones": [1, 2]}}
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    env = MultiTurnToolEnv([], None, environment=Keeps, tool_format="xml", tokenizer=tokenizer)
+    first, second = env.start([row["prompt"]] * 2, rows=[row, row])
+    first.row["board"]["stones"].pop()
+    assert second.row == row == {"prompt": "?", "board": {"stones": [1, 2]}}
+
+
+def test_the_longest_prompt_is_looked_for_in_all_rows(random_model):
+    """Only the prompts of most characters are tokenized: it is among them wherever it stands."""
+    rows = [{"prompt": [{"role": "user", "content": "?" * (99 if i == 40 else 1)}]} for i in range(80)]
+    env = MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
+    longest = longest_prompt(env, Rows(rows))
+    assert longest == len(env.prompt_ids(rows[40]["prompt"], env.tokenizer))
+    assert longest > len(env.prompt_ids(rows[0]["prompt"], env.tokenizer))
+
+
 def test_rows_are_chosen_as_from_a_data_set(tmp_path):
     rows = [{"prompt": str(i), **({"n": i} if i % 2 else {})} for i in range(6)]
     data = load_rows(written(tmp_path / "rows.jsonl", rows), "train", size=5)
@@ -208,6 +233,14 @@ def test_rows_are_chosen_as_from_a_data_set(tmp_path):
 
 SOLUTION = "She earns 18 * 100 dollars.\n#### 1,800"
 TRIVIA = {"value": "Seine", "aliases": ["Seine", "River Seine"], "type": "WikipediaEntity"}
+
+
+def test_empty_lines_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + "".join(f'{{"prompt": "{i}"}}\n\n' for i in range(3)))
+    for size in (1, 2, 3, None):
+        rows = load_rows(str(path), "train", size)
+        assert [row["prompt"][0]["content"] for row in rows] == ["0", "1", "2"][:size]
 
 
 def test_an_answer_is_the_datas_own(tmp_path):
@@ -298,7 +331,7 @@ def test_a_picture_is_an_image(tmp_path):
         check_dataset(table, "train_dataset")
 
 
-@pytest.mark.parametrize("empty", [None, []])
+@pytest.mark.parametrize("empty", [None, [], ""])
 def test_columns_without_an_image_are_of_no_harm(random_model, tmp_path, empty):
     """ms-swift's and verl's texts have them. TRL would take None for an image."""
     key = "image" if empty is None else "images"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import evaluate as ev
@@ -24,9 +25,11 @@ import serve_plan
 import train
 import warm_python
 from bench_common import free_port
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import mt_grpo.data
 import mt_grpo_trainer as mt
 from mt_grpo.data import load_rows
 from mt_grpo.plugins import load_tools, module_name
@@ -286,6 +289,42 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
     assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
     assert result["stop_reasons"] == {"answered": 1.0}
+
+
+READS_CALLS = """
+def called(completions, answer, **kwargs):
+    calls = [messages[0]["tool_calls"][0]["function"]["arguments"]["expression"] for messages in completions]
+    return [float(call == "99 - 55 * 7" and gold.startswith("55 * 7 is 385.")) for call, gold in zip(calls, answer)]
+
+
+OUTCOME_REWARD_FUNCS = [called]
+"""
+
+
+def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
+    monkeypatch, random_model, recipe, tmp_path
+):
+    """Completions with their calls, and answers as in the data. What a tool found is the result behind the mark."""
+    (tmp_path / "reads_calls.py").write_text(READS_CALLS)
+    row = {"question": "What is 99 - 55 * 7?", "answer": "55 * 7 is 385.\n#### -286"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
+    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--dataset_name",
+                                     str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
+    result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
+    assert result["rewards"]["outcome"] == {"called": 1.0} and result["result_found"] == 1.0
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_rows_of_an_evaluation_are_as_in_training(monkeypatch, recipe, drops):
+    """`dataset_drop_none` too: another row's keys are in none."""
+    table = Dataset.from_list([{"prompt": "?", "files": {"a": "x", "b": None}}])
+    monkeypatch.setattr(mt_grpo.data, "load_from_hub", lambda *_: table)
+    script_args, *_ = ev.load_recipe(recipe, ["--dataset_name", "some/rows", "--dataset_drop_none", str(drops)])
+    (row,) = ev.load_problems(script_args, "test", 1, types.SimpleNamespace(environments=None))
+    assert row["files"] == ({"a": "x"} if drops else {"a": "x", "b": None})
 
 
 def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):

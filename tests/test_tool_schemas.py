@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import inspect
 import json
 import random
@@ -27,7 +28,7 @@ from mt_grpo.formats import make_format
 from mt_grpo.hermes import tool_schema
 from mt_grpo.native import typed
 from mt_grpo.rollout import ToolCall, ToolResult
-from mt_grpo.tool_arguments import parameters_schema
+from mt_grpo.tool_arguments import hints_of, parameters_schema
 from mt_grpo.tools import as_tool, check_tool, describe_tools, read_call, signature_of
 
 
@@ -229,6 +230,7 @@ def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
 class Book(pydantic.BaseModel):
     title: str
     default: int = 3
+    about: dict[str, str] = {"title": "none"}
 
 
 def test_fields_that_are_called_as_words_of_a_schema_stay():
@@ -237,7 +239,10 @@ def test_fields_that_are_called_as_words_of_a_schema_stay():
 
     assert parameters_schema(order)["properties"]["book"] == {
         "type": "object", "required": ["title"],
-        "properties": {"title": {"type": "string"}, "default": {"type": "integer", "default": 3}},
+        "properties": {
+            "title": {"type": "string"}, "default": {"type": "integer", "default": 3},
+            "about": {"type": "object", "additionalProperties": {"type": "string"}, "default": {"title": "none"}},
+        },
     }  # fmt: skip
 
 
@@ -263,6 +268,10 @@ def test_signatures_have_no_quotes():
     def find(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal["a"] = "a") -> None:
         """Finds."""
 
+    def said() -> ToolResult:
+        """Says."""
+
+    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
     assert isinstance(inspect.signature(find).parameters["city"].annotation, str)
     assert str(signature_of(find)) == (
         "(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal['a'] = 'a') -> None"
@@ -289,6 +298,23 @@ def test_signatures_have_no_quotes():
     assert str(signature_of(as_tool(Described()))) == "(a: str, b: int = ...) -> str"
 
 
+@pytest.mark.parametrize("returns", ["Nowhere", None])
+def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
+    """`run` may name a type that only type checkers know, or be a partial, which has no hints."""
+
+    def run(self, **arguments) -> Nowhere:  # noqa: F821
+        return 1
+
+    properties = {"x": {"type": "integer", "title": "Other", "description": "A number."}, "y": True}
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    schema = {"name": "add", "description": "Adds.", "parameters": parameters}
+    runs = run if returns else functools.partial(lambda **arguments: 1)
+    tool = as_tool(type("Described", (), {"name": "add", "schema": schema, "run": runs})())
+    check_tool(tool)
+    signature = "add(x: int, y: Any = ...)" + (" -> Nowhere" if returns else "")
+    assert describe_tools({"add": tool}) == signature + "\nAdds.\n\nArgs:\n    x: A number."
+
+
 def test_null_where_the_default_is_none():
     """Its default is shown as None, so the model may write null. A tool's own schema says itself what may be."""
 
@@ -302,6 +328,13 @@ def test_null_where_the_default_is_none():
     assert arguments == {} and mistake.startswith("argument 'city' must be str, got NoneType.")
     _, mistake = read_call(ToolCall("find", {"city": "x", "limit": "3"}), {"find": find})
     assert mistake.startswith("argument 'limit' must be Optional[int], got str.")
+
+    def said(limit: Annotated[int | None, "of lines"] = None, other: Annotated[int, "of words"] = None) -> str:
+        """Says itself that None is taken."""
+
+    hints = hints_of(said)
+    assert hints["limit"] == Annotated[int | None, "of lines"]
+    assert hints["other"] == Annotated[int, "of words"] | None
 
 
 def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():

@@ -22,7 +22,7 @@ from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.adapters import verl_environment, verl_paths, verl_search
+from mt_grpo.adapters import verl_environment, verl_paths, verl_scores, verl_search
 from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
 from mt_grpo.adapters.verl_config import load_interactions
 from mt_grpo.adapters.verl_interact import BaseInteraction
@@ -1012,6 +1012,9 @@ def test_the_gsm8k_tool_keeps_verls_state_for_subclasses():
         response, reward, metrics = await tool.execute(own_id, {"answer": 72})
         assert (response.text, reward, metrics) == ("Current parsed answer='72' reward=1.0", 0.0, {})
         assert tool._instance_dict[own_id] == {"response": "#### 72", "ground_truth": "72", "reward": 1.0}
+        again, reward, _ = await tool.execute(own_id, {"answer": "#### 72"})  # right again, with its mark: no better
+        assert (again.text, reward) == ("Current parsed answer='#### 72' reward=1.0", -0.05)
+        assert tool._instance_dict[own_id]["response"] == "#### 72"
         assert (await tool.execute(own_id, {}))[0].text == "Current parsed answer='' reward=0.0"
         await tool.release(own_id)
         assert list(tool._instance_dict) == ["mine"]
@@ -1050,6 +1053,7 @@ def test_the_gsm8k_interaction_keeps_verls_state_for_subclasses(caplog):
             False, "Your current result seems acceptable.", 0.8, {}
         )  # fmt: skip
 
+    verl_paths.install()
     warn_of_no_truth.cache_clear()
     asyncio.run(story())
     assert [text for text in caplog.messages if "There is no ground_truth to score by" in text] == caplog.messages[:1]
@@ -1093,7 +1097,7 @@ def test_scores_of_searches_by_hand():
     for text, right, inside in (
         ("<answer>Rome</answer> <answer> paris! </answer>", 1.0, 1.0), ("<answer>A City</answer>", 1.0, 1.0),
         ("<answer>It is Paris</answer>", 0.1, 1.0), ("<answer>Rome</answer>", 0.1, 0.1), ("Paris", 0, 0),
-        ("<answer>paris</answer>" * 11, 0.25, 1.0),
+        ("<answer>paris</answer>" * 10, 1.0, 1.0), ("<answer>paris</answer>" * 11, 0.25, 1.0),
     ):  # fmt: skip
         assert exact(text, target, format_score=0.1) == right and within(text, target, format_score=0.1) == inside
     default = verl_paths.MODULES["verl.utils.reward_score"]["default_compute_score"]
@@ -1103,11 +1107,23 @@ def test_scores_of_searches_by_hand():
         default("lighteval/MATH", "", "")
 
 
+def test_scores_of_geometry_are_weighted_by_hand(monkeypatch):
+    """What mathruler says of an answer counts 0.9, thinking with a box behind it 0.1."""
+    boxed, plain = "<think>x</think> \\boxed{5}", "\\boxed{5}"
+    for right, of_boxed, of_plain in ((1.0, 1.0, 0.9), (0.0, 0.1, 0.0)):
+        monkeypatch.setattr(verl_scores, "acc_reward", lambda *_, right=right: right)
+        found = [verl_scores.score_geometry(text, "5") for text in (boxed, plain)]
+        assert found == pytest.approx([of_boxed, of_plain])
+
+
 def test_the_weather_interaction_ends_after_one_turn():
     async def story():
         interaction = WeatherInteraction({})
         await interaction.start_interaction("a")
         called = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]
+        more = [*called, {"role": "tool", "content": "rain"}]
+        assert (await interaction.generate_response("a", more))[::2] == (True, 1.0)
+        assert interaction._instance_dict["a"]["response"] == "rain"
         assert (await interaction.generate_response("a", called))[::2] == (True, 1.0)
         assert (await interaction.generate_response("a", called[1:]))[::2] == (True, 0.0)
         await interaction.finalize_interaction("a")

@@ -65,8 +65,8 @@ def imports_of(tree: ast.AST, package: str) -> Iterator[Import]:
     """All imports of a package, also in functions. Without those that the file itself tries."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Try) and any(may_catch(handler.type) for handler in node.handlers):
-            for each in (*node.handlers, *node.orelse, *node.finalbody):
-                yield from imports_of(each, package)
+            parts = [*node.handlers, *node.orelse, *node.finalbody]
+            yield from imports_of(ast.Module(parts, []), package)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] == package:
