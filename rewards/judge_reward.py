@@ -202,13 +202,14 @@ def _answer(turns: list[Any]) -> str | None:
 def _golds(gold: Any) -> list[str]:
     """Return the accepted answers of a row, each once. Of a worked solution, as GSM8K's, it is what follows `####`.
 
-    >>> _golds("3 and 4 are 7. #### 1,007")
-    ['1007']
+    >>> _golds("3 and 4 are 7. #### 1,007"), _golds({"value": "Ada", "aliases": "Lovelace"})
+    (['1007'], ['Ada', 'Lovelace'])
     >>> _golds({"value": "Seine", "aliases": ["Seine", "", "River Seine"]}), _golds(42), _golds([None]), _golds(None)
     (['Seine', 'River Seine'], ['42'], [], [])
     """
     if isinstance(gold, dict):
-        gold = [gold.get("value"), *(gold.get("aliases") or [])]
+        aliases = gold.get("aliases") or []
+        gold = [gold.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     elif isinstance(gold, str) and "####" in gold:
         gold = [gold.rpartition("####")[2].replace(",", "")]
     elif not isinstance(gold, (list, tuple)):

@@ -34,7 +34,8 @@ def _fold(text: str) -> str:
 def _aliases(gold: Any) -> list[str]:
     """Return the accepted answers of a row, folded; empty ones are left out, since any text contains them."""
     if isinstance(gold, dict):
-        gold = [gold.get("value"), *(gold.get("aliases") or [])]
+        aliases = gold.get("aliases") or []
+        gold = [gold.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     elif gold is None or isinstance(gold, str):
         gold = [gold and gold.rpartition("####")[2]]  # of a worked solution, as GSM8K's, what follows the mark
     return [folded for alias in gold if alias is not None and (folded := _fold(str(alias)))]

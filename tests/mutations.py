@@ -5851,8 +5851,8 @@ DETAILS = [
     Mutation(
         "saving: fp16 ends where its scaler would skip a step",
         "mt_grpo/saving.py",
-        "if grad_norm is not None and not self.args.fp16 and not math",
-        "if grad_norm is not None and not math",
+        "if not finite and (not self.args.fp16 or",
+        "if not finite and (True or",
         "tests/test_checkpoints.py::test_a_gradient_that_a_scaler_skips_ends_no_run",
     ),
     Mutation(

@@ -79,6 +79,9 @@ def test_the_table_of_completions_is_per_rollout(random_model, tmp_path):
         rows = [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
         assert all((row.pop("records") > 1) <= (name == "cut") for row in rows)
         for turn in (turn for row in rows for turn in row["turns"]):
+            assert (turn.pop("record") > 0) <= (name == "cut")
+            for key in ("after", "context", "tools"):  # of the record that the turn begins
+                turn.pop(key)
             turn["seconds"], turn["results"] = 0.0, [{**result, "seconds": 0.0} for result in turn["results"]]
         logs.append(rows)
     assert len(tables[0]) == 8
