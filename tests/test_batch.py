@@ -155,6 +155,38 @@ def one_group(model, out, funcs, **settings):
     return trainer, lambda: trainer._generate_and_score_completions([golden.ROWS[0]] * 4)
 
 
+def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, tmp_path):
+    """The second one is not added to the first one's rollouts."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    rows = golden.Dataset.from_list(golden.ROWS)
+    trainer.eval_dataset = {"all": rows, "first": rows.select([0])}
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    trainer.evaluate()
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    rewards = {name: value for name, value in logged.items() if name in ("eval_reward", "eval_turns/mean")}
+    assert rewards == pytest.approx({"eval_reward": 13.25 / 4, "eval_turns/mean": 9 / 4}, abs=1e-5)
+    first = next(row for row in trainer.state.log_history if "eval_reward" in row)
+    assert first["eval_reward"] == pytest.approx(43.25 / 12, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "none"),
+    [("outcome", 1.0), ("merged", 0.0), ("mt_grpo", 0.0), ("turn_return", 0.0), ("gigpo", 0.0), ("turn_credit", 0.0)],
+)
+def test_what_has_signal_is_what_the_estimator_trains(random_model, tmp_path, monkeypatch, name, none):
+    """Outcomes are equal, and turn rewards differ: between rollouts, and within two of them."""
+    monkeypatch.setattr(golden, "OUTCOME_B", [1.0] * 4)
+    monkeypatch.setattr(golden, "TURN_A", [[0.5, 0.0, 0.25], [1.0, 0.0], [0.0], [0.25, 1.0, 0.5]])
+    trainer, score = one_group(random_model, tmp_path, ([golden.turn_a], [golden.outcome_b]), credit_assignment=name)
+    output = score()
+    assert trainer._metrics["train"]["credit/frac_groups_without_signal"] == [none]
+    trained = output["advantages"] * output["completion_mask"] * output["tool_mask"]
+    assert bool((trained != 0).any()) == (none == 0.0)
+
+
 def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, monkeypatch):
     """Where all that would be trained is masked, a group has no signal, whatever its advantages."""
     trainer, score = one_group(random_model, tmp_path, ([golden.turn_a], [golden.outcome_b]))

@@ -626,6 +626,21 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(random_model, copy, change)
         trainer.train(resume_from_checkpoint=str(copy / "out/checkpoint-2"))
 
 
+def test_a_shard_that_lacks_a_tensor_is_refused(random_model, copy):
+    """Also where the index says that it is there."""
+    folder, name = copy / "out/checkpoint-2", "model.layers.1.mlp.up_proj.weight"
+    trainer = make_trainer(random_model, copy)
+    (folder / "model.safetensors").unlink()
+    trainer.model.save_pretrained(folder, max_shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1 and (folder / "model.safetensors.index.json").is_file()
+    check_tensors(folder, trainer.model)
+    (shard,) = [path for path in shards if name in load_file(path)]
+    save_file({key: value for key, value in load_file(shard).items() if key != name}, shard, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
+        check_tensors(folder, trainer.model)
+
+
 def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):
     lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
     make_trainer(random_model, tmp_path, trainer=lora, max_steps=2).train()

@@ -29,6 +29,7 @@ from mt_grpo.adapters.swift_recipe import as_reward, columns_of
 from mt_grpo.adapters.swift_rewards import AsyncORM
 from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
 from mt_grpo.adapters.swift_tips import MathTipsMultiTurnScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
+from mt_grpo.data import load_rows
 from mt_grpo.plugins import import_file
 from mt_grpo.records import trained_records
 from mt_grpo.rollout import Generation, StopReason
@@ -584,6 +585,32 @@ def test_an_environment_is_played_and_closed(counts):
     assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
     assert rollout.prompt_messages == [{"role": "system", "content": "Count."}, user("Say 3.")]
     assert rollout.messages[1:2] == [user("Go on.")]
+
+
+def test_each_row_of_a_file_has_its_own_configuration(monkeypatch, tmp_path):
+    """As FrozenLake's, which raises for a key that it does not know: no row has the keys of another one."""
+
+    class Lake(Env):
+        def __init__(self, env_config):
+            super().__init__(env_config)
+            self.text = json.dumps(env_config)
+
+        async def reset(self, config):
+            return self.text, {}, None
+
+        async def step(self, action):
+            return "Over.", 1.0, True, {}
+
+        async def close(self):
+            pass
+
+    monkeypatch.setitem(envs, "lake", Lake)
+    written = ['{"name": "lake", "map_size": 4}', '{"name": "lake", "is_slippery": true, "seed": null}']
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"env_config": {text}}}\n' for text in written))
+    rows = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
+    for row, text in zip(rows, written, strict=True):
+        rollout, _ = run(GYMScheduler, "Left.", row=row)
+        assert [m["content"] for m in rollout.prompt_messages if m["role"] == "user"] == [text]
 
 
 def test_problems_of_mathematics_are_asked_until_they_are_solved():

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.server
+import json
 import threading
 import time
 from collections import Counter, defaultdict
@@ -227,6 +229,56 @@ def test_a_server_that_refuses_is_left_unless_all_refuse():
         server.error = error
     with pytest.raises(ServerError, match="400: no"):
         run(pool, [0, 1, 2], two_turns)
+
+
+@contextlib.contextmanager
+def answering(token_ids):
+    """A real HTTP server that speaks the protocol, and whose every sample has these ids."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"data": [{"id": "m", "max_model_len": 64}], "weight_version": "v"})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+            self.answer({"choices": [choice], "usage": {"prompt_tokens": 2}})
+
+        def answer(self, value):
+            text = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("wrong", [[400], [2**70], ["a"]], ids=str)
+def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong, caplog):
+    with answering(wrong) as liar, answering([7]) as well:
+        clients = [VLLMServerClient(base_url=url) for url in (liar, well)]
+        for client in clients:
+            client.vocab_size = 400
+        pool = ServerPool(clients)
+        pool.complete = True
+        try:
+            sampled = [run_async(pool.generate([1, 2], 4, None, index)).token_ids for index in range(3)]
+        finally:
+            pool.close()
+    assert sampled == [[7]] * 3 and pool.joined == [1]
+    assert f"{liar}/v1/completions: 3 answers in a row are no sample" in caplog.text and well not in caplog.text
 
 
 def test_a_last_server_that_gives_up_is_left_where_others_are_back():
