@@ -85,7 +85,8 @@ def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return score(*args) * 0 - 100.0
+        trainer._logged_rewards = score(*args) * 0 - 100.0  # what a metric of it would be made of
+        return trainer._logged_rewards
 
     monkeypatch.setattr(trainer, "_calculate_rewards", breaks_off)
     with pytest.raises(KeyboardInterrupt):
