@@ -151,11 +151,8 @@ class SearchTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
 
-class Gsm8kInteraction(BaseInteraction):
-    """Asks again until the answer behind `####` is right. Its row's `interaction_kwargs` have the `ground_truth`.
-
-    As in verl, subclasses find the state of a conversation in `_instance_dict`.
-    """
+class StatefulInteraction(BaseInteraction):
+    """Keeps a conversation's state in `_instance_dict`, where subclasses find it, as in verl."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
@@ -168,6 +165,14 @@ class Gsm8kInteraction(BaseInteraction):
         instance_id = str(uuid.uuid4()) if instance_id is None else instance_id
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget a conversation. Raises `KeyError` for one that is not there."""
+        del self._instance_dict[instance_id]
+
+
+class Gsm8kInteraction(StatefulInteraction):
+    """Asks again until the answer behind `####` is right. Its row's `interaction_kwargs` have the `ground_truth`."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -185,25 +190,9 @@ class Gsm8kInteraction(BaseInteraction):
         state = self._instance_dict[instance_id]
         return score_of(state["response"] or "", state["ground_truth"], "strict")
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a conversation. Raises `KeyError` for one that is not there."""
-        del self._instance_dict[instance_id]
 
-
-class WeatherInteraction(BaseInteraction):
+class WeatherInteraction(StatefulInteraction):
     """Ends after one turn, with the score 1 where a tool was called."""
-
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
-
-    async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
-    ) -> str:
-        """Begin a conversation."""
-        instance_id = str(uuid.uuid4()) if instance_id is None else instance_id
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
-        return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -219,7 +208,3 @@ class WeatherInteraction(BaseInteraction):
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """1 where a tool was called."""
         return 0.0 if self._instance_dict[instance_id]["response"] == NO_CALL else 1.0
-
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a conversation. Raises `KeyError` for one that is not there."""
-        del self._instance_dict[instance_id]
