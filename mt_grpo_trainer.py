@@ -5,7 +5,7 @@ has several turns. A good search and the bad answer after it should not share on
 
 1. Rollouts are conversations: the model writes a turn, a tool answers, the model writes again.
 2. The model attends to the tool's tokens and is never trained on them.
-3. A turn that called a tool gets the outcome's advantage plus `turn_advantage_coef` times its own.
+3. A turn with a reward of its own gets the outcome's advantage plus `turn_advantage_coef` times its own.
 
                      turn 0: tool call        tool result         turn 1: answer
     tokens           <tool>{...}</tool>       <result>..</result>  <answer>1889</answer>
