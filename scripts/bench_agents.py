@@ -37,11 +37,11 @@ class Bench:
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
-        from mt_grpo.adapters.agent_programs import FunctionAgent
-        from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
-        from mt_grpo.data import load_rows
-        from mt_grpo.hermes import tool_schema
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
+        from mt_grpo.adapters.agents.programs import FunctionAgent
+        from mt_grpo.conversation.tools.signature import tool_schema
+        from mt_grpo.recipe.data import load_rows
+        from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
         self.tokenizer = AutoTokenizer.from_pretrained(ROOT / MODEL)

@@ -33,7 +33,7 @@ from bench_common import ROOT, VLLMServer, machine, report, spread, write_result
 from bench_sync import build_model, rounded
 
 import mt_grpo_trainer as mt
-from mt_grpo.rollout_log import read_rollouts
+from mt_grpo.reports.rollout_log import read_rollouts
 
 RECIPE, IN_PROCESS = "hf_recipes/tiny/calculator-vllm.yaml", "hf_recipes/tiny/calculator.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"

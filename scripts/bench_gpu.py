@@ -104,8 +104,8 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     from datasets import Dataset
 
     import mt_grpo_trainer as mt
-    from mt_grpo.data import make_arithmetic
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
 
     side, changes = CASES[case]
     on_gpu = torch.cuda.is_available()

@@ -144,7 +144,7 @@ def recorder(client: Any) -> Any:
 
 def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """As the trainer rolls out (`MTGRPOEnvTrainer._converse`)."""
-    from mt_grpo.event_loop import gather_all, run_async
+    from mt_grpo.base.event_loop import gather_all, run_async
 
     rollouts = env.start(prompts)
     run_async(gather_all([env.converse(rollout, client, sampling) for rollout in rollouts]))
@@ -163,7 +163,7 @@ class Given:
 
 def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """The reference shape: a batch of turns, then the tools one after another, then the next batch."""
-    from mt_grpo.event_loop import gather_all, run_async
+    from mt_grpo.base.event_loop import gather_all, run_async
 
     async def sample(rollout):
         history = rollout.prompt_ids + rollout.completion_ids
@@ -203,7 +203,7 @@ async def send(url: str, bodies: list[bytes]) -> None:
 
 def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: Any) -> bytes:
     """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    from mt_grpo.sampling import sampling_defaults
+    from mt_grpo.conversation.sampling import sampling_defaults
 
     return json.dumps({
         **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
@@ -259,8 +259,8 @@ class Bench:
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
-        from mt_grpo.data import load_rows
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.recipe.data import load_rows
+        from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
         overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []

@@ -95,8 +95,8 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
     from transformers import AutoTokenizer
 
     import mt_grpo_trainer as mt
-    from mt_grpo.data import make_arithmetic
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
 
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(MODEL)
     env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
@@ -116,7 +116,7 @@ def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
     """One conversation per rollout, of a call and an answer, whose ids are equally many: those that are sampled."""
     from transformers import AutoTokenizer
 
-    from mt_grpo.data import make_arithmetic
+    from mt_grpo.recipe.data import make_arithmetic
 
     rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
     for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
@@ -310,7 +310,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
         trainer._last_loaded_step = -1
     else:
         import mt_grpo_trainer as mt
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.recipe.plugins import load_tools
 
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
         trainer = mt.MTGRPOEnvTrainer(
@@ -335,7 +335,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
 
 def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
     """TRL's trainer with `tools=`, or ours, which samples in this process."""
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.plugins import load_tools
 
     tools = load_tools(str(ROOT / "tools/calculator.py"))
     if side == "trl":

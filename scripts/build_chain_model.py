@@ -21,11 +21,11 @@ from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, encode, nex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_chain
-from mt_grpo.formats import make_format, parse_turn, result_message
-from mt_grpo.plugins import load_tools
-from mt_grpo.tools import check_call
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format, parse_turn, result_message
+from mt_grpo.conversation.tools.signature import check_call
+from mt_grpo.recipe.data import make_chain
+from mt_grpo.recipe.plugins import load_tools
 
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6

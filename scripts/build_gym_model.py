@@ -17,9 +17,9 @@ from build_tiny_model import HERMES_TEMPLATE, build_model, encode, next_turns, w
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.adapters.gym_environment import GymEnvironment, gym_environment
-from mt_grpo.formats import make_format
-from mt_grpo.plugins import load_class
+from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Message, Turn
 
 TEXTS = Path(__file__).parents[1] / "gym_texts"

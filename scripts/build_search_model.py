@@ -33,10 +33,10 @@ from evaluate import evaluate, load_recipe, table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.formats import make_format
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import check_call, named_tools
 from mt_grpo.rollout import Message, ToolResult, Turn
-from mt_grpo.tools import check_call, named_tools
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).parents[1]

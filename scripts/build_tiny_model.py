@@ -29,13 +29,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_arithmetic
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
-from mt_grpo.plugins import load_tools
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import check_call, tool_schema
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
-from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator, then answer."
 CHAT_TEMPLATE = (

@@ -34,15 +34,14 @@ from build_tiny_model import (
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.adapters.verl_environment import Described
-from mt_grpo.adapters.verl_search import as_json, passages
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_arithmetic
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
-from mt_grpo.plugins import load_tools
+from mt_grpo.adapters.verl.environment import Described
+from mt_grpo.adapters.verl.search import as_json, passages
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import as_tool, check_call, tool_schema
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, ToolResult, Turn
-from mt_grpo.tools import as_tool, check_call
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "hf_recipes/tiny"

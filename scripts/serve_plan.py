@@ -13,7 +13,7 @@ from typing import Any
 from evaluate import load_recipe, option
 from launch_plan import and_engines, data_parallel_size, server_context, server_dtype, visible_gpus
 
-from mt_grpo.refusals import backend_of
+from mt_grpo.recipe.refusals import backend_of
 
 
 def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:

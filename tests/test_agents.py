@@ -23,20 +23,20 @@ from processes import alive, ends
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters import agent_server, openai_agent
-from mt_grpo.adapters.agent_commands import CommandAgent, environment_of
-from mt_grpo.adapters.agent_programs import FunctionAgent
-from mt_grpo.adapters.agent_prompts import AgentPrompts
-from mt_grpo.adapters.agent_session import AgentSession
-from mt_grpo.adapters.chains import Completion, keys_of
-from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
-from mt_grpo.adapters.responses_api import read_items
-from mt_grpo.event_loop import start_in_background
-from mt_grpo.log_rows import turn_rows
-from mt_grpo.records import trained_records
+from mt_grpo.adapters.agents import conversation as openai_agent
+from mt_grpo.adapters.agents import server as agent_server
+from mt_grpo.adapters.agents.chains import Completion, keys_of
+from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
+from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
+from mt_grpo.adapters.agents.prompts import AgentPrompts
+from mt_grpo.adapters.agents.responses_api import read_items
+from mt_grpo.adapters.agents.session import AgentSession
+from mt_grpo.base.event_loop import start_in_background
+from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.scoring import turn_flags
-from mt_grpo.tensors import NAN, pad_rows
+from mt_grpo.training.records import trained_records
+from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.tensors import NAN, pad_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
@@ -2015,7 +2015,7 @@ def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path):
 
 TRAINER = """
 import asyncio, sys
-from mt_grpo.adapters.agent_commands import CommandAgent
+from mt_grpo.adapters.agents.programs import CommandAgent
 
 nowhere = type("Nowhere", (), {{"address": "http://127.0.0.1:1/v1", "key": "none"}})
 asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, nowhere, nowhere))

@@ -26,9 +26,9 @@ from test_faults import (  # noqa: F401  fixtures too
 )
 from transformers import TrainerCallback
 
-from mt_grpo.checkpoints import checkpoint_damage
-from mt_grpo.ranks import RunError, RunStopped
-from mt_grpo.versions import versions_of
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.versions import versions_of
+from mt_grpo.run.checkpoints import checkpoint_damage
 
 
 class Noted(Watched):

@@ -13,11 +13,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from mt_grpo.data import make_arithmetic, make_chain
-from mt_grpo.in_process import InProcessBackend
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.data import make_arithmetic, make_chain
+from mt_grpo.reports.metrics import EvaluationMetrics, RewardUse, credit_metrics
 from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
-from mt_grpo.run_log import EvaluationMetrics, RewardUse, credit_metrics
-from mt_grpo.scoring import run_rewards
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 

@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer as mt
-from mt_grpo.batch_facts import facts_of_settings, share_stuck
-from mt_grpo.readings import ROUNDED, troubles
-from mt_grpo.server_errors import ServerError
+from mt_grpo.base.errors import ServerError
+from mt_grpo.reports.preflight import facts_of_settings, share_stuck
+from mt_grpo.reports.troubles import ROUNDED, troubles
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 SERVED = ROOT / "hf_recipes/tiny/calculator-vllm.yaml"

@@ -14,8 +14,8 @@ from evaluate import evaluate, load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.data import make_chain
-from mt_grpo.plugins import load_state_key, load_tools
+from mt_grpo.recipe.data import make_chain
+from mt_grpo.recipe.plugins import load_state_key, load_tools
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[1]

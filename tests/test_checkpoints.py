@@ -22,15 +22,13 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCallback
 
-from mt_grpo.checkpoints import check_tensors, checkpoint_damage, checkpoint_to_resume
-from mt_grpo.output import output_lock
-from mt_grpo.plugins import load_rewards, load_tools
-from mt_grpo.resume import train_or_save
-from mt_grpo.rollout_log import write_rows
-from mt_grpo.run_record import changed_settings
-from mt_grpo.saving import NotFinite, SaveError, weights_not_finite
-from mt_grpo.server_errors import ServerLost
-from mt_grpo.server_pool import ServerPool
+from mt_grpo.base.errors import ServerLost
+from mt_grpo.base.files import output_lock
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.reports.rollout_log import write_rows
+from mt_grpo.run.checkpoints import changed_settings, check_tensors, checkpoint_damage, checkpoint_to_resume
+from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save, weights_not_finite
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -457,7 +455,7 @@ def test_half_of_a_line_does_not_stay(tmp_path):
 FULL_DISK = """
 import sys
 from pathlib import Path
-from mt_grpo.saving import check_room
+from mt_grpo.run.trainer import check_room
 from mt_grpo_trainer import main
 
 try:

@@ -13,10 +13,10 @@ import warm_python
 from bench_common import free_port
 from fault_proxy import Fault, FaultProxy
 
-from mt_grpo.event_loop import run_async
-from mt_grpo.output import output_lock
-from mt_grpo.server_errors import ServerError, ServerLost
-from mt_grpo.versions import SharedQuestion
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.files import output_lock
+from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo_trainer import VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from test_first_batch import recipe_file
 from test_recipes import change_model
 from transformers import AutoTokenizer
 
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.rollout_log import read_rollouts
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import MultiTurnToolEnv
 
 SERVED = ROOT / "hf_recipes/tiny/calculator-vllm.yaml"

@@ -27,9 +27,9 @@ import yaml
 from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, section, words_of
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.mcp_servers import read_servers
-from mt_grpo.adapters.verl_config import read_entries
-from mt_grpo.settings import known_keys
+from mt_grpo.adapters.mcp.servers import read_servers
+from mt_grpo.adapters.verl.config import read_entries
+from mt_grpo.recipe.keys import known_keys
 
 SMALL = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--disable_tqdm", "true"]
 GSM8K = "hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml"

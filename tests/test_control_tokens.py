@@ -13,7 +13,7 @@ from datasets import Dataset
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
-from mt_grpo.control_tokens import (
+from mt_grpo.conversation.formats.control_tokens import (
     Origin,
     control_pattern,
     message_pattern,
@@ -22,10 +22,10 @@ from mt_grpo.control_tokens import (
     neutralise_messages,
     pattern_of,
 )
-from mt_grpo.formats import make_format
-from mt_grpo.preflight import warn_of_control_tokens
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import as_tool, named_tools
+from mt_grpo.recipe.checks import warn_of_control_tokens
 from mt_grpo.rollout import Generation, Reply, StopReason, ToolCall, ToolResult
-from mt_grpo.tools import as_tool, named_tools
 from mt_grpo_trainer import MultiTurnToolEnv
 
 ROOT = Path(__file__).parent.parent

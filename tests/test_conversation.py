@@ -34,19 +34,19 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import TypedDict
 
 import mt_grpo_trainer as mt
-from mt_grpo.control_tokens import neutralise
-from mt_grpo.event_loop import background_loop, run_async
-from mt_grpo.formats import parse_call, parse_turn
-from mt_grpo.id_hashes import hash_of_ids
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.plugins import load_tools, module_name
-from mt_grpo.preflight import longest_prompt, warn_of_control_tokens
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import background_loop, run_async
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.conversation.formats.control_tokens import neutralise
+from mt_grpo.conversation.formats.xml import parse_call, parse_turn
+from mt_grpo.conversation.tools.processes import ToolProcesses
+from mt_grpo.conversation.tools.results import cut_to_tokens
+from mt_grpo.conversation.tools.signature import check_call
+from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.checks import longest_prompt, warn_of_control_tokens
+from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.server_errors import ServerError
-from mt_grpo.tool_processes import ToolProcesses
-from mt_grpo.tool_results import cut_to_tokens
-from mt_grpo.tool_threads import ToolsUnavailable, ToolThreads, ToolTimeout, run_tool
-from mt_grpo.tools import check_call
 from mt_grpo_trainer import MultiTurnToolEnv
 
 # --- a tokenizer whose ids can be written by hand: byte b is id b ----------------------------------------------------
@@ -1990,7 +1990,7 @@ def test_a_tool_in_a_thread_has_its_callers_context_variables_to_itself():
 def test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive():
     code = (
         "import asyncio, threading\n"
-        "from mt_grpo.tool_threads import ToolTimeout, run_tool\n"
+        "from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool\n"
         "try:\n"
         "    asyncio.run(run_tool(threading.Event().wait, {}, 0.1))\n"
         "except ToolTimeout:\n"
@@ -2231,8 +2231,8 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     path.write_text(IN_PROCESSES, encoding="utf-8")
     code = (
         "import asyncio\n"
-        "from mt_grpo.plugins import load_tools\n"
-        "from mt_grpo.tool_threads import run_tool\n"
+        "from mt_grpo.recipe.plugins import load_tools\n"
+        "from mt_grpo.conversation.tools.threads import run_tool\n"
         "from pathlib import Path\n"
         f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
         "async def main():\n"

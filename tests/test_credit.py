@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mt_grpo.ranks import RunError
-from mt_grpo.scoring import check_advantages
-from mt_grpo.tensors import NAN, nanstd
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training.rewards import check_advantages
+from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
     CREDIT_ASSIGNMENTS,
     RewardTable,

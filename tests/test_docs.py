@@ -34,11 +34,11 @@ from trl import GRPOConfig, ScriptArguments
 
 import mt_grpo
 import mt_grpo_trainer as mt
-from mt_grpo.environments import METHODS
-from mt_grpo.formats import TOOL_FORMATS
-from mt_grpo.plugins import load_environment, load_tools
+from mt_grpo.conversation.environments import METHODS
+from mt_grpo.conversation.formats.xml import TOOL_FORMATS
+from mt_grpo.recipe.keys import default_of, known_keys
+from mt_grpo.recipe.plugins import load_environment, load_tools
 from mt_grpo.rollout import Reply
-from mt_grpo.settings import default_of, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}

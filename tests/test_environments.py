@@ -25,18 +25,16 @@ from test_conversation import (
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
-from mt_grpo.data import load_rows
-from mt_grpo.environments import Environments, check_environment
-from mt_grpo.hermes import tool_schema
-from mt_grpo.log_rows import Scored, rollout_rows
-from mt_grpo.preflight import check_env
-from mt_grpo.replies import EnvironmentFailure, read_reply
+from mt_grpo.conversation.environments import EnvironmentFailure, Environments, check_environment, read_reply
+from mt_grpo.conversation.tools.arguments import readers_of
+from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signature_of, tool_schema
+from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
+from mt_grpo.recipe.checks import check_env
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.reports.rollout_log import Scored, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.scoring import turn_flags
-from mt_grpo.tensors import NAN
-from mt_grpo.tool_arguments import readers_of
-from mt_grpo.tool_threads import GIVEN_UP, ToolTimeout, run_tool
-from mt_grpo.tools import as_tool, describe_tools, signature_of
+from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.tensors import NAN
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
 ANSWER = "<answer>5</answer>"

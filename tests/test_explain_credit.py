@@ -15,8 +15,8 @@ from explain_credit import GroupCredit, RolloutCredit, TurnCredit
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.data import make_arithmetic
-from mt_grpo.log_rows import token_texts
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.reports.rollout_log import token_texts
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "hf_recipes/tiny/calculator.yaml"

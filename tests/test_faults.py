@@ -33,15 +33,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer
-from mt_grpo.event_loop import background_loop, run_async, start_in_background
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.ranks import RunError, RunStopped
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import background_loop, run_async, start_in_background
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.versions import tagged, versions_of
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.reports.metrics import staleness_metrics
+from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.rollout_log import read_rollouts
-from mt_grpo.run_log import staleness_metrics
-from mt_grpo.server_errors import ServerError, ServerLost
-from mt_grpo.versions import tagged, versions_of
-from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -814,7 +814,9 @@ def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
         return log
 
     others = []  # what the other rank has in each batch
-    monkeypatch.setattr("mt_grpo.run_log.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1))
+    monkeypatch.setattr(
+        "mt_grpo.reports.metrics.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1)
+    )
     metrics, stale = defaultdict(list), Counter()
     for batch in range(10):
         straggler = [30] if batch == 3 else []
@@ -1288,7 +1290,7 @@ def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path,
             Path(path).write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        monkeypatch.setattr("mt_grpo.weight_transfer.save_file", save_file)
+        monkeypatch.setattr("mt_grpo.generation.weight_transfer.save_file", save_file)
     elif fault == "write error":
         limits = files_of_at_most(2**20)
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]

@@ -13,11 +13,10 @@ import yaml
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo import first_batch
-from mt_grpo.batch_facts import facts_of_batches, whole_groups
-from mt_grpo.first_batch import FirstBatch
-from mt_grpo.off_policy import text_of_cuts
-from mt_grpo.readings import (
+from mt_grpo.recipe.refusals import text_of_cuts
+from mt_grpo.reports import preflight as first_batch
+from mt_grpo.reports.preflight import FirstBatch, facts_of_batches, whole_groups
+from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
     CUT,
     CUT_ALL,
@@ -34,7 +33,7 @@ from mt_grpo.readings import (
     ROUNDED,
     SAME,
     troubles,
-)  # fmt: skip
+)
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from processes import ends
 from test_conversation import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
 import mt_grpo_trainer as mt
-from mt_grpo.plugins import load_class
+from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 

@@ -11,9 +11,9 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from mt_grpo.chat_format import SEVERAL_CALLS
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Parsed, ToolCall, ToolResult
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

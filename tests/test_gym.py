@@ -13,10 +13,10 @@ from gymnasium import spaces
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.gym_environment import GymEnvironment, gym_environment, read_kwargs
-from mt_grpo.adapters.gym_text import GymText, from_json, plain
-from mt_grpo.environments import class_tools
-from mt_grpo.plugins import load_class
+from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment, read_kwargs
+from mt_grpo.adapters.gym.text import GymText, from_json, plain
+from mt_grpo.conversation.environments import class_tools
+from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ OWN_GAMES = '''
 import gymnasium
 from gymnasium import spaces
 
-from mt_grpo.adapters.gym_text import GymText
+from mt_grpo.adapters.gym.text import GymText
 
 
 class Steps(gymnasium.Env):
@@ -450,7 +450,7 @@ def test_an_environment_is_played_again(games):
 
 def load(*arguments, recipe=LAKE):
     script_args, args, _ = mt.parse_arguments(["--config", recipe, *arguments])[:3]
-    from mt_grpo.adapter_keys import load_conversation
+    from mt_grpo.adapters.choose import load_conversation
 
     return load_conversation(script_args, args, mt.MultiTurnToolEnv)
 
@@ -499,7 +499,7 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     (["--gym_actions", "left", "right"], "gym_actions has 2 names, and the action space is Discrete.4."),
     (["--gym_env", "{games}:NoGame"], "is NoGame, expected a subclass of gymnasium.Env"),
     (["--gym_env", "{games}:Missing"], "Missing"),
-    (["--gym_text", "{games}:Steps"], "is no subclass of mt_grpo.adapters.gym_text.GymText"),
+    (["--gym_text", "{games}:Steps"], "is no subclass of mt_grpo.adapters.gym.text.GymText"),
     (["--gym_text", "{games}:Numbers"], "TypeError: gym_text: observation gave int, expected text"),
     (["--gym_text", "{games}:NoRules"], "TypeError: gym_text: rules gave NoneType, expected text"),
     (["--gym_env", "{games}:Licensed"], "cannot begin: SystemExit: no license"),

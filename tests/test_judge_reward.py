@@ -17,9 +17,9 @@ import pytest
 import torch
 from aiohttp import web
 
-from mt_grpo.plugins import load_rewards
+from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
-from mt_grpo.scoring import check_reward_values, run_rewards
+from mt_grpo.training.rewards import check_reward_values, run_rewards
 from mt_grpo_trainer import MTGRPOConfig
 
 PATH = Path(__file__).resolve().parents[1] / "rewards/judge_reward.py"

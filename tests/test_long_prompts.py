@@ -8,8 +8,8 @@ from datasets import Dataset
 from test_conversation import ANSWER, CHATML_TOKENIZER, Scripted
 from test_trainer import settings
 
-from mt_grpo.preflight import limit_context, prepare_env
-from mt_grpo.ranks import RunError
+from mt_grpo.base.ranks import RunError
+from mt_grpo.recipe.checks import limit_context, prepare_env
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 

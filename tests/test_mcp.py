@@ -19,11 +19,11 @@ from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapter_keys import load_adapter_tools
-from mt_grpo.adapters import mcp_servers
-from mt_grpo.adapters.mcp_servers import LOOP, close_servers
-from mt_grpo.event_loop import background_loop
-from mt_grpo.hermes import tool_schema
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.adapters.mcp.servers import LOOP, close_servers
+from mt_grpo.base.event_loop import background_loop
+from mt_grpo.conversation.tools.signature import tool_schema
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
 SERVER = '''
@@ -384,7 +384,8 @@ def test_a_server_ends_with_its_trainer(tmp_path):
     """Also where that is killed: its end of the pipe is closed."""
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
     code = (
-        "import os, sys, time\nfrom test_verl import settings\nfrom mt_grpo.adapter_keys import load_adapter_tools\n"
+        "import os, sys, time\nfrom test_verl import settings\n"
+        "from mt_grpo.adapters.choose import load_adapter_tools\n"
         f"load_adapter_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
         "print(os.getpid(), flush=True)\ntime.sleep(600)"
     )

@@ -17,8 +17,8 @@ from test_mcp import talk, tools_of, wait_for
 from test_verl import free_port
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters import mcp_servers
-from mt_grpo.hermes import tool_schema
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.slow
@@ -214,7 +214,7 @@ def test_servers_behind_npx_end_with_a_trainer_that_is_killed(packages, tmp_path
     entries = {"everything": npx(packages, EVERYTHING), "files": npx(packages, FILES, str(tmp_path))}
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": entries}))
     code = (
-        "import time\nfrom test_verl import settings\nfrom mt_grpo.adapter_keys import load_adapter_tools\n"
+        "import time\nfrom test_verl import settings\nfrom mt_grpo.adapters.choose import load_adapter_tools\n"
         f"load_adapter_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
         "print('up', flush=True)\ntime.sleep(600)"
     )

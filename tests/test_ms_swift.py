@@ -19,21 +19,26 @@ import pytest
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters import swift_paths
-from mt_grpo.adapters.ms_swift import PlayedConversation, SchedulerConversation
-from mt_grpo.adapters.swift_gym import ContextManager, Env, GYMScheduler, context_managers, envs
-from mt_grpo.adapters.swift_loop import SchedulerFailure
-from mt_grpo.adapters.swift_loss import LossScale, loss_scale_map, read_loss_scale
-from mt_grpo.adapters.swift_protocol import RequestConfig, RolloutInferRequest, RolloutOutput
-from mt_grpo.adapters.swift_recipe import as_reward, columns_of
-from mt_grpo.adapters.swift_rewards import AsyncORM
-from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
-from mt_grpo.adapters.swift_tips import MathTipsMultiTurnScheduler, MathTipsScheduler, ThinkingModelTipsScheduler
-from mt_grpo.data import load_rows
-from mt_grpo.plugins import import_file
-from mt_grpo.records import trained_records
+from mt_grpo.adapters.ms_swift.conversation import PlayedConversation, SchedulerConversation
+from mt_grpo.adapters.ms_swift.conversation import paths as swift_paths
+from mt_grpo.adapters.ms_swift.gym import ContextManager, Env, GYMScheduler, context_managers, envs
+from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
+from mt_grpo.adapters.ms_swift.loss import LossScale, loss_scale_map, read_loss_scale
+from mt_grpo.adapters.ms_swift.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from mt_grpo.adapters.ms_swift.recipe import as_reward, columns_of
+from mt_grpo.adapters.ms_swift.rewards import AsyncORM
+from mt_grpo.adapters.ms_swift.schedulers import (
+    MathTipsMultiTurnScheduler,
+    MathTipsScheduler,
+    MultiTurnScheduler,
+    RolloutScheduler,
+    ThinkingModelTipsScheduler,
+)
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.scoring import environment_rewards
+from mt_grpo.training.records import trained_records
+from mt_grpo.training.rewards import environment_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = ROOT / "../shared/data/plugins/ms_swift"

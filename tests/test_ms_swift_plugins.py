@@ -14,18 +14,20 @@ import pytest
 import torch
 from test_ms_swift import TOKENIZER, run
 
-from mt_grpo.adapters import swift_paths, swift_rewards, verl_paths
-from mt_grpo.adapters.ms_swift import ScheduledConversation
+from mt_grpo.adapters.ms_swift.conversation import ScheduledConversation
+from mt_grpo.adapters.ms_swift.conversation import paths as swift_paths
+from mt_grpo.adapters.ms_swift.conversation import rewards as swift_rewards
+from mt_grpo.adapters.ms_swift.gym import Env, GYMScheduler
+from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, weight_of
+from mt_grpo.adapters.ms_swift.loss import LossMask, LossScale
+from mt_grpo.adapters.ms_swift.recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
+from mt_grpo.adapters.ms_swift.schedulers import MultiTurnScheduler, RolloutScheduler
 from mt_grpo.adapters.plugin_imports import imports_of
-from mt_grpo.adapters.swift_gym import Env, GYMScheduler
-from mt_grpo.adapters.swift_loop import SchedulerFailure, weight_of
-from mt_grpo.adapters.swift_loss import LossMask, LossScale
-from mt_grpo.adapters.swift_recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
-from mt_grpo.adapters.swift_schedulers import MultiTurnScheduler, RolloutScheduler
-from mt_grpo.adapters.verl_config import load_function_tools, load_tools_config
-from mt_grpo.plugins import import_file
+from mt_grpo.adapters.verl import paths as verl_paths
+from mt_grpo.adapters.verl.config import load_function_tools, load_tools_config
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Turn
-from mt_grpo.scoring import run_rewards
+from mt_grpo.training.rewards import run_rewards
 
 PLUGINS = Path(__file__).resolve().parents[1] / "../shared/data/plugins/ms_swift"
 needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")

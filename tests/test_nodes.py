@@ -18,7 +18,7 @@ from processes import ends
 from safetensors.torch import load_file
 from warm_vllm import WarmVLLMServer
 
-from mt_grpo.checkpoints import checkpoint_to_resume
+from mt_grpo.run.checkpoints import checkpoint_to_resume
 from mt_grpo_trainer import VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[1]

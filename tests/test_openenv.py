@@ -12,9 +12,9 @@ import pytest
 from test_ms_swift import Scripted, conversations, run, user
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.swift_openenv import OpenEnvScheduler, OpenEnvWrapper
-from mt_grpo.adapters.swift_paths import multi_turns
-from mt_grpo.replies import EnvironmentFailure
+from mt_grpo.adapters.ms_swift.gym import OpenEnvScheduler, OpenEnvWrapper
+from mt_grpo.adapters.ms_swift.paths import multi_turns
+from mt_grpo.conversation.environments import EnvironmentFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -288,7 +288,7 @@ import sys
 from test_ms_swift import Scripted, conversations, user
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.swift_openenv import OpenEnvScheduler
+from mt_grpo.adapters.ms_swift.gym import OpenEnvScheduler
 
 sys.path.append(sys.argv[2])
 env, llm = conversations(OpenEnvScheduler, environment_timeout=60.0), Scripted('{"answer": 2}')

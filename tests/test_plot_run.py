@@ -10,7 +10,7 @@ from plot_run import PANELS, lines_of, read_run
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.metrics_log import MetricsLog
+from mt_grpo.reports.progress import MetricsLog
 
 
 def write_run(folder, steps, **more):

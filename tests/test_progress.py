@@ -12,7 +12,7 @@ import torch
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.progress import ProgressLine, log_line, what_it_does
+from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
 
 SLOW = '''
 import time

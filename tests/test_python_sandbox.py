@@ -20,7 +20,7 @@ from processes import alive, ends
 from test_conversation import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 
-from mt_grpo.plugins import load_tools
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo_trainer import MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[1]

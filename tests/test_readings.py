@@ -2,7 +2,7 @@
 
 import pytest
 
-from mt_grpo.readings import READINGS, troubles
+from mt_grpo.reports.troubles import READINGS, troubles
 
 WELL = {
     "prompt/lacks_system": False, "prompt/lacks_tools": "", "prompt/lacks_all_tools": False, "has_tools": True,

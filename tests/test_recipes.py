@@ -27,21 +27,21 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters import mcp_servers
-from mt_grpo.batch_facts import facts_of_settings
-from mt_grpo.checkpoints import checkpoint_to_resume
-from mt_grpo.data import load_rows, make_arithmetic
-from mt_grpo.event_loop import run_async
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.off_policy import text_of_cuts
-from mt_grpo.ranks import RunError
-from mt_grpo.readings import troubles
-from mt_grpo.recipes import read_recipe
-from mt_grpo.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.ranks import RunError
+from mt_grpo.conversation.tools.signature import fill_in_tools
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.checks import weights_of
+from mt_grpo.recipe.data import load_rows, make_arithmetic
+from mt_grpo.recipe.keys import known_keys
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
+from mt_grpo.reports.preflight import facts_of_settings
+from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
-from mt_grpo.scoring import run_rewards, weights_of
-from mt_grpo.settings import known_keys
-from mt_grpo.tools import fill_in_tools
+from mt_grpo.run.checkpoints import checkpoint_to_resume
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mt_grpo.ranks import RunError
-from mt_grpo.records import to_passes, without_sync
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training.records import to_passes, without_sync
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]

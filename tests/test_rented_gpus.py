@@ -16,7 +16,7 @@ from test_docs import PAGES, block, block_commands, section
 from test_recipes import header, num_processes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from mt_grpo.disk_room import bytes_to_save
+from mt_grpo.run.checkpoints import bytes_to_save
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = PAGES["docs/rented_gpus.md"]

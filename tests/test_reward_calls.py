@@ -20,15 +20,16 @@ from datasets import Dataset
 from trl.trainer.utils import get_callable_name
 
 import mt_grpo_trainer as mt
-from mt_grpo import scoring
-from mt_grpo.event_loop import run_async
-from mt_grpo.plugins import load_rewards
-from mt_grpo.ranks import RunStopped
-from mt_grpo.resume import ResumableTrainer
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.ranks import RunStopped
+from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.recipe.checks import check_reward_columns
+from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult
-from mt_grpo.run_record import source_sha256
-from mt_grpo.scoring import check_reward_columns, check_rewards, environment_rewards, named_apart, run_rewards
-from mt_grpo.tool_threads import ToolsUnavailable
+from mt_grpo.run.checkpoints import source_sha256
+from mt_grpo.run.trainer import ResumableTrainer
+from mt_grpo.training import rewards as scoring
+from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart, run_rewards
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -83,8 +84,8 @@ SAID = r"""
 import asyncio, sys
 if sys.argv[1] == "before":
     import math_verify
-from mt_grpo.event_loop import run_async
-from mt_grpo.tool_threads import run_tool
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.conversation.tools.threads import run_tool
 import math_verify
 
 def in_a_thread(text):
@@ -247,7 +248,7 @@ HARD = """
 import collections, itertools, sqlite3, sys
 import torch
 from mt_grpo import reward_calls
-from mt_grpo.scoring import run_rewards
+from mt_grpo.training.rewards import run_rewards
 reward_calls.GRACE = 1.0
 
 def stays_in_c(**kwargs):  # SQLite lets other threads run, and asks for no signal
@@ -286,7 +287,7 @@ ENDS = """
 import time
 import torch
 from mt_grpo import reward_calls
-from mt_grpo.scoring import run_rewards
+from mt_grpo.training.rewards import run_rewards
 reward_calls.GRACE = 0.2
 run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
 time.sleep(1.0)
@@ -394,8 +395,8 @@ import os, sys, threading
 from pathlib import Path
 import torch
 from accelerate import PartialState
-from mt_grpo.ranks import RunError, raise_on_all_ranks
-from mt_grpo.scoring import run_rewards
+from mt_grpo.base.ranks import RunError, raise_on_all_ranks
+from mt_grpo.training.rewards import run_rewards
 
 RANK = PartialState(cpu=True).process_index
 

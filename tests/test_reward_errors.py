@@ -8,9 +8,9 @@ import torch
 from test_rows import written
 from test_trainer import settings
 
-from mt_grpo.data import load_rows
-from mt_grpo.ranks import RunError
-from mt_grpo.scoring import run_rewards
+from mt_grpo.base.ranks import RunError
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 REWARDS = """
@@ -113,7 +113,7 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
     error_of(rewards.by_key, [{"value": "x"}, {}], log_metric=lambda name, value: metrics.append(value))
     assert rewards.calls == [2, 1, 1] and metrics == [2]
     rewards.calls.clear()
-    monkeypatch.setattr("mt_grpo.reward_errors.SEARCH_SECONDS", 1.0)
+    monkeypatch.setattr("mt_grpo.training.reward_errors.SEARCH_SECONDS", 1.0)
     assert "It does not raise so for a rollout alone" in error_of(rewards.slow, ["a", "b", "c"])
     assert rewards.calls == [3, 1]
 

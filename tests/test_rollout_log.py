@@ -13,10 +13,18 @@ from datasets import load_dataset
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo import rollout_log
-from mt_grpo.log_rows import Scored, rollout_rows, turn_columns, turn_row
+from mt_grpo.reports import rollout_log
+from mt_grpo.reports.rollout_log import (
+    Scored,
+    read_rollouts,
+    rollout_features,
+    rollout_rows,
+    segments,
+    turn_columns,
+    turn_row,
+    write_rollouts,
+)
 from mt_grpo.rollout import Context, Generation, Record, Rollout, ToolCall, Turn
-from mt_grpo.rollout_log import read_rollouts, rollout_features, segments, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/rollouts.md").read_text()

@@ -10,11 +10,11 @@ from datasets import Dataset, Features, Image, Value
 from test_trainer import length_reward, make_trainer, settings
 from transformers import AutoTokenizer
 
-import mt_grpo.data
-from mt_grpo.data import load_rows
-from mt_grpo.preflight import check_dataset, longest_prompt, warn_of_control_tokens
-from mt_grpo.rows import Rows
-from mt_grpo.run_record import dataset_sha256
+import mt_grpo.recipe.data
+from mt_grpo.base.rows import Rows
+from mt_grpo.recipe.checks import check_dataset, longest_prompt, warn_of_control_tokens
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.run.checkpoints import dataset_sha256
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 
@@ -269,7 +269,7 @@ def test_a_data_set_in_python_is_used_untouched(random_model, tmp_path):
 
 
 def of_the_hub(monkeypatch, rows):
-    monkeypatch.setattr(mt_grpo.data, "load_dataset", lambda *args, **kwargs: Dataset.from_list(rows))
+    monkeypatch.setattr(mt_grpo.recipe.data, "load_dataset", lambda *args, **kwargs: Dataset.from_list(rows))
 
 
 def test_rows_of_the_hub_lose_their_padding_where_it_is_asked_for(monkeypatch):

@@ -29,10 +29,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import mt_grpo.data
+import mt_grpo.recipe.data
 import mt_grpo_trainer as mt
-from mt_grpo.data import load_rows
-from mt_grpo.plugins import load_tools, module_name
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).parent.parent
@@ -321,7 +321,7 @@ def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
 def test_rows_of_an_evaluation_are_as_in_training(monkeypatch, recipe, drops):
     """`dataset_drop_none` too: another row's keys are in none."""
     table = Dataset.from_list([{"prompt": "?", "files": {"a": "x", "b": None}}])
-    monkeypatch.setattr(mt_grpo.data, "load_from_hub", lambda *_: table)
+    monkeypatch.setattr(mt_grpo.recipe.data, "load_from_hub", lambda *_: table)
     script_args, *_ = ev.load_recipe(recipe, ["--dataset_name", "some/rows", "--dataset_drop_none", str(drops)])
     (row,) = ev.load_problems(script_args, "test", 1, types.SimpleNamespace(environments=None))
     assert row["files"] == ({"a": "x"} if drops else {"a": "x", "b": None})

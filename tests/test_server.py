@@ -24,10 +24,10 @@ from test_sharded import FSDP2, WORKER, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
-from mt_grpo.preflight import check_server
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.server_errors import ServerError, ServerLost
-from mt_grpo.shared_folder import check_shared_directory
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytest.importorskip("vllm")
@@ -258,7 +258,7 @@ def test_unset_sampling_fields_do_not_take_the_models_own(client):
     async def many(params):
         return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
 
-    from mt_grpo.event_loop import run_async
+    from mt_grpo.base.event_loop import run_async
 
     sampled = run_async(many({"temperature": 1.5}))
     assert len({tuple(g.token_ids) for g in sampled}) > 3

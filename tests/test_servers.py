@@ -27,13 +27,14 @@ from test_faults import (
 )
 from warm_vllm import WarmVLLMServer
 
-from mt_grpo import weight_sync
-from mt_grpo.event_loop import run_async
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.generation import weight_sync
+from mt_grpo.generation.connection import server_urls
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Generation
-from mt_grpo.server_errors import ServerError, ServerLost, server_urls
-from mt_grpo.server_pool import ServerPool
-from mt_grpo.versions import tagged
-from mt_grpo.weight_sync import WeightSync
 from mt_grpo_trainer import VLLMServerClient
 
 # =====================================================================================================================

@@ -16,7 +16,7 @@ from test_first_batch import recipe_file
 from transformers import AutoModelForCausalLM
 
 import mt_grpo_trainer as mt
-from mt_grpo.refusals import check_sharding
+from mt_grpo.recipe.refusals import check_sharding
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))

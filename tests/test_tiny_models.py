@@ -13,8 +13,8 @@ from evaluate import evaluate, load_recipe
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.data import make_arithmetic
-from mt_grpo.plugins import load_tools
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.recipe.plugins import load_tools
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/calculator-hermes.yaml"}

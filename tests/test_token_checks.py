@@ -13,13 +13,13 @@ from test_formats import ids as ids_of
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo import token_checks
-from mt_grpo.adapter_keys import AdapterKeys, load_conversation
-from mt_grpo.id_hashes import hash_of_ids
-from mt_grpo.in_process import InProcessBackend
+from mt_grpo.adapters.choose import AdapterKeys, load_conversation
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.generation.connection import BadAnswer, read_completion
+from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
-from mt_grpo.server_errors import BadAnswer, read_completion
-from mt_grpo.token_checks import check_batch
+from mt_grpo.training import token_checks
+from mt_grpo.training.token_checks import check_batch
 
 TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
 THOUGHT = "<think>so</think>"
@@ -221,7 +221,7 @@ END_OF_TURN = "<|im_end|>\n"
 
 def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
     agents = type("Agents", (), {"renders_all": False})
-    monkeypatch.setattr("mt_grpo.adapter_keys.choose_conversation", lambda *args: (agents, None))
+    monkeypatch.setattr("mt_grpo.adapters.choose.choose_conversation", lambda *args: (agents, None))
     with pytest.raises(ValueError, match="use_inference_chat_template has no effect where an agent"):
         rendered_conversation()
 

@@ -24,12 +24,18 @@ from test_formats import tokenizer_of
 from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
-from mt_grpo.native import typed
+from mt_grpo.conversation.formats.native import typed
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.arguments import hints_of, parameters_schema
+from mt_grpo.conversation.tools.signature import (
+    as_tool,
+    check_tool,
+    describe_tools,
+    read_call,
+    signature_of,
+    tool_schema,
+)
 from mt_grpo.rollout import ToolCall, ToolResult
-from mt_grpo.tool_arguments import hints_of, parameters_schema
-from mt_grpo.tools import as_tool, check_tool, describe_tools, read_call, signature_of
 
 
 class Unit(enum.Enum):

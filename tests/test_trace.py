@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from mt_grpo.event_loop import run_async
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.conversation.tools.threads import ToolThreads
 from mt_grpo.rollout import Generation
-from mt_grpo.tool_threads import ToolThreads
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,7 +146,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
         sys.setprofile(None)
 
     # Only new threads are noted, and those of tests before this one may still wait for work.
-    monkeypatch.setattr("mt_grpo.tool_threads.TOOL_THREADS", ToolThreads())
+    monkeypatch.setattr("mt_grpo.conversation.tools.threads.TOOL_THREADS", ToolThreads())
     run_async(note_here())
     threading.setprofile(note)
     sys.setprofile(note)

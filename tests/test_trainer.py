@@ -23,12 +23,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mt_grpo.output import output_lock
-from mt_grpo.ranks import RunError, RunStopped
-from mt_grpo.refusals import CHOICES
+from mt_grpo.base.files import output_lock
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.recipe.refusals import CHOICES
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.scoring import run_rewards, state_numbers
-from mt_grpo.weights import PolicyWeights
+from mt_grpo.training.rewards import run_rewards, state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -574,7 +574,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.scoring.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
     try:
         with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
@@ -758,7 +758,7 @@ def test_two_runs_do_not_write_into_one_directory(tmp_path):
     """The second is told who is there; what ended holds nothing."""
     holder = (
         "import sys\n"
-        "from mt_grpo.output import output_lock\n"
+        "from mt_grpo.base.files import output_lock\n"
         "with output_lock(sys.argv[1]):\n"
         "    print('held', flush=True)\n"
         "    input()"

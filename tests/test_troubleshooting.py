@@ -12,10 +12,9 @@ import yaml
 from test_docs import PAGES, RECIPES, first_column, section
 
 import mt_grpo_trainer as mt
-from mt_grpo.formats import TOOL_FORMATS
-from mt_grpo.readings import READINGS
-from mt_grpo.settings import known_keys
-from mt_grpo.watch import ALARMS
+from mt_grpo.conversation.formats.xml import TOOL_FORMATS
+from mt_grpo.recipe.keys import known_keys
+from mt_grpo.reports.troubles import ALARMS, READINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = PAGES["docs/troubleshooting.md"]

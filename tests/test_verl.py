@@ -21,21 +21,31 @@ from test_conversation import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.adapters import verl_environment, verl_paths, verl_scores, verl_search
-from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
-from mt_grpo.adapters.verl_config import load_interactions
-from mt_grpo.adapters.verl_interact import BaseInteraction
-from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.hermes import tool_schema
-from mt_grpo.preflight import check_dataset
-from mt_grpo.replies import EnvironmentFailure
+from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
+from mt_grpo.adapters.verl import (
+    environment as verl_environment,
+)
+from mt_grpo.adapters.verl import (
+    paths as verl_paths,
+)
+from mt_grpo.adapters.verl import (
+    scores as verl_scores,
+)
+from mt_grpo.adapters.verl import (
+    search as verl_search,
+)
+from mt_grpo.adapters.verl.base import BaseInteraction
+from mt_grpo.adapters.verl.builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
+from mt_grpo.adapters.verl.config import load_interactions
+from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.conversation.environments import EnvironmentFailure
+from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
+from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.rollout import StopReason
-from mt_grpo.tools import describe_tools
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = "calc_gsm8k_reward"
-BUILT_IN = "mt_grpo.adapters.verl_builtin"
+BUILT_IN = "mt_grpo.adapters.verl.builtin"
 
 
 @pytest.fixture(autouse=True)
@@ -951,7 +961,7 @@ def own_mcp_tool(tmp_path, monkeypatch):
     """A YAML of a server's tool `echo`, and verl's class beside it."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "bad": {"type": "integer"}}}
     tool = types.SimpleNamespace(name="echo", description="Echoes.", input_schema=schema)
-    monkeypatch.setattr("mt_grpo.adapters.mcp_tools.start_servers", lambda *given: [(EchoServer(), [tool])])
+    monkeypatch.setattr("mt_grpo.adapters.mcp.tools.start_servers", lambda *given: [(EchoServer(), [tool])])
     return write_yaml(tmp_path, OF_MCP % "{mcp_servers_config_path: x.json}", OWN_MCP, "mcp_base_tool")
 
 

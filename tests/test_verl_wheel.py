@@ -24,9 +24,10 @@ from test_mcp import wait_for
 from test_verl import Ray, build, converse, free_port, fresh_verl, give_mcp_client, settings, write_yaml  # noqa: F401
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapter_keys import load_adapter_tools
-from mt_grpo.adapters import mcp_servers, verl_paths
-from mt_grpo.hermes import tool_schema
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.adapters.verl import paths as verl_paths
+from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.slow
@@ -386,7 +387,7 @@ def search(config, cls="MCPSearchTool"):
 
 def test_the_mcp_yaml_with_what_is_built_in(tavily):
     env, rollout = search(tavily)
-    assert type(tool_of(env)).__module__ == "mt_grpo.adapters.verl_mcp"
+    assert type(tool_of(env)).__module__ == "mt_grpo.adapters.verl.mcp"
     assert rollout.turns[0].observation == PARIS
     assert (rollout.turns[1].error, rollout.turns[1].observation) == ("tool", f"Error: {FAILED}")
 
@@ -399,7 +400,7 @@ def test_the_mcp_search_tool_of_the_wheel(found, tavily, tmp_path, caplog, way):
         shutil.copy(folder / "verl/tools/mcp_base_tool.py", tmp_path)
     env, rollout = search(tavily)
     assert type(tool_of(env)).__module__ == f"{OWN}mcp_search_tool"
-    assert type(tool_of(env)).__base__.__module__ == "mt_grpo.adapters.verl_mcp"
+    assert type(tool_of(env)).__base__.__module__ == "mt_grpo.adapters.verl.mcp"
     assert rollout.turns[0].observation == PARIS
     assert (rollout.turns[1].error, rollout.turns[1].observation) == ("tool", f"Error: {FAILED}")
     assert rollout.environment.agent_data.metrics["tavily_search_tool"][0]["queries"] == ["France"]
@@ -414,7 +415,7 @@ def test_the_mcp_base_tool_of_the_wheel(found, tavily, monkeypatch, caplog, clie
     if client:
         give_mcp_client(monkeypatch)
     env, rollout = search(tavily, "mcp_base_tool.MCPBaseTool")
-    assert type(tool_of(env)).__module__ == (f"{OWN}mcp_base_tool" if client else "mt_grpo.adapters.verl_mcp")
+    assert type(tool_of(env)).__module__ == (f"{OWN}mcp_base_tool" if client else "mt_grpo.adapters.verl.mcp")
     assert rollout.turns[0].observation == f'{{"query": "France", "results": {PARIS}}}'
     assert FAILED in rollout.turns[1].observation
     assert rollout.turns[1].error == (None if client else "tool")  # verl's own answers a failure with a text
@@ -487,7 +488,7 @@ def test_function_tools(found, tmp_path, way):
     shutil.copy(folder / "tests/experimental/agent_loop/function_tool_examples.py", path)
     tools = load_adapter_tools(settings(function_tool_path=str(path)))
     own = importlib.import_module("verl.tools.function_tool").FunctionTool.__module__
-    assert own == (f"{OWN}function_tool" if way == "installed" else "mt_grpo.adapters.verl_tools")
+    assert own == (f"{OWN}function_tool" if way == "installed" else "mt_grpo.adapters.verl.base")
     env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
     calls = [call("get_weather", city="Tokyo"), call("calculator", expression="(3+4)*5"),
              call("fetch_url", url="http://x"), call("calculator", expression=5), ANSWER]  # fmt: skip

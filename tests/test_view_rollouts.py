@@ -20,8 +20,8 @@ from rollout_index import INDEX_FILE, Query, RolloutIndex
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo import rollout_log
-from mt_grpo.rollout_log import write_rollouts
+from mt_grpo.reports import rollout_log
+from mt_grpo.reports.rollout_log import write_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = "rollouts.rank0.jsonl"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mt_grpo.watch import ALARMS, WINDOW, Watch
+from mt_grpo.reports.troubles import ALARMS, WINDOW, Watch
 
 TRAINER = SimpleNamespace(
     num_turn_funcs=1, reward_func_names=["calls", "match"], reward_weights=torch.tensor([1.0, 2.0])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mt_grpo.nccl_group import NCCLGroup
-from mt_grpo.server_errors import ServerLost
-from mt_grpo.server_pool import ServerPool
+from mt_grpo.base.errors import ServerLost
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_transfer import NCCLGroup
 from mt_grpo_trainer import VLLMServerClient
 
 pytest.importorskip("vllm", reason="TRL's client imports vLLM")
