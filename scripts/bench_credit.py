@@ -199,7 +199,7 @@ def code_digest(task: str) -> str:
     if Path(script_args.dataset_name or "absent").is_dir():
         files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
-        files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("gym_texts").glob("*.py"))]
+        files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("tools/gym").glob("*.py"))]
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
 
 

@@ -22,7 +22,7 @@ from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Message, Turn
 
-TEXTS = Path(__file__).parents[1] / "gym_texts"
+TEXTS = Path(__file__).parents[1] / "tools/gym"
 MOST_TURNS = 20
 
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python scripts/build_tools_model.py --output_dir hf_recipes/tiny/tools-model
 
-The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`verl_tools/gsm8k.yaml`) and its search
-(`verl_tools/search.yaml`). As in scripts/build_tiny_model.py the model imitates conversations in which every turn is
+The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`tools/verl/gsm8k.yaml`) and its search
+(`tools/verl/search.yaml`). As in scripts/build_tiny_model.py the model imitates conversations in which every turn is
 right or has one known mistake. `--data` writes the rows and the corpus of the recipes. Ten minutes on two cores.
 """
 
@@ -100,7 +100,7 @@ def make_sums(rng: random.Random, num_rows: int) -> list[dict[str, str]]:
 
 def described(file: str) -> Callable:
     """The only tool of a YAML in verl's format: what the model reads of it."""
-    (entry,) = yaml.safe_load((ROOT / "verl_tools" / file).read_text())["tools"]
+    (entry,) = yaml.safe_load((ROOT / "tools/verl" / file).read_text())["tools"]
     return as_tool(Described(entry["tool_schema"]["function"]["name"], entry["tool_schema"]))
 
 

@@ -50,7 +50,7 @@ printf 'test: ruff\n'
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
-everything=(tests mt_grpo mt_grpo_trainer.py rewards tools gym_texts scripts --doctest-modules)
+everything=(tests mt_grpo mt_grpo_trainer.py rewards tools/*.py tools/gym scripts --doctest-modules)
 if (($#)); then
     printf 'test: pytest\n'
     "$python" -m pytest "${everything[@]}" "$@"

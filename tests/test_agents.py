@@ -2113,7 +2113,7 @@ def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
 RECIPE = {
     "model_name_or_path": "hf_recipes/tiny/calculator-hermes-model", "dataset_name": "arithmetic", "use_cpu": True,
     "bf16": False, "environment": "openai_agent", "tool_format": "hermes",
-    "agent": "agent_programs/calculator.py:solve",
+    "agent": "tools/agents/calculator.py:solve",
 }  # fmt: skip
 AGENT_FILE = """
 def solve(row, client): ...

@@ -11,7 +11,7 @@ import mt_grpo_trainer as mt
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "hf_recipes/tiny/agent.yaml"
 STEPS = 25
-# The openai package in its other ways; those that stand in agent_programs/ are files there.
+# The openai package in its other ways; those that stand in tools/agents/ are files there.
 VARIANTS = '''
 """Calculator agents with the openai package: without async, as streams, over /v1/responses."""
 
@@ -116,14 +116,14 @@ def shuffled_reward(environments, **kwargs):
 OUTCOME_REWARD_FUNCS = [shuffled_reward]
 """
 AGENTS = {
-    "openai": "agent_programs/calculator.py:solve",
+    "openai": "tools/agents/calculator.py:solve",
     "openai, without async": "{variants}:solve_sync",
     "openai, streams": "{variants}:solve_stream",
     "openai, responses": "{variants}:respond_sync",
     "openai, responses as streams": "{variants}:respond_stream",
-    "langgraph": "agent_programs/calculator_langgraph.py:solve",
-    "openai-agents": "agent_programs/calculator_openai_agents.py:solve",
-    "openai-agents, responses": "agent_programs/calculator_openai_agents.py:respond",
+    "langgraph": "tools/agents/calculator_langgraph.py:solve",
+    "openai-agents": "tools/agents/calculator_openai_agents.py:solve",
+    "openai-agents, responses": "tools/agents/calculator_openai_agents.py:respond",
 }
 
 

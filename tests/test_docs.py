@@ -126,7 +126,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
     with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
     assert documented - with_server - {"rewards/<function>/mean"} <= logged
-    source = "\n".join(path.read_text() for path in (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/*.py")))
+    source = "\n".join(path.read_text() for path in (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py")))
     phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
     for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
         assert f'"{name}"' in source, name
@@ -439,10 +439,10 @@ def test_what_a_plug_in_imports():
     assert space["Turn"] is mt.Turn and space["MultiTurnToolEnv"] is mt.MultiTurnToolEnv
 
 
-def test_the_rooms_are_those_of_the_package():
-    rooms = re.findall(r"^    (\w+  .*)$", mt_grpo.__doc__, re.M)
-    assert len(rooms) > 15
-    assert block(FORKING, "", "event_loop").splitlines() == rooms
+def test_the_wings_are_those_of_the_package():
+    wings = re.findall(r"^    (\w+/?  .*)$", mt_grpo.__doc__, re.M)
+    assert len(wings) == 9
+    assert block(FORKING, "", "conversation/").splitlines() == wings
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ LAKE, BLACKJACK = (f"hf_recipes/tiny/{name}.yaml" for name in ("frozen_lake", "b
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 END = [TOKENIZER.eos_token_id]
 LAKE_RULES = "Answer with an action as <action>...</action>: left, down, right or up.\n"
-FrozenLakeText = load_class(f"{ROOT}/gym_texts/frozen_lake.py:FrozenLakeText", "gym_text")
+FrozenLakeText = load_class(f"{ROOT}/tools/gym/frozen_lake.py:FrozenLakeText", "gym_text")
 OWN_GAMES = '''
 """Games with each kind of space."""
 

@@ -133,7 +133,7 @@ def test_documented_imports_go_on_working():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("folder", ["rewards", "tools", "agent_programs", "swift_plugins", "verl_tools"])
+@pytest.mark.parametrize("folder", ["rewards", "tools", "tools/agents", "tools/ms_swift", "tools/verl"])
 def test_plug_ins_stand_alone(folder):
     """A reward or tool file is copied alone: it imports nothing of the project."""
     files = list((ROOT / folder).glob("*.py"))

@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.adapters.ms_swift import paths as swift_paths
 from mt_grpo.adapters.ms_swift.conversation import PlayedConversation, SchedulerConversation
-from mt_grpo.adapters.ms_swift.conversation import paths as swift_paths
 from mt_grpo.adapters.ms_swift.gym import ContextManager, Env, GYMScheduler, context_managers, envs
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
 from mt_grpo.adapters.ms_swift.loss import LossScale, loss_scale_map, read_loss_scale
@@ -1045,7 +1045,7 @@ def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     """They get texts and columns; a column of the data goes before one of the same name."""
     hidden = functools.partial(Waits())  # it does not look async
     for name, reward in (("waits", Waits), ("counted", counted), ("hidden", hidden)):
-        monkeypatch.setitem(swift_paths.swift_rewards.orms, name, reward)
+        monkeypatch.setitem(swift_paths.rewards.orms, name, reward)
     script, args = SimpleNamespace(), settings(tmp_path)
     runs = [run(RolloutScheduler, text)[0].environment for text in ("2", "3")]
     waits, function = (as_reward(name, script, args) for name in ("waits", "counted"))
@@ -1435,7 +1435,7 @@ def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
 
 
 def test_columns_of_the_rollout_go_before_those_of_the_data(tmp_path, monkeypatch):
-    monkeypatch.setitem(swift_paths.swift_rewards.orms, "said", lambda completions, messages, **kwargs: [
+    monkeypatch.setitem(swift_paths.rewards.orms, "said", lambda completions, messages, **kwargs: [
         float(each[-1]["content"] == "2") for each in messages])  # fmt: skip
     environment = run(RolloutScheduler, "2")[0].environment
     reward = as_reward("said", SimpleNamespace(), settings(tmp_path))

@@ -214,7 +214,7 @@ def yaml_of_tool(trainer):
     """The file whose schema a tool of verl's format has."""
     (tool,) = trainer.env.environments.by_name[None].verl_tools.values()
     schemas = {
-        path: yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] for path in ROOT.glob("verl_tools/*.yaml")
+        path: yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] for path in ROOT.glob("tools/verl/*.yaml")
     }
     (path,) = (path for path, schema in schemas.items() if schema == tool.json_schema)
     return str(path.relative_to(ROOT))
@@ -222,7 +222,7 @@ def yaml_of_tool(trainer):
 
 def json_of_server(trainer):
     """The file that has the server of the trainer's tool."""
-    path = f"mcp_programs/{mcp_servers.servers_to_close[-1].name}.json"
+    path = f"tools/mcp/{mcp_servers.servers_to_close[-1].name}.json"
     (entry,) = json.loads((ROOT / path).read_text())["mcpServers"].values()
     asked = next(iter(trainer.env.tools.values())).as_written
     return path if asked and mcp_servers.servers_to_close[-1].entry == entry else None
@@ -244,7 +244,7 @@ READ_BACK = {
     "gym_actions": lambda t: list(game_of(t).actions),
     "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
-    "agent": lambda t: f"agent_programs/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
+    "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
@@ -1439,3 +1439,33 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)
+
+
+@pytest.mark.parametrize(
+    "key, value, new",
+    [
+        ("external_plugins", ["swift_plugins/calculator.py"], "tools/ms_swift/calculator.py"),
+        ("tools_config_file", "verl_tools/gsm8k.yaml", "tools/verl/gsm8k.yaml"),
+        ("mcp_config_file", "mcp_programs/calculator.json", "tools/mcp/calculator.json"),
+        ("gym_text", "gym_texts/frozen_lake.py:FrozenLakeText", "tools/gym/frozen_lake.py"),
+        ("agent", "agent_programs/calculator.py:solve", "tools/agents/calculator.py"),
+        ("agent_command", "python agent_programs/calculator.py --fast", "tools/agents/calculator.py"),
+    ],
+)
+def test_the_old_path_of_a_sample_names_the_new_one(key, value, new, tmp_path, monkeypatch):
+    recipe = {
+        "model_name_or_path": "x",
+        "dataset_name": "arithmetic",
+        "environment": "openai_agent",
+        "use_cpu": True,
+        key: value,
+    }
+    path = write(tmp_path, recipe)
+    with pytest.raises(ValueError, match=rf"^{key}: '\S+' is now '{new}'\. Name the new path\.$"):
+        mt.parse_arguments(["--config", path])
+    assert (Path(mt.__file__).parent / new).is_file()
+    old = re.search(r"\w+/[\w.]+", str(value))[0]
+    (tmp_path / old).parent.mkdir()
+    (tmp_path / old).write_text("")  # a folder of the user's own, of the same name
+    monkeypatch.chdir(tmp_path)
+    assert mt.parse_arguments(["--config", path])

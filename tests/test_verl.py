@@ -232,7 +232,7 @@ def test_arguments_of_create_from_the_rows_columns(tmp_path):
 @pytest.mark.parametrize("answer", ["1002", "2 of 501 are 1,002.\n#### 1,002", "7 #### of it\n#### 1002 "])
 def test_the_ground_truth_of_a_worked_solution_is_its_number(answer):
     """GSM8K's rows as they are, and rows whose answer is the number, by the YAML of the recipes."""
-    env = build(tools_config_file=str(ROOT / "verl_tools/gsm8k.yaml"))()
+    env = build(tools_config_file=str(ROOT / "tools/verl/gsm8k.yaml"))()
     (rollout,) = converse(env, [[call("calc_gsm8k_reward", answer="1002"), ANSWER]], [{"answer": answer}])
     assert "1.0" in rollout.turns[0].observation and rollout.reward == 1.0
 

@@ -171,7 +171,7 @@ def backend_line(trainer: Any) -> str:
 def versions_line() -> str:
     """The installed versions of what the package depends on, and which of them were not tested."""
     try:
-        requirements = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        requirements = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
         found = [Requirement(text) for text in requirements["dependencies"]]
     except (OSError, KeyError):  # the script and the package without the clone
         found = [Requirement(text) for text in ("torch", "trl", "transformers", "accelerate")]

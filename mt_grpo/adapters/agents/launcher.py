@@ -1,6 +1,6 @@
 """Runs a command for `agent_commands` in a process group of its own, and ends that group. Imports no package.
 
-    python -I -S agent_launcher.py FD COMMAND ...
+    python -I -S launcher.py FD COMMAND ...
 
 FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer is killed,
 the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too.

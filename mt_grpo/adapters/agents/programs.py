@@ -40,7 +40,7 @@ SECONDS_TO_END = 2.0  # between SIGTERM and SIGKILL
 SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its own holds its output open
 # What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-LAUNCHER = Path(__file__).with_name("agent_launcher.py")
+LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 class CommandAgent:

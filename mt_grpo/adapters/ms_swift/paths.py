@@ -15,14 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import mt_grpo.adapters.ms_swift.gym as swift_gym
-import mt_grpo.adapters.ms_swift.gym as swift_openenv
-import mt_grpo.adapters.ms_swift.loss as swift_loss
-import mt_grpo.adapters.ms_swift.protocol as swift_protocol
-import mt_grpo.adapters.ms_swift.rewards as swift_rewards
-import mt_grpo.adapters.ms_swift.schedulers as swift_react
-import mt_grpo.adapters.ms_swift.schedulers as swift_schedulers
-import mt_grpo.adapters.ms_swift.schedulers as swift_tips
+from mt_grpo.adapters.ms_swift import gym, loss, protocol, rewards, schedulers
 from mt_grpo.adapters.plugin_imports import UnusedRegistry, not_offered
 
 
@@ -60,16 +53,16 @@ def get_token_backed_response_ids(content: Any) -> list[int] | None:
     >>> get_token_backed_response_ids([1, 2]), get_token_backed_response_ids("text")
     ([1, 2], None)
     """
-    return list(content) if swift_protocol.is_ids(content) else None
+    return list(content) if protocol.is_ids(content) else None
 
 
 multi_turns: dict[str, type] = {
-    "math_tip_trick": swift_tips.MathTipsScheduler,
-    "math_tip_trick_multi_turn": swift_tips.MathTipsMultiTurnScheduler,
-    "thinking_tips_scheduler": swift_tips.ThinkingModelTipsScheduler,
-    "tool_call_scheduler": swift_react.ToolCallScheduler,
-    "gym_scheduler": swift_gym.GYMScheduler,
-    "openenv_scheduler": swift_openenv.OpenEnvScheduler,
+    "math_tip_trick": schedulers.MathTipsScheduler,
+    "math_tip_trick_multi_turn": schedulers.MathTipsMultiTurnScheduler,
+    "thinking_tips_scheduler": schedulers.ThinkingModelTipsScheduler,
+    "tool_call_scheduler": schedulers.ToolCallScheduler,
+    "gym_scheduler": gym.GYMScheduler,
+    "openenv_scheduler": gym.OpenEnvScheduler,
 }
 
 
@@ -88,20 +81,20 @@ def unused(*names: str) -> dict[str, Any]:
     return {name: UnusedRegistry(name, "ms-swift") for name in names}
 
 
-HOOKS = {"multi_turns": multi_turns, **public(swift_schedulers, swift_tips, swift_gym, swift_openenv)}
-SCHEDULERS = {**HOOKS, "Messages": swift_protocol.Messages}
-ENVIRONMENTS = {"Env": swift_gym.Env, "SimpleMathEnv": swift_gym.SimpleMathEnv, "envs": swift_gym.envs}
-REWARDS = {"orms": swift_rewards.orms, **public(swift_rewards)}
-MODELS = {"rm_plugins": swift_rewards.rm_plugins, **absent("DefaultRMPlugin", "GenRMPlugin")}
+HOOKS = {"multi_turns": multi_turns, **public(schedulers, gym)}
+SCHEDULERS = {**HOOKS, "Messages": protocol.Messages}
+ENVIRONMENTS = {"Env": gym.Env, "SimpleMathEnv": gym.SimpleMathEnv, "envs": gym.envs}
+REWARDS = {"orms": rewards.orms, **public(rewards)}
+MODELS = {"rm_plugins": rewards.rm_plugins, **absent("DefaultRMPlugin", "GenRMPlugin")}
 PROCESS_REWARDS = {**absent("PRM"), **unused("prms")}
-CONTEXTS = {"ContextManager": swift_gym.ContextManager, "context_managers": swift_gym.context_managers}
+CONTEXTS = {"ContextManager": gym.ContextManager, "context_managers": gym.context_managers}
 ENGINES = absent("TransformersEngine", "PtEngine", "VllmEngine", "GRPOVllmEngine", "InferEngine", "InferClient",
                  "SglangEngine", "LmdeployEngine")  # fmt: skip
-TYPES = {**public(swift_protocol), "Messages": swift_protocol.Messages}
-TEMPLATES = {**absent("Template", "get_template"), "Messages": swift_protocol.Messages}
+TYPES = {**public(protocol), "Messages": protocol.Messages}
+TEMPLATES = {**absent("Template", "get_template"), "Messages": protocol.Messages}
 UTILS = {"get_logger": get_logger, "to_device": to_device, "get_env_args": get_env_args,
-         "remove_response": swift_protocol.remove_response}  # fmt: skip
-LOSSES = {"LossScale": swift_loss.LossScale, "loss_scale_map": swift_loss.loss_scale_map}
+         "remove_response": protocol.remove_response}  # fmt: skip
+LOSSES = {"LossScale": loss.LossScale, "loss_scale_map": loss.loss_scale_map}
 METRICS = absent("Metric", "MeanMetric", "InferStats", "compute_acc", "compute_rouge_bleu", "get_metric")
 TUNERS = {**absent("Tuner", "PeftTuner"), **unused("extra_tuners")}
 OF_TRAINING = {  # of `swift.plugin`, for other kinds of training
@@ -136,7 +129,7 @@ MODULES = {
     "swift.rollout": {**SCHEDULERS, **ENVIRONMENTS},
     "swift.rollout.multi_turn": SCHEDULERS,
     "swift.rollout.gym_env": {**ENVIRONMENTS, **CONTEXTS},
-    "swift.rollout.openenv_wrapper": {"OpenEnvWrapper": swift_openenv.OpenEnvWrapper},
+    "swift.rollout.openenv_wrapper": {"OpenEnvWrapper": gym.OpenEnvWrapper},
     "swift.rewards": {**REWARDS, **MODELS, **PROCESS_REWARDS, **HOOKS},
     "swift.rewards.prm": PROCESS_REWARDS,
     "swift.rewards.orm": REWARDS,
@@ -189,4 +182,4 @@ def protocol_module() -> types.ModuleType:
             return importlib.import_module(name)
         except ImportError:
             continue
-    return swift_protocol
+    return protocol

@@ -14,19 +14,18 @@ import sys
 import types
 from typing import Any
 
-import mt_grpo.adapters.verl.builtin as verl_builtin
-import mt_grpo.adapters.verl.schemas as verl_schemas
+from mt_grpo.adapters.verl import builtin, schemas
 from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool, FunctionTool, function_tool, rollout_trace_op
 from mt_grpo.adapters.verl.mcp import MCPBaseTool, MCPSearchTool
 from mt_grpo.adapters.verl.scores import SCORE_MODULES, absent_of_verl, has_mathruler
 from mt_grpo.adapters.verl.search import call_search_api, passages, perform_single_search_batch
 
-SCHEMAS = {name: each for name, each in vars(verl_schemas).items() if name.startswith(("OpenAI", "ToolResponse"))}
-SCORES = {"compute_score": verl_builtin.compute_score, "extract_solution": verl_builtin.extract_solution}
+SCHEMAS = {name: each for name, each in vars(schemas).items() if name.startswith(("OpenAI", "ToolResponse"))}
+SCORES = {"compute_score": builtin.compute_score, "extract_solution": builtin.extract_solution}
 SEARCH = {"perform_single_search_batch": perform_single_search_batch, "call_search_api": call_search_api,
           "_passages2string": passages}  # fmt: skip
 WORKERS = ("PoolMode", "TokenBucketWorker")  # of verl's tools that ask a server by ray
-GEOMETRY = {"Geo3kTool": verl_builtin.Geo3kTool} if has_mathruler() else absent_of_verl("Geo3kTool")
+GEOMETRY = {"Geo3kTool": builtin.Geo3kTool} if has_mathruler() else absent_of_verl("Geo3kTool")
 
 
 def class_of(cls_name: str) -> type:
@@ -41,10 +40,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.base_tool": {"BaseTool": BaseTool, **SCHEMAS},
     "verl.tools.schemas": SCHEMAS,
     "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
-    "verl.tools.gsm8k_tool": {"Gsm8kTool": verl_builtin.Gsm8kTool},
+    "verl.tools.gsm8k_tool": {"Gsm8kTool": builtin.Gsm8kTool},
     "verl.tools.geo3k_tool": GEOMETRY,
     "verl.tools.search_tool": {
-        "SearchTool": verl_builtin.SearchTool,
+        "SearchTool": builtin.SearchTool,
         **absent_of_verl("SearchExecutionWorker", "init_search_execution_pool", *WORKERS)},
     "verl.tools.sandbox_fusion_tools": absent_of_verl(
         "SandboxFusionTool", "ExecutionWorker", "init_execution_pool", *WORKERS),
@@ -59,8 +58,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.utils.search_r1_like_utils": SEARCH,
     "verl.interactions": {},
     "verl.interactions.base": {"BaseInteraction": BaseInteraction},
-    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": verl_builtin.Gsm8kInteraction},
-    "verl.interactions.weather_interaction": {"WeatherInteraction": verl_builtin.WeatherInteraction},
+    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": builtin.Gsm8kInteraction},
+    "verl.interactions.weather_interaction": {"WeatherInteraction": builtin.WeatherInteraction},
     "verl.interactions.utils": {},
     "verl.interactions.utils.interaction_registry": {
         "get_interaction_class": class_of, **absent_of_verl("initialize_interactions_from_config")},

@@ -1,7 +1,7 @@
 """An agent for the calculator's task, written with the `openai` package alone.
 
     environment: openai_agent
-    agent: agent_programs/calculator.py:solve
+    agent: tools/agents/calculator.py:solve
 
 The client is an `AsyncOpenAI`, whose model `policy` is the one in training. What the function returns is the outcome
 reward, and `client.reward` gives the last turn one of its own.

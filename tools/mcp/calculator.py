@@ -1,6 +1,6 @@
 """The calculator's task as an MCP server on the official SDK: hf_recipes/tiny/mcp.yaml starts it over stdio.
 
-python mcp_programs/calculator.py
+python tools/mcp/calculator.py
 """
 
 import sys
@@ -12,7 +12,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from agent_programs.calculator import calculator as compute  # noqa: E402
+from tools.agents.calculator import calculator as compute  # noqa: E402
 
 server = MCPServer("calculator")
 EXPRESSION = "Numbers combined with + - * / // % ** and parentheses, for example (48 + 24) * 2 / 3"

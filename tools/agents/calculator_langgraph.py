@@ -1,4 +1,4 @@
-"""The calculator's task by LangGraph: `agent: agent_programs/calculator_langgraph.py:solve`.
+"""The calculator's task by LangGraph: `agent: tools/agents/calculator_langgraph.py:solve`.
 
 Needs `pip install langgraph langchain-openai`.
 """

@@ -1,4 +1,4 @@
-"""The calculator's task by openai-agents: `agent: agent_programs/calculator_openai_agents.py:solve`, or `:respond`.
+"""The calculator's task by openai-agents: `agent: tools/agents/calculator_openai_agents.py:solve`, or `:respond`.
 
 `solve` uses /v1/chat/completions, `respond` /v1/responses. Needs `pip install openai-agents`.
 """

@@ -1,6 +1,6 @@
 """The calculator's task as a plug-in for ms-swift: a scheduler and a reward, with its names and import paths.
 
-    external_plugins: [swift_plugins/calculator.py]
+    external_plugins: [tools/ms_swift/calculator.py]
     multi_turn_scheduler: calculator
     reward_funcs: [calculator_answer]
 
@@ -12,7 +12,7 @@ import json
 from swift.rewards import ORM, orms
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
-from agent_programs.calculator import CALCULATOR, calculator
+from tools.agents.calculator import CALCULATOR, calculator
 
 
 class Calculator(MultiTurnScheduler):

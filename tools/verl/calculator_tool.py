@@ -6,7 +6,7 @@
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
 
-from agent_programs.calculator import calculator
+from tools.agents.calculator import calculator
 
 
 class CalculatorTool(BaseTool):
