@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import view_rollouts
 from evaluate import Recipe, load_recipe, number, option
-from rollout_index import as_item, question
 from transformers.utils.logging import disable_progress_bar
+from viewer.index import as_item, question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError

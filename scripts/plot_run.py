@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_common import pyplot
+from bench.common import pyplot
 
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 

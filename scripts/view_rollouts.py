@@ -29,7 +29,7 @@ from typing import Any
 
 from aiohttp import web
 from plot_run import PANELS, lines_of
-from rollout_index import Query, RolloutIndex
+from viewer.index import Query, RolloutIndex
 
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 

@@ -57,7 +57,7 @@ BATCH = "tests/test_batch.py::test_a_batch_is_what_was_written_by_hand"
 RANKS = "tests/test_distributed.py::test_two_ranks_give_what_was_written_by_hand"
 TRUNCATED = "tests/test_batch.py::test_a_rollout_is_truncated_where_its_stop_reason_says_so"
 END_OF_TURN = "tests/test_batch.py::test_a_turn_ends_where_the_chat_template_ends_it"
-KEEPER, LAUNCHER = "scripts/keeper.py", "scripts/train.py"
+KEEPER, LAUNCHER = "scripts/launch/keeper.py", "scripts/launch/train.py"
 KILLED_LAUNCH = "tests/test_scripts.py::test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden"
 KEEPER_LOST = "tests/test_scripts.py::test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores"
 ODD_LOCK = "tests/test_scripts.py::test_a_port_with_an_odd_lock_file_is_passed_over"
@@ -758,21 +758,21 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "two names of the same words have a relation in common",
-        "scripts/build_search_model.py",
+        "scripts/build/search.py",
         "return RELATIONS[first > second]",
         "return RELATIONS[0]",
         "tests/test_encyclopedia.py::test_no_passage_outweighs_the_one_that_is_asked_for",
     ),
     Mutation(
         "a passage has a word of its title in its text",
-        "scripts/build_search_model.py",
+        "scripts/build/search.py",
         "[word for word in WORDS if word not in entity.split()]",
         "WORDS",
         "tests/test_encyclopedia.py::test_no_passage_outweighs_the_one_that_is_asked_for",
     ),
     Mutation(
         "all warm-start conversations have the same facts",
-        "scripts/build_search_model.py",
+        "scripts/build/search.py",
         "facts[relations[hop], found] = other_entity(found, rng)",
         "facts[relations[hop], found] = other_entity(found, random.Random(found))",
         "tests/test_encyclopedia.py::test_nothing_in_the_warm_start_can_be_learned_by_heart",
@@ -786,7 +786,7 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "the benchmark's digest leaves the data out",
-        "scripts/bench_credit.py",
+        "scripts/bench/credit.py",
         'files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))',
         "pass",
         "tests/test_bench_credit.py::test_the_digest_of_a_task_has_its_data",
@@ -800,21 +800,21 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "the warm start imitates two ends of a turn",
-        "scripts/build_tiny_model.py",
+        "scripts/build/tiny.py",
         "tool_format.suffix_ids([], group, ids)",
         "tool_format.suffix_ids([], group, [])",
         "tests/test_tiny_models.py::test_what_is_imitated_is_a_rollout",
     ),
     Mutation(
         "the warm start imitates what the environment writes",
-        "scripts/build_tiny_model.py",
+        "scripts/build/tiny.py",
         "labels += piece if said else [-100] * len(piece)",
         "labels += piece",
         "tests/test_tiny_models.py::test_what_is_imitated_is_a_rollout",
     ),
     Mutation(
         "no turn of the warm start has two calls",
-        "scripts/build_tiny_model.py",
+        "scripts/build/tiny.py",
         "rng.random() < writing.second_call",
         "rng.random() > 1.0",
         "tests/test_tiny_models.py::test_a_warm_start_has_every_kind_of_mistake",
@@ -2696,7 +2696,7 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     ),
     Mutation(
         "the plan counts the prompts of one process",
-        "scripts/launch_plan.py",
+        "scripts/launch/launch_plan.py",
         "check_num_prompts(len(rows), whole)",
         "check_num_prompts(len(rows), args)",
         "tests/test_scripts.py::test_the_plan_refuses_what_cannot_train",
@@ -3542,7 +3542,7 @@ AGENTS = [
     ),
     Mutation(
         "viewer: what a further record read is not searched",
-        "scripts/rollout_index.py",
+        "scripts/viewer/index.py",
         "for message in [*messages, *read] if isinstance(message, dict)]",
         "for message in messages if isinstance(message, dict)]",
         "tests/test_view_rollouts.py::test_what_a_further_record_read_can_be_searched",
@@ -4437,28 +4437,28 @@ GYM = [
     ),
     Mutation(
         "index: a new run's rollouts join the old ones",
-        "scripts/rollout_index.py",
+        "scripts/viewer/index.py",
         "        if self._is_another_run() and self._is_another_run():",
         "        if False:",
         "tests/test_view_rollouts.py::test_a_new_run_in_the_folder_begins_anew",
     ),
     Mutation(
         "index: half of a line is a row",
-        "scripts/rollout_index.py",
+        "scripts/viewer/index.py",
         '                if not line.endswith(b"\\n"):',
         "                if not line:",
         "tests/test_view_rollouts.py::test_it_follows_a_run",
     ),
     Mutation(
         "index: what is rolled out again joins its group",
-        "scripts/rollout_index.py",
+        "scripts/viewer/index.py",
         "{place[1]}/{attempt}/{values['team']}",
         "{place[1]}/0/{values['team']}",
         "tests/test_view_rollouts.py::test_what_is_rolled_out_again_is_another_group",
     ),
     Mutation(
         "index: a segment is read from its beginning again",
-        "scripts/rollout_index.py",
+        "scripts/viewer/index.py",
         "            file.seek(at)\n",
         "",
         "tests/test_view_rollouts.py::test_it_follows_a_run",

@@ -1,6 +1,6 @@
 """The agents' benchmark: its report by hand-written numbers. The run itself needs a server."""
 
-import bench_agents as bench
+from bench import agents as bench
 
 
 def row(shape, wait, repetition, seconds, cpu, completions=500):

@@ -2,9 +2,9 @@
 
 import math
 
-import bench_bf16 as bench
 import pytest
 import torch
+from bench import bf16 as bench
 
 LOG3 = math.log(3.0)
 

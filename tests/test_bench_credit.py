@@ -5,9 +5,9 @@ import os
 import re
 from pathlib import Path
 
-import bench_credit as bench
 import pytest
-from bench_common import markers, with_section
+from bench import credit as bench
+from bench.common import markers, with_section
 
 BEGIN, END = markers("credit")
 

@@ -4,8 +4,8 @@ import argparse
 import json
 from contextlib import ExitStack
 
-import bench_gpu as bench
 import pytest
+from bench import gpu as bench
 
 LOG = [
     {"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5, "sampling/sampling_logp_difference/mean": 0.02}

@@ -7,9 +7,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-import bench_rollout as bench
 import pytest
-from bench_common import markers
+from bench import rollout as bench
+from bench.common import markers
 from transformers import AutoTokenizer
 
 from mt_grpo.rollout import Generation, StopReason

@@ -3,9 +3,9 @@
 import json
 import os
 
-import bench_step as bench
 import pytest
-from bench_common import markers
+from bench import step as bench
+from bench.common import markers
 
 SMOKE = {"title": "smoke", "rollouts": 8, "tokens": 60, "wide": False, "pairs": 2}
 MACHINE = {"cpu": "Some CPU", "torch": "2.13", "trl": "1.16"}

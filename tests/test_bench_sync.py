@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 
-import bench_sync as bench
 import pytest
 import torch
 import warm_python
-from bench_common import ROOT, markers
+from bench import sync as bench
+from bench.common import ROOT, markers
 
 BEGIN, END = markers("sync")
 MODEL = {"parameters": 250_000_000, "tensors": 3, "bytes": 1_000_000_000}
@@ -106,7 +106,8 @@ def test_the_plain_file_has_as_many_bytes_and_is_gone_afterwards(tmp_path, monke
 
 
 PEAK = """
-import os, bench_sync as bench
+import os
+from bench import sync as bench
 
 before = bench.start_of_peak()
 block = bytearray(os.urandom(2**20) * 64)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from bench_common import ROOT
+from bench.common import ROOT
 from safetensors.torch import load_file
 from test_first_batch import preflight, project_folder, recipe_file  # noqa: F401  project_folder is autouse
 from transformers import TrainerCallback

@@ -6,10 +6,10 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-import build_chain_model as build
 import pytest
 import torch
-from build_tiny_model import encode, pad_right
+from build import chain as build
+from build.tiny import encode, pad_right
 from evaluate import evaluate, load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from bench_common import free_port
-from fault_proxy import Fault, FaultProxy
+from bench.common import free_port
+from bench.fault_proxy import Fault, FaultProxy
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async

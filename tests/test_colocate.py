@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_common import ROOT
+from bench.common import ROOT
 from test_first_batch import recipe_file
 from test_recipes import change_model
 from transformers import AutoTokenizer

@@ -24,7 +24,7 @@ from pathlib import Path
 import evaluate
 import pytest
 import yaml
-from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, section, words_of
+from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp.servers import read_servers
@@ -196,7 +196,7 @@ def in_this_process(command: str, clone: Path, monkeypatch, *more: str) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         try:
-            importlib.import_module(Path(script).stem).main()
+            importlib.import_module(module_of(script)).main()
         except SystemExit as ended:
             assert not ended.code, ended.code
     return text.getvalue()
@@ -346,12 +346,12 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
         assert Path(launched.config_file).is_file()
         read_recipe(launched.training_script_args)
     elif script == "scripts/train.sh":
-        train = importlib.import_module("train")
+        train = importlib.import_module("launch.train")
         monkeypatch.setattr(train, "ROOT", ROOT)
         recipe, rest = train.read_command_line(arguments[1:])
         read_recipe(["--config", recipe, *rest])
     elif script == "scripts/serve.sh":
-        serve = importlib.import_module("serve")
+        serve = importlib.import_module("launch.serve")
         recipe, options, rest = serve.read_arguments(arguments[1:])
         assert options.port
         read_recipe(["--config", recipe, *rest])
@@ -362,7 +362,7 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
     elif script == "scripts/setup.sh":
         assert all(accepts(script, option, capsys) for option in arguments[1:])
     elif script:
-        read_by_argparse(Path(script).stem, arguments[1:], monkeypatch)
+        read_by_argparse(module_of(script), arguments[1:], monkeypatch)
     elif program == "python" and arguments[:3] == ["-m", "pip", "install"]:
         from pip._internal.commands import create_command
 

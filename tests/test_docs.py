@@ -20,10 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import template_table
 import torch
 import yaml
-from bench_common import with_section
+from bench import template_table
+from bench.common import with_section
 from datasets import Dataset
 from test_agents import run as run_agent
 from test_conversation import call
@@ -475,8 +475,13 @@ def span_commands(text: str) -> list[list[str]]:
     return [words_of(span) for span in starts]
 
 
+def module_of(script: str) -> str:
+    """The name by which a script of the clone is imported: `bench.soak` for scripts/bench/soak.py."""
+    return script.removeprefix("scripts/").removesuffix(".py").replace("/", ".")
+
+
 def help_of(script: str, capsys) -> str:
-    module = importlib.import_module(Path(script).stem)
+    module = importlib.import_module(module_of(script))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, "--help"])
         with pytest.raises(SystemExit) as ended:
@@ -518,7 +523,8 @@ def test_a_wrong_command_is_noticed(capsys):
     assert span_commands(text) == [["python", "a.py", "--b"]]
     assert accepts("scripts/train.sh", "--max_steps", capsys) and not accepts("scripts/train.sh", "--max_step", capsys)
     assert accepts("scripts/setup.sh", "--gpu", capsys) and not accepts("scripts/setup.sh", "--gp", capsys)
-    assert accepts("scripts/soak.py", "--kills", capsys) and not accepts("scripts/soak.py", "--kill", capsys)
+    soak = "scripts/bench/soak.py"
+    assert accepts(soak, "--kills", capsys) and not accepts(soak, "--kill", capsys)
 
 
 def test_vllm_takes_the_flags_of_the_server_by_hand():
@@ -604,5 +610,5 @@ def test_the_readme_leads_to_every_page():
                                             ("agents", "section")])  # fmt: skip
 def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/{name}_results.json").read_text())
-    made = getattr(importlib.import_module(f"bench_{name}"), function)(results)
+    made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
     assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]

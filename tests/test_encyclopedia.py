@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
-import build_search_model as build
 import pytest
-from build_tiny_model import encode, opening
+from build import search as build
+from build.tiny import encode, opening
 from evaluate import evaluate, load_recipe
 from test_tiny_models import rollout_of
 from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from bench_common import free_port
+from bench.common import free_port
 from processes import ends
 from safetensors.torch import load_file
 from warm_vllm import WarmVLLMServer

@@ -16,16 +16,13 @@ import types
 from pathlib import Path
 
 import evaluate as ev
-import keeper
-import launch_plan
 import psutil
 import pytest
 import quickstart
-import serve_plan
-import train
 import warm_python
-from bench_common import free_port
+from bench.common import free_port
 from datasets import Dataset
+from launch import keeper, launch_plan, serve_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -463,7 +460,7 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     copy.write_text(text.replace(outcome, f'@credit_estimator("best_turn", per_turn=False)\n{outcome}'))
     command = [
         warm_python.executable(),
-        ROOT / "scripts/launch_plan.py",
+        ROOT / "scripts/launch/launch_plan.py",
         "--config",
         recipe,
         "--credit_assignment",

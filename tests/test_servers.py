@@ -13,8 +13,8 @@ import pytest
 import requests
 import torch
 import warm_python
-from bench_common import VLLMServer
-from fault_proxy import Fault, FaultProxy
+from bench.common import VLLMServer
+from bench.fault_proxy import Fault, FaultProxy
 from test_faults import (
     CONTEXT,
     MODEL,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from bench_common import free_port
+from bench.common import free_port
 from processes import ends
 from test_nodes import ARGUMENTS, PLUGIN
 
@@ -299,8 +299,8 @@ def test_the_whole_job_with_a_server_on_a_node_of_its_own(tmp_path):
 
 def test_the_server_of_a_recipe_apart_from_its_trainer(monkeypatch):
     """As many GPUs as VLLM_TP says, and no training process: their number is not known on the server's node."""
-    import serve_plan
-    from train import server_command
+    from launch import serve_plan
+    from launch.train import server_command
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(serve_plan, "visible_gpus", lambda: ["4", "5", "6"])

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
-import build_tiny_model as build
 import pytest
+from build import tiny as build
 from evaluate import evaluate, load_recipe
 from transformers import AutoTokenizer
 

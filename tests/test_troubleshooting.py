@@ -18,7 +18,7 @@ from mt_grpo.reports.troubles import ALARMS, READINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = PAGES["docs/troubleshooting.md"]
-SOURCES = [ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), *ROOT.glob("scripts/*.py")]
+SOURCES = [ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), *ROOT.glob("scripts/**/*.py")]
 ANY = "..."  # what differs from run to run
 # Words in backticks that are no setting of a recipe: columns, functions, formats and values.
 WORDS = {"async", "error", "reset", "respond", "get_reward", "nccl", "dtype", *TOOL_FORMATS}

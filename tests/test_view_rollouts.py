@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import requests
 import view_rollouts
-from rollout_index import INDEX_FILE, Query, RolloutIndex
 from test_first_batch import recipe_file
+from viewer.index import INDEX_FILE, Query, RolloutIndex
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log

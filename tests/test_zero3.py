@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import yaml
-from bench_common import VLLMServer, free_port
+from bench.common import VLLMServer, free_port
 from safetensors.torch import load_file
 from test_server import SHARDED_LORA, assert_trained_from_what_the_server_held, sharded_recipe
 from test_sharded import (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/speed.md"  # where the benchmarks of speed write their tables
 
 
@@ -176,8 +176,8 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines of the page between which `scripts/bench_<name>.py --report` writes."""
-    return f"<!-- {name} results: made by scripts/bench_{name}.py --report -->", f"<!-- end of {name} results -->"
+    """The lines of the page between which `scripts/bench/<name>.py --report` writes."""
+    return f"<!-- {name} results: made by scripts/bench/{name}.py --report -->", f"<!-- end of {name} results -->"
 
 
 def with_section(text: str, name: str, section: str) -> str:
@@ -201,7 +201,7 @@ def write_section(name: str, section: str, path: Path = PAGE) -> None:
 
 
 def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], page: Path = PAGE) -> None:
-    """`bench_<name>.py --report`: the page's section from the results file."""
+    """`bench/<name>.py --report`: the page's section from the results file."""
     if not results.is_file():
         sys.exit(f"error: no {results}. Run without --report first.")
     text = section(json.loads(results.read_text(encoding="utf-8")))

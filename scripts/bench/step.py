@@ -1,9 +1,9 @@
 """Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
-    python scripts/bench_step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
-    python scripts/bench_step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
-    python scripts/bench_step.py --profile 20     # where the trainer's own seconds go, shape by shape
-    python scripts/bench_step.py --report         # only the section of docs/speed.md, from docs/step_results.json
+    python scripts/bench/step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
+    python scripts/bench/step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
+    python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
+    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/step_results.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
@@ -50,7 +50,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench_common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"

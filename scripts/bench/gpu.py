@@ -1,9 +1,9 @@
 """On a GPU: a step's seconds by phase and its memory, for each way to sample and to push weights, and TRL's trainer.
 
-    python scripts/bench_gpu.py                       # all cases; docs/gpu_results.json, a section of docs/speed.md
-    python scripts/bench_gpu.py --case "server, disk" # one case (again); the others stay as they are in the file
-    python scripts/bench_gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
-    python scripts/bench_gpu.py --report              # only the section of docs/speed.md, from docs/gpu_results.json
+    python scripts/bench/gpu.py                       # all cases; docs/gpu_results.json, a section of docs/speed.md
+    python scripts/bench/gpu.py --case "server, disk" # one case (again); the others stay as they are in the file
+    python scripts/bench/gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
+    python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/gpu_results.json
 
 The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
@@ -25,9 +25,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, report, write_results, write_section
-from bench_step import calculator_reward
-from bench_sync import TINY, build_model
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, VLLMServer, machine, report, write_results, write_section
+from bench.step import calculator_reward
+from bench.sync import TINY, build_model
 
 RESULTS, TINY_RESULTS = ROOT / "docs/gpu_results.json", ROOT / "runs/bench_gpu_tiny.json"
 RECIPE = "hf_recipes/tiny/calculator.yaml"
@@ -50,7 +53,7 @@ EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
 def visible_gpus() -> list[str]:
-    from launch_plan import visible_gpus
+    from launch.launch_plan import visible_gpus
 
     return visible_gpus()
 

@@ -1,9 +1,9 @@
 """Soak: the tiny server recipe for 200 steps while the server is killed, tools hang and the network fails at random.
 
-    python scripts/soak.py                       # 200 steps, about 17 minutes on 2 cores
-    python scripts/soak.py --steps 40 --kills 1  # a short one
-    python scripts/soak.py --servers 3           # three servers, of which one at a time is killed
-    python scripts/soak.py --max-staleness 2     # batches in flight all the time; --late-groups admit, too
+    python scripts/bench/soak.py                       # 200 steps, about 17 minutes on 2 cores
+    python scripts/bench/soak.py --steps 40 --kills 1  # a short one
+    python scripts/bench/soak.py --servers 3           # three servers, of which one at a time is killed
+    python scripts/bench/soak.py --max-staleness 2     # batches in flight all the time; --late-groups admit, too
 
 A vLLM server, a proxy in front of it that answers 429, 500 and 503 and closes connections in mid-answer, a tool that
 now and then hangs for longer than its time limit, and `kill -9` for the server, which is then started again on the
@@ -32,9 +32,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_common
-from bench_common import ROOT, VLLMServer, machine, write_results
-from fault_proxy import Fault, FaultProxy, Request
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import common
+from bench.common import ROOT, VLLMServer, machine, write_results
+from bench.fault_proxy import Fault, FaultProxy, Request
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -297,7 +300,7 @@ def problems(result: dict[str, Any], options: argparse.Namespace) -> list[str]:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Exact match and memory over the steps, the server's kills marked."""
-    pyplot = bench_common.pyplot()
+    pyplot = common.pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 4.6), sharex=True, height_ratios=(3, 2))
     exact = result["exact_match"]
     above.plot(range(1, len(exact) + 1), exact, color="#0072B2", linewidth=1.2)

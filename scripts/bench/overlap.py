@@ -1,8 +1,8 @@
 """What `overlap_rollouts` gains, and whether it costs learning: the tiny server recipe with it and without.
 
-    python scripts/bench_overlap.py            # 3 seeds of 40 steps each way, about 15 minutes on 2 cores
-    python scripts/bench_overlap.py --short    # 1 seed of 12 steps: the timings only
-    python scripts/bench_overlap.py --report   # only the section of docs/speed.md, from docs/overlap_results.json
+    python scripts/bench/overlap.py            # 3 seeds of 40 steps each way, about 15 minutes on 2 cores
+    python scripts/bench/overlap.py --short    # 1 seed of 12 steps: the timings only
+    python scripts/bench/overlap.py --report   # only the section of docs/speed.md, from docs/overlap_results.json
 
 One vLLM server on a core of its own, one training process on another, so that the two halves of a step do not wait for
 each other's core. Without overlap a step is the sum of its halves: rollouts (`rollout/wait_seconds`) and everything
@@ -17,9 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"

@@ -1,9 +1,9 @@
 r"""Build a bundled tiny model: a 0.9M-parameter Qwen3 that can call a calculator and often does it badly.
 
-    PYTHONPATH=. python scripts/build_tiny_model.py --output_dir hf_recipes/tiny/calculator-model
-    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 150 \
+    PYTHONPATH=. python scripts/build/tiny.py --output_dir hf_recipes/tiny/calculator-model
+    PYTHONPATH=. python scripts/build/tiny.py --tool_format hermes --steps 150 \
         --initial_model hf_recipes/tiny/calculator-model --output_dir hf_recipes/tiny/calculator-hermes-model
-    PYTHONPATH=. python scripts/build_tiny_model.py --tool_format hermes --steps 900 --agents \
+    PYTHONPATH=. python scripts/build/tiny.py --tool_format hermes --steps 900 --agents \
         --initial_model hf_recipes/tiny/calculator-hermes-model --output_dir hf_recipes/tiny/calculator-agent-model
 
 The warm start is supervised: the model imitates synthetic conversations in which every turn is right or has one known
@@ -16,6 +16,7 @@ import json
 import math
 import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -83,7 +87,7 @@ HERMES_TEMPLATE = """\
 """
 MAX_CALLS = 3  # turns with calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
-(CALCULATOR,) = load_tools(str(Path(__file__).parents[1] / "tools/calculator.py"))
+(CALCULATOR,) = load_tools(str(Path(__file__).parents[2] / "tools/calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
 
 # How programs that speak OpenAI's API describe the calculator and begin their conversations: one of each is drawn.

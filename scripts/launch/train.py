@@ -42,9 +42,12 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import keeper
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-ROOT = Path(__file__).resolve().parent.parent
+from launch import keeper
+
+ROOT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
 Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
@@ -90,7 +93,7 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
     """The checks, the server if the recipe needs one, and the training. Returns the trainer's exit code."""
     # Everything that can be wrong with the recipe and the arguments is found here, before a server is started.
     say(f"checking {recipe}")
-    plan = make_plan(launch, [python, "scripts/launch_plan.py", "--config", recipe, *arguments])
+    plan = make_plan(launch, [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments])
     Path(plan["output_dir"]).mkdir(parents=True, exist_ok=True)
     arguments = ["--config", recipe, *arguments]
     servers = start_servers(launch, python, plan) if plan["starts_server"] else []
@@ -296,7 +299,7 @@ class Launch:
         self.seconds = stop_timeout
         # Blocked signals stay blocked in the keeper: nothing but a KILL ends it early.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        command = [sys.executable, str(ROOT / "scripts/keeper.py"), self.mark, str(stop_timeout)]
+        command = [sys.executable, str(ROOT / "scripts/launch/keeper.py"), self.mark, str(stop_timeout)]
         self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -1,9 +1,9 @@
 """Measure rollouts on one real vLLM server: this engine, the time that its own requests need at least, and a lockstep
 loop.
 
-    python scripts/bench_rollout.py            # everything, about 25 minutes on two cores; then the report
-    python scripts/bench_rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
-    python scripts/bench_rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
+    python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
+    python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
+    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
 
 Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
 
@@ -32,16 +32,21 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import aiohttp
-import bench_common
 import requests
-from bench_common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+
+from bench import common
+from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
@@ -520,7 +525,7 @@ def section(results: dict[str, Any]) -> str:
 
 def plot(runs: list[Row], path: Path) -> None:
     """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
-    pyplot, size = bench_common.pyplot(), HEADLINE[0]
+    pyplot, size = common.pyplot(), HEADLINE[0]
     figure, axis = pyplot.subplots(figsize=(7, 2.9))
     shown = (("bound", "bound: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
              ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip

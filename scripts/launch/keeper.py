@@ -1,4 +1,4 @@
-"""The keeper of a launch: it ends whatever `scripts/train.py` started, as soon as the launcher is gone.
+"""The keeper of a launch: it ends whatever `scripts/launch/train.py` started, as soon as the launcher is gone.
 
     keeper.py MARK SECONDS < PIPE
 

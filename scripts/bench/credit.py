@@ -1,8 +1,8 @@
 """Compare the credit assignments: four generated tasks, every method, several seeds, on a CPU.
 
-    python scripts/bench_credit.py                     # what is missing, two runs at a time; then the report
-    python scripts/bench_credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
-    python scripts/bench_credit.py --report            # only docs/credit_results.json, docs/credit.png, the tables
+    python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
+    python scripts/bench/credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
+    python scripts/bench/credit.py --report            # only docs/credit_results.json, docs/credit.png, the tables
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
@@ -35,8 +35,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_common
-from bench_common import write_section
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import common
+from bench.common import write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
@@ -434,7 +437,7 @@ def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
-    pyplot = bench_common.pyplot()
+    pyplot = common.pyplot()
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito

@@ -28,8 +28,12 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
-from train import lock_file, lock_path, package_path, read_command_line, server_command
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.train import lock_file, lock_path, package_path, read_command_line, server_command
 
 
 def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
@@ -80,7 +84,7 @@ def main() -> None:
     recipe, options, arguments = read_arguments(sys.argv[1:])
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
-        [python, "scripts/serve_plan.py", "--config", recipe, *arguments], stdout=subprocess.PIPE,
+        [python, "scripts/launch/serve_plan.py", "--config", recipe, *arguments], stdout=subprocess.PIPE,
         text=True, env={**os.environ, **package_path()},
     )  # fmt: skip
     if checks.returncode or not checks.stdout.strip():  # it said what is wrong

@@ -1,6 +1,6 @@
 """Build the bundled models of the chain task: Qwen3 models of 0.4M parameters that call a calculator step by step.
 
-    PYTHONPATH=. python scripts/build_chain_model.py --output_dir hf_recipes/tiny
+    PYTHONPATH=. python scripts/build/chain.py --output_dir hf_recipes/tiny
 
 First the model imitates conversations without mistakes; then two copies of it go on with mistakes mixed in, so that
 they know the right behaviour and sample it only some of the time: `chain-model` answers about one problem in nine
@@ -12,15 +12,19 @@ import copy
 import json
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from build_tiny_model import CHAT_TEMPLATE, build_model, change_one, encode, next_turns, print_table, warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from build.tiny import CHAT_TEMPLATE, build_model, change_one, encode, next_turns, print_table, warm_start
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.xml import make_format, parse_turn, result_message
 from mt_grpo.conversation.tools.signature import check_call
@@ -29,7 +33,7 @@ from mt_grpo.recipe.plugins import load_tools
 
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6
-(CALCULATOR,) = load_tools(str(Path(__file__).parents[1] / "tools/step_calculator.py"))
+(CALCULATOR,) = load_tools(str(Path(__file__).parents[2] / "tools/step_calculator.py"))
 
 # Shares of what a turn does while operations are left, and once none is. FORK: change what the policy gets wrong.
 STEP_MISTAKES = ("other operation", "wrong digit", "broken JSON", "wrong tool", "early answer", "no tag")

@@ -1,18 +1,22 @@
-"""What `scripts/serve.py` has to start for a recipe: the server alone, checked before it is started.
+"""What `scripts/launch/serve.py` has to start for a recipe: the server alone, checked before it is started.
 
-    python scripts/serve_plan.py --config RECIPE [trainer arguments...]
+    python scripts/launch/serve_plan.py --config RECIPE [trainer arguments...]
 
-Prints JSON with the keys that `server_command` of scripts/train.py reads.
+Prints JSON with the keys that `server_command` of scripts/launch/train.py reads.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-from evaluate import load_recipe, option
-from launch_plan import and_engines, data_parallel_size, server_context, server_dtype, visible_gpus
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from evaluate import load_recipe, option
+
+from launch.launch_plan import and_engines, data_parallel_size, server_context, server_dtype, visible_gpus
 from mt_grpo.recipe.refusals import backend_of
 
 

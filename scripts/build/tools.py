@@ -1,23 +1,30 @@
 """Build the bundled model that uses three tools: a Qwen3 of 0.9M parameters that calls them and often does it badly.
 
-    PYTHONPATH=. python scripts/build_tools_model.py --output_dir hf_recipes/tiny/tools-model
+    PYTHONPATH=. python scripts/build/tools.py --output_dir hf_recipes/tiny/tools-model
 
 The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`tools/verl/gsm8k.yaml`) and its search
-(`tools/verl/search.yaml`). As in scripts/build_tiny_model.py the model imitates conversations in which every turn is
+(`tools/verl/search.yaml`). As in scripts/build/tiny.py the model imitates conversations in which every turn is
 right or has one known mistake. `--data` writes the rows and the corpus of the recipes. Ten minutes on two cores.
 """
 
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 import yaml
-from build_tiny_model import (
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from build.tiny import (
     ANSWER_SHARES,
     CALL_SHARES,
     HERMES_TEMPLATE,
@@ -31,9 +38,6 @@ from build_tiny_model import (
     take_weights,
     warm_start,
 )  # fmt: skip
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from mt_grpo.adapters.verl.environment import Described
 from mt_grpo.adapters.verl.search import as_json, passages
 from mt_grpo.conversation.formats.base import ChatFormat
@@ -43,7 +47,7 @@ from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, ToolResult, Turn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "hf_recipes/tiny"
 SYLLABLES = "bel dor fa gan kin le mo nir pa ras sel tu va wen zor lim".split()
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn")

@@ -1,6 +1,6 @@
 """Build the bundled model that plays games of gymnasium: a Qwen3 of 0.4M parameters that acts at random.
 
-    PYTHONPATH=. python scripts/build_gym_model.py --output_dir hf_recipes/tiny/gym-model
+    PYTHONPATH=. python scripts/build/gym.py --output_dir hf_recipes/tiny/gym-model
 
 It is trained on episodes of FrozenLake and Blackjack in which every action is drawn uniformly, on what is shown as on
 what is done. Behind each stands its return, which a conversation never shows. So the model knows how an action is
@@ -9,20 +9,24 @@ written and what comes of it, and no action is likelier than another. Two to eig
 
 import argparse
 import random
+import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gymnasium
 import torch
-from build_tiny_model import HERMES_TEMPLATE, build_model, encode, next_turns, warm_start
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from build.tiny import HERMES_TEMPLATE, build_model, encode, next_turns, warm_start
 from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment
 from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Message, Turn
 
-TEXTS = Path(__file__).parents[1] / "tools/gym"
+TEXTS = Path(__file__).parents[2] / "tools/gym"
 MOST_TURNS = 20
 
 

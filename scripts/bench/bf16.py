@@ -1,8 +1,8 @@
 """bf16 against float32 on a CPU: logprobs of trainer and server, the check of a push, learning, lost steps.
 
-    python scripts/bench_bf16.py            # 3 seeds of 40 steps per setting: 30 minutes on 2 busy cores
-    python scripts/bench_bf16.py --short    # 1 seed of 6 steps: about 6 minutes; the page stays
-    python scripts/bench_bf16.py --report   # only the section of docs/speed.md, from docs/bf16_results.json
+    python scripts/bench/bf16.py            # 3 seeds of 40 steps per setting: 30 minutes on 2 busy cores
+    python scripts/bench/bf16.py --short    # 1 seed of 6 steps: about 6 minutes; the page stays
+    python scripts/bench/bf16.py --report   # only the section of docs/speed.md, from docs/bf16_results.json
 
 Three settings of the tiny calculator task, each against a real vLLM server: float32 on both sides; float32 weights
 with bf16 autocast, and a bf16 server; weights kept in bf16, and a bf16 server. From every sampled token of every step:
@@ -28,11 +28,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
-from bench_sync import build_model, rounded
 
 import mt_grpo_trainer as mt
+from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
+from bench.sync import build_model, rounded
 from mt_grpo.reports.rollout_log import read_rollouts
 
 RECIPE, IN_PROCESS = "hf_recipes/tiny/calculator-vllm.yaml", "hf_recipes/tiny/calculator.yaml"
@@ -404,7 +407,7 @@ def main(argv: list[str] | None = None) -> None:
         return report("bf16", RESULTS, markdown)
     from transformers.utils.logging import disable_progress_bar
 
-    torch.set_num_threads(1)  # the server's worker spins after each request: see bench_sync.py
+    torch.set_num_threads(1)  # the server's worker spins after each request: see sync.py
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # the server's group is ended too
     disable_progress_bar()
     os.chdir(ROOT)

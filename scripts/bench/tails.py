@@ -2,11 +2,11 @@
 
 Both with the loss's clip around the policy before the step, and around the logprobs as sampled (`old_logps`).
 
-    python scripts/bench_tails.py            # one timed seed and four more, about 2 hours
-    python scripts/bench_tails.py --short    # the timed seed only, about 30 minutes
-    python scripts/bench_tails.py --long     # then: five seeds of 60 steps without and with 4, about 30 minutes
-    python scripts/bench_tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
-    python scripts/bench_tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
+    python scripts/bench/tails.py            # one timed seed and four more, about 2 hours
+    python scripts/bench/tails.py --short    # the timed seed only, about 30 minutes
+    python scripts/bench/tails.py --long     # then: five seeds of 60 steps without and with 4, about 30 minutes
+    python scripts/bench/tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
+    python scripts/bench/tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
 
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
 calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. The timed seed has the machine for itself:
@@ -28,9 +28,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from bench_common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, VLLMServer, machine, report, write_results
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, VLLMServer, machine, report, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -82,7 +86,7 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed
         "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config",
         RECIPE, "--output_dir", str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps),
         "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
-        late, "--old_logps", old_logps, "--disable_tqdm", "true", "--tools_script", "scripts/bench_tails.py",
+        late, "--old_logps", old_logps, "--disable_tqdm", "true", "--tools_script", "scripts/bench/tails.py",
         "--tool_timeout", "30",
     ]  # fmt: skip
     place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),

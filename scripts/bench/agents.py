@@ -1,8 +1,8 @@
 """Measure what an agent behind OpenAI's API costs against the trainer's own conversation, on one real vLLM server.
 
-    python scripts/bench_agents.py            # about 8 minutes on two cores; then the section of docs/speed.md
-    python scripts/bench_agents.py --short    # one repetition, into runs/bench_agents_short.json
-    python scripts/bench_agents.py --report   # only the section of docs/speed.md
+    python scripts/bench/agents.py            # about 8 minutes on two cores; then the section of docs/speed.md
+    python scripts/bench/agents.py --short    # one repetition, into runs/bench_agents_short.json
+    python scripts/bench/agents.py --report   # only the section of docs/speed.md
 
 Both run 256 conversations of the calculator's task, at most three completions each, on the bundled Hermes model. The
 tool waits 0.2 s or 1 s (`asyncio.sleep`). *own*: the conversation of `MultiTurnToolEnv`. *agent*: an async function
@@ -16,9 +16,14 @@ import asyncio
 import json
 import os
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
-from bench_common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RESULTS, SHORT_RESULTS = ROOT / "docs/agents_results.json", ROOT / "runs/bench_agents_short.json"
 MODEL = "hf_recipes/tiny/calculator-hermes-model"

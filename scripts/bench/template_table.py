@@ -1,7 +1,7 @@
 """What the chat templates that TRL ships do with conversations of several turns: the table of docs/tokenization.md.
 
-    python scripts/template_table.py            # the table
-    python scripts/template_table.py --write    # into docs/tokenization.md
+    python scripts/bench/template_table.py            # the table
+    python scripts/bench/template_table.py --write    # into docs/tokenization.md
 
 Every template for inference (TRL's `*_training` ones are copies for training) is rendered with a small byte-level
 tokenizer that has the control tokens of its text. No model is loaded. It takes seconds.
@@ -12,8 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from mt_grpo.conversation.formats.xml import make_format
 
 PAGE = Path("docs/tokenization.md")
-BEGIN, END = "<!-- made by scripts/template_table.py --write -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- made by scripts/bench/template_table.py --write -->", "<!-- end of the table -->"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOKEN = re.compile(
     r"<[|｜][^<>{}'\"\s]+?[|｜]>|</?(?:bos|eos|start_of_turn|end_of_turn|s|think)>|\[/?[A-Z_]{2,}\]|<\|?turn\|?>"

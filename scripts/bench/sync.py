@@ -1,8 +1,8 @@
 """Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
 
-    python scripts/bench_sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
-    python scripts/bench_sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
-    python scripts/bench_sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
+    python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
+    python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
+    python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
 shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
@@ -25,7 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_common import ROOT, VLLMServer, machine, report, spread, write_results
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 RESULTS, SHORT_RESULTS = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json")
@@ -297,7 +300,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"ordinary disk with fsync: {disk['write']:.2f} and {disk['read']:.2f}). Trainer's memory: what the push adds "
         "at its peak, in multiples of MB. Total has the check, which runs after every tenth push "
         "(`weight_check_every`); push / plain is without it. "
-        "`python scripts/bench_sync.py` measures it again, `--short` in less than ten minutes.",
+        "`python scripts/bench/sync.py` measures it again, `--short` in less than ten minutes.",
     ]
     return "\n".join(lines)
 

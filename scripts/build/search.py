@@ -1,7 +1,7 @@
 """Build the encyclopedia and the bundled model that searches it: a Qwen3 of 0.4M parameters that does it badly.
 
-    PYTHONPATH=. python scripts/build_search_model.py --data      # the corpus and the questions, in a second
-    PYTHONPATH=. python scripts/build_search_model.py             # the model, in a minute on one core
+    PYTHONPATH=. python scripts/build/search.py --data      # the corpus and the questions, in a second
+    PYTHONPATH=. python scripts/build/search.py             # the model, in a minute on one core
 
 The encyclopedia has 4,096 entities. A name is two of 64 words, and each word is a token. A passage has one fact:
 "capital of Bala Fizu" is its title, "Kamo Deri" its text. A question takes one search or two.
@@ -15,12 +15,20 @@ import argparse
 import json
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from build_tiny_model import (
+from evaluate import evaluate, load_recipe, table
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from build.tiny import (
     CHAT_TEMPLATE,
     build_model,
     draw,
@@ -29,17 +37,13 @@ from build_tiny_model import (
     result_messages,
     warm_start,
 )
-from evaluate import evaluate, load_recipe, table
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.conversation.tools.signature import check_call, named_tools
 from mt_grpo.rollout import Message, ToolResult, Turn
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
 DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 SYSTEM = "Use wiki_search, then answer."

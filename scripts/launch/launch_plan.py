@@ -1,6 +1,6 @@
-"""What `scripts/train.py` has to start for a recipe, found out and checked before anything is started.
+"""What `scripts/launch/train.py` has to start for a recipe, found out and checked before anything is started.
 
-    python scripts/launch_plan.py --config RECIPE [trainer arguments...]
+    python scripts/launch/launch_plan.py --config RECIPE [trainer arguments...]
 
 Prints JSON. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
 """
@@ -10,8 +10,12 @@ import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from evaluate import load_recipe, option
