@@ -1,4 +1,4 @@
-"""Trains with vLLM in the training process, on a CPU, and says what happened: run by tests/test_colocate.py.
+"""Trains with vLLM in the training process, on a CPU, and says what happened: run by test_colocate.py.
 
     python tests/colocated_worker.py OUT.json PART --config RECIPE ...
 
