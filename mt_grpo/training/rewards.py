@@ -18,6 +18,7 @@ import torch
 
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.base.rows import WrittenRow
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
@@ -155,12 +156,12 @@ def summed(rewards: typing.Iterable[float | None]) -> float | None:
 
 
 def own_copy(value: Any) -> Any:
-    """A deep copy of lists, dicts, tuples, turns and calls. Other objects, such as environments, are not copied."""
+    """A deep copy of lists, dicts, rows, tuples, turns and calls. Others, such as environments, are not copied."""
     kind = type(value)
     if kind in (list, tuple):
         return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # ids need no copy
-    if kind is dict:
-        return {k: own_copy(v) for k, v in value.items()}
+    if kind in (dict, WrittenRow):
+        return kind((k, own_copy(v)) for k, v in value.items())
     if kind in (Turn, ToolCall):
         copied = copy.copy(value)
         vars(copied).update(own_copy(vars(value)))
@@ -168,7 +169,7 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-COPIED = {list, tuple, dict, Turn, ToolCall}
+COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:

@@ -23,8 +23,7 @@ from processes import alive, ends
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.agents import conversation as openai_agent
-from mt_grpo.adapters.agents import server as agent_server
+from mt_grpo.adapters.agents import conversation as openai_agent, server as agent_server
 from mt_grpo.adapters.agents.chains import Completion, keys_of
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of

@@ -14,8 +14,7 @@ import pytest
 import torch
 from test_ms_swift import TOKENIZER, run
 
-from mt_grpo.adapters.ms_swift import paths as swift_paths
-from mt_grpo.adapters.ms_swift import rewards as swift_rewards
+from mt_grpo.adapters.ms_swift import paths as swift_paths, rewards as swift_rewards
 from mt_grpo.adapters.ms_swift.conversation import ScheduledConversation
 from mt_grpo.adapters.ms_swift.gym import Env, GYMScheduler
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, weight_of

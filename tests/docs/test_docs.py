@@ -27,8 +27,7 @@ from bench.common import with_section
 from datasets import Dataset
 from test_agents import run as run_agent
 from test_conversation import call
-from test_verl import build as verl_build
-from test_verl import converse as verl_converse
+from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 

@@ -8,8 +8,7 @@ import pytest
 import trl
 from test_conversation import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
 from test_forks import BY_INDEX, Says, build, in_tags, train
-from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
-from test_formats import ids as ids_of
+from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt

@@ -27,6 +27,7 @@ from mt_grpo.adapters.ms_swift.paths import protocol_module
 from mt_grpo.adapters.ms_swift.protocol import listed_tools
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
@@ -153,7 +154,7 @@ class SchedulerConversation:
         protocol = protocol_module()
         session = SchedulerSession(self, rollout, llm, sampling_params, protocol)
         scheduler = self.scheduler
-        row = rollout.row
+        row = with_own_keys(rollout.row, getattr(scheduler, "keyword_columns", ()))
         columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
         try:
             tools = listed_tools(row.get("tools"))

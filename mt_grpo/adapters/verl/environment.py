@@ -99,10 +99,10 @@ def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
 def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], list[str] | None]:
     """(tools_kwargs, interaction_kwargs, tool_selection) of a row, as columns or in its column `extra_info`.
 
-    A table has None where another row has a key.
+    A tool whose arguments are None has none.
 
     >>> row_kwargs({"extra_info": {"tools_kwargs": {"a": {"create_kwargs": {"x": 1, "y": None}}, "b": None}}})
-    ({'a': {'create_kwargs': {'x': 1}}}, {}, None)
+    ({'a': {'create_kwargs': {'x': 1, 'y': None}}, 'b': {}}, {}, None)
     """
     rows = (row, row.get("extra_info") or {})
     if not isinstance(rows[1], dict):
@@ -116,7 +116,8 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
     ):  # fmt: skip
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {type(value).__name__}, expected a {kind.__name__}.")
-    return without_none(tools or {}), without_none(interaction or {}), selection
+    tools = {name: {} if given is None else given for name, given in (tools or {}).items()}
+    return tools, interaction or {}, selection
 
 
 def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -139,13 +140,6 @@ def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, 
         if source != column and isinstance(taken[name], str):
             taken[name] = taken[name].rpartition("####")[2].strip().replace(",", "")
     return {**taken, **given}
-
-
-def without_none(value: Any) -> Any:
-    """Dicts without the keys that are None."""
-    if not isinstance(value, dict):
-        return value
-    return {key: without_none(each) for key, each in value.items() if each is not None}
 
 
 def takes(function: Callable, name: str, by_name: bool = False) -> bool:
@@ -181,6 +175,7 @@ class VerlEnvironment:
     lifecycle = PER_TRAJECTORY
     most_characters: int | None = None
     truncate_side = "middle"
+    keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")
 
     def __init__(self):
         self.agent_data = AgentData("", {}, {})
@@ -213,10 +208,10 @@ class VerlEnvironment:
         for name, tool in cls.verl_tools.items():
             columns, own = getattr(tool, "create_kwargs_from", None), tools_kwargs.get(name, {})
             if columns and (selection is None or name in selection):
-                given = with_columns(own.get("create_kwargs", {}), columns, row, f"create_kwargs_from of {name!r}")
+                given = with_columns(own.get("create_kwargs") or {}, columns, row, f"create_kwargs_from of {name!r}")
                 tools_kwargs[name] = {**own, "create_kwargs": given}
         only = next(iter(cls.interactions)) if len(cls.interactions) == 1 else None
-        name = interaction_kwargs.get("name", only)
+        name = interaction_kwargs.get("name") or only
         if columns := getattr(cls.interactions.get(name), "interaction_kwargs_from", None):
             interaction_kwargs = with_columns(interaction_kwargs, columns, row, f"interaction_kwargs_from of {name!r}")
         return tools_kwargs, interaction_kwargs, selection
