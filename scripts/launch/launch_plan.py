@@ -1,8 +1,10 @@
 """What `scripts/launch/train.py` has to start for a recipe, found out and checked before anything is started.
 
     python scripts/launch/launch_plan.py --config RECIPE [trainer arguments...]
+    python scripts/launch/launch_plan.py --server --config RECIPE [...]    # the server alone, as serve.py wants it
 
-Prints JSON. Loads tools, rewards, data, the tokenizer and the model's configuration, but no weights.
+Prints JSON, with the keys that `server_command` of scripts/launch/train.py reads. Loads tools, rewards, data, the
+tokenizer and the model's configuration, but no weights.
 """
 
 import argparse
@@ -182,13 +184,12 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     script_args, args, model_args = load_recipe(recipe, arguments)
     uses_server = backend_of(args) == "server"
     starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
-    use_cpu = str(option(argv, "use_cpu")).lower() in ("true", "1", "yes")
     num_servers, per_engine = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
     if not starts_server and (num_servers, per_engine) != (1, 1):
         raise ValueError(
             f"VLLM_SERVERS={num_servers}, VLLM_TP={per_engine}: for this recipe no server is started. Remove them."
         )
-    gpus = [] if use_cpu else visible_gpus()
+    gpus = usable_gpus(argv)
     trainers, servers = share_gpus(gpus, num_servers * starts_server, per_engine, data_parallel_size())
     num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
@@ -210,23 +211,54 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
         uses_nccl = bool(servers[0]) and args.weight_sync != "disk"
-        plan |= {
-            "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
-            "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
-            "max_model_len": server_context(script_args, args, model_args, whole),
-            "dtype": server_dtype(args, model_args) if servers[0] else "float32", "weight_sync": args.weight_sync,
-            "wanted_group_port": args.vllm_group_port if uses_nccl and not is_given(argv, "vllm_group_port") else None,
-        }  # fmt: skip
+        given = not uses_nccl or is_given(argv, "vllm_group_port")
+        plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
+        plan["wanted_group_port"] = None if given else args.vllm_group_port
     return plan
 
 
+def usable_gpus(argv: list[str]) -> list[str]:
+    """The visible GPUs; none with `use_cpu`."""
+    return [] if str(option(argv, "use_cpu")).lower() in ("true", "1", "yes") else visible_gpus()
+
+
+def server_plan(
+    script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig, on_gpu: bool
+) -> dict[str, Any]:
+    """What a server is started with. Raises `ValueError` as `server_context` does."""
+    return {
+        "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
+        "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
+        "max_model_len": server_context(script_args, args, model_args, whole), "weight_sync": args.weight_sync,
+        "dtype": server_dtype(args, model_args) if on_gpu else "float32",
+    }  # fmt: skip
+
+
+def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """The server alone for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
+    script_args, args, model_args = load_recipe(recipe, arguments)
+    if backend_of(args) != "server":
+        raise ValueError(f"{recipe} trains without a vLLM server. Expected use_vllm: true and vllm_mode: server.")
+    per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()
+    size, gpus = per_engine * engines, usable_gpus(["--config", recipe, *arguments])
+    if gpus and len(gpus) < size:
+        raise ValueError(
+            f"VLLM_TP={per_engine}{and_engines(engines)}: {len(gpus)} GPUs are visible ({','.join(gpus)}). Expected "
+            f"{size} or more: make more visible, or lower the number."
+        )
+    plan = server_plan(script_args, args, model_args, args, on_gpu=bool(gpus))
+    return {**plan, "tensor_parallel": per_engine, "server_gpus": ",".join(gpus[:size])}
+
+
 def main() -> None:
-    if len(sys.argv) < 3 or sys.argv[1] != "--config":
-        sys.exit(f"error: expected --config RECIPE, got {sys.argv[1:]}")
+    alone = sys.argv[1:2] == ["--server"]
+    argv = sys.argv[1 + alone :]
+    if len(argv) < 2 or argv[0] != "--config":
+        sys.exit(f"error: expected --config RECIPE, got {argv}")
     output = os.dup(1)  # for the plan alone: what tools and libraries print goes to standard error
     os.dup2(2, 1)
     try:
-        plan = make_plan(sys.argv[2], sys.argv[3:])
+        plan = (make_server_plan if alone else make_plan)(argv[1], argv[2:])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     os.write(output, json.dumps(plan).encode())

@@ -84,7 +84,7 @@ def main() -> None:
     recipe, options, arguments = read_arguments(sys.argv[1:])
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
-        [python, "scripts/launch/serve_plan.py", "--config", recipe, *arguments], stdout=subprocess.PIPE,
+        [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments], stdout=subprocess.PIPE,
         text=True, env={**os.environ, **package_path()},
     )  # fmt: skip
     if checks.returncode or not checks.stdout.strip():  # it said what is wrong

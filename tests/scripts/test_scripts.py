@@ -22,7 +22,7 @@ import quickstart
 import warm_python
 from bench.common import free_port
 from datasets import Dataset
-from launch import keeper, launch_plan, serve_plan, train
+from launch import keeper, launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -495,18 +495,17 @@ def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags)
     """vLLM's data parallelism: several engines behind one address."""
     monkeypatch.setenv("VLLM_ARGS", flags)
     monkeypatch.setenv("VLLM_TP", "2")
-    for module in (launch_plan, serve_plan):
-        monkeypatch.setattr(module, "visible_gpus", lambda: list("01234"))
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("01234"))
     plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
     assert (plan["trainer_gpus"], plan["server_gpus"], plan["tensor_parallel"]) == ("0", ["1,2,3,4"], 2)
-    plan = serve_plan.make_plan(recipe, ["--use_cpu", "false"])
+    plan = launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
     assert (plan["server_gpus"], plan["tensor_parallel"]) == ("0,1,2,3", 2)
     monkeypatch.setenv("VLLM_TP", "3")
     what = r"VLLM_TP=3 and --data-parallel-size 2 \(VLLM_ARGS\)"
     with pytest.raises(ValueError, match=rf"VLLM_SERVERS=1 with {what} take 6 GPUs, and 5 are visible. Expected .* 7"):
         launch_plan.make_plan(recipe, ["--use_cpu", "false"])
     with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\). Expected 6 or more"):
-        serve_plan.make_plan(recipe, ["--use_cpu", "false"])
+        launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
     assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
 
 
@@ -522,7 +521,7 @@ def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
     """They would not be counted."""
     monkeypatch.setenv("VLLM_ARGS", flags)
     message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
-    for make_plan in (launch_plan.make_plan, serve_plan.make_plan):
+    for make_plan in (launch_plan.make_plan, launch_plan.make_server_plan):
         with pytest.raises(ValueError, match=message):
             make_plan(recipe, [])
 
@@ -928,7 +927,7 @@ def test_a_missing_interpreter_is_reported():
 
 def start_server(folder, recipe, host, port, **environment):
     """scripts/serve.sh with stand-ins for the plan and for vLLM."""
-    text = STAND_IN.replace('"/train.py"', '"/serve.py"').replace('"launch_plan"', '"serve_plan"')
+    text = STAND_IN.replace('"/train.py"', '"/serve.py"')
     (folder / "python").write_text(re.sub(r'"server_gpus": .*?, "tensor', '"server_gpus": "", "tensor', text))
     (folder / "python").chmod(0o755)
     environment |= {"PYTHON": str(folder / "python"), "STAND_IN_LOG": str(folder / "calls"), "STAND_IN_PORT": "8000",

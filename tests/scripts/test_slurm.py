@@ -301,22 +301,22 @@ def test_the_whole_job_with_a_server_on_a_node_of_its_own(tmp_path):
 
 def test_the_server_of_a_recipe_apart_from_its_trainer(monkeypatch):
     """As many GPUs as VLLM_TP says, and no training process: their number is not known on the server's node."""
-    from launch import serve_plan
+    from launch import launch_plan
     from launch.train import server_command
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(serve_plan, "visible_gpus", lambda: ["4", "5", "6"])
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: ["4", "5", "6"])
     recipe = "hf_recipes/tiny/calculator-vllm.yaml"
-    plan = serve_plan.make_plan(recipe, ["--use_cpu", "false", "--max_completion_length", "200"])
+    plan = launch_plan.make_server_plan(recipe, ["--use_cpu", "false", "--max_completion_length", "200"])
     assert plan["server_gpus"] == "4" and plan["tensor_parallel"] == 1 and plan["wanted_port"] == 8000
     command, environment = server_command("python", plan, 8003, plan["server_gpus"], "node3")
     flags = dict(zip(command[3::2], command[4::2]))
     assert flags["--host"] == "node3" and flags["--port"] == "8003" and 200 < int(flags["--max-model-len"]) < 640
     assert environment["CUDA_VISIBLE_DEVICES"] == "4" and environment["VLLM_SERVER_DEV_MODE"] == "1"
     monkeypatch.setenv("VLLM_TP", "2")
-    assert serve_plan.make_plan(recipe, ["--use_cpu", "false"])["server_gpus"] == "4,5"
+    assert launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])["server_gpus"] == "4,5"
     monkeypatch.setenv("VLLM_TP", "4")
     with pytest.raises(ValueError, match=r"VLLM_TP=4: 3 GPUs are visible \(4,5,6\)"):
-        serve_plan.make_plan(recipe, ["--use_cpu", "false"])
+        launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
     with pytest.raises(ValueError, match="trains without a vLLM server"):
-        serve_plan.make_plan("hf_recipes/tiny/calculator.yaml", [])
+        launch_plan.make_server_plan("hf_recipes/tiny/calculator.yaml", [])
