@@ -196,13 +196,14 @@ def code_digest(task: str) -> str:
     import evaluate
 
     script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
-    files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1],
+    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
+    files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,
              *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
     if Path(script_args.dataset_name or "absent").is_dir():
         files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
-        files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("tools/gym").glob("*.py"))]
+        files += [*sorted(Path("mt_grpo/adapters/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
 
 

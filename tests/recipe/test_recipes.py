@@ -570,7 +570,7 @@ def test_every_trl_key_is_honoured_or_refused():
 def sources(reader: str) -> str:
     """The code of a reader of `HONOURED`."""
     if reader == "mt_grpo_trainer":
-        return "".join(p.read_text() for p in [ROOT / "mt_grpo_trainer.py", *(ROOT / "mt_grpo").glob("*.py")])
+        return "".join(p.read_text() for p in [ROOT / "mt_grpo_trainer.py", *(ROOT / "mt_grpo").rglob("*.py")])
     if reader.endswith("TrainingArguments itself"):
         return inspect.getsource(TrainingArguments).partition("def __post_init__")[2]
     if reader.startswith("trl: GRPOConfig itself"):

@@ -85,7 +85,7 @@ def test_the_digest_of_a_task_has_its_data(monkeypatch):
     finally:  # the recipe's `env:` is set in this process
         os.environ.clear()
         os.environ.update(before)
-    assert {"corpus.jsonl", "train.jsonl", "test.jsonl", "wiki_search.py", "model.safetensors", "scoring.py"} <= {
+    assert {"corpus.jsonl", "train.jsonl", "test.jsonl", "wiki_search.py", "model.safetensors", "rewards.py"} <= {
         *read
     }
 

@@ -247,7 +247,7 @@ def test_what_a_reward_returns_behind_its_limit_is_no_reward():
 HARD = """
 import collections, itertools, sqlite3, sys
 import torch
-from mt_grpo import reward_calls
+from mt_grpo.training import reward_calls
 from mt_grpo.training.rewards import run_rewards
 reward_calls.GRACE = 1.0
 
@@ -286,7 +286,7 @@ def test_what_nothing_interrupts_ends_the_process_by_its_name(name):
 ENDS = """
 import time
 import torch
-from mt_grpo import reward_calls
+from mt_grpo.training import reward_calls
 from mt_grpo.training.rewards import run_rewards
 reward_calls.GRACE = 0.2
 run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
