@@ -57,7 +57,7 @@ from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conver
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.files import absolute, keep_output_open, output_lock
-from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.conversation.environments import (
     Environments,
@@ -97,7 +97,7 @@ from mt_grpo.recipe.checks import (
     weights_of,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import check_mappings, check_ranges
+from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
@@ -137,8 +137,17 @@ from mt_grpo.training.records import (
     score_rollouts,
     split_further,
 )
-from mt_grpo.training.rewards import all_rewards, check_advantages, own_copy, state_numbers, turn_flags
-from mt_grpo.training.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
+from mt_grpo.training.rewards import (
+    all_rewards,
+    check_advantages,
+    logged_rewards,
+    own_copy,
+    rollout_columns,
+    state_numbers,
+    turn_flags,
+    weighted_rewards,
+)
+from mt_grpo.training.tensors import NAN, nanstd, pad_rows, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
@@ -908,7 +917,6 @@ class MTGRPOEnvTrainer(AheadTrainer):
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
-    MAX_RESTARTS = 3  # of the server, in one batch of rollouts
 
     def __init__(
         self,
@@ -1123,46 +1131,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
         there is none, all ranks push again.
         """
-        rollouts: list[Rollout | None] = [None] * len(rows)
-        num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
-
-        def finish() -> tuple[int, int, int]:
-            missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
-            started = None if num_restarted else self._take_prefetched(rows)
-            self._batch = started or self._start_rollouts(rows, missing)
-            for rollout in self._batch.wait():
-                if rollout is not None:
-                    rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
-            kept = {id(rollout) for rollout in rollouts}
-            self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
-            retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
-            return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
-
-        while num_pushes < self.MAX_RESTARTS:
-            if num_restarted or not self._in_flight or not self.model.training:
-                self._stop_if_asked()  # before the push: the server may be gone as well
-                self._sync_weights()
-            began = time.perf_counter()
-            num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
-            waited += time.perf_counter() - began + self._batch.waited
-            num_retries += retries
-            if not num_missing:
-                break
-            logger.warning(
-                f"Step {self.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
-                f"conversations start over{', after the weights are pushed again' if num_without else ''}."
-            )
-            num_restarted += num_missing
-            if num_without:
-                num_pushes += 1
-                if self.weight_sync is not None:
-                    self.weight_sync.doubted = True
-        else:
-            raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        self._log_metrics({
-            "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
-            "rollout/wait_seconds": waited,
-        })  # fmt: skip
+        rollouts, metrics = self._complete_rollouts(rows)
+        self._log_metrics(metrics)
         staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
         if self.model.training and self._next_rows:
             self._prefetch()
@@ -1223,15 +1193,9 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        columns = column_lists(self._rows, data_of(self)) | {
-            "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
-            "completions": [rollout.completion for rollout in self._rollouts],
-            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
-            "environments": [rollout.environment for rollout in self._rollouts],
-            "environment_rewards": [rollout.reward for rollout in self._rollouts],
-            "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
-            "log_extra": self._log_completion_extra, "log_metric": self._log_metric,
-        }  # fmt: skip
+        columns = column_lists(self._rows, data_of(self)) | rollout_columns(self._rollouts, prompts)
+        columns |= {"trainer_state": self.state}
+        columns |= {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in self._rollouts)], device=device)
         num_turns = max(1, int(self.accelerator.gather(num_turns).max()))
@@ -1248,23 +1212,10 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self.accelerator.gather(local[name].to(device).contiguous()).cpu()
             for name in ("whole", "per_turn", "observed", "sampled", "state")
         )
-        weights = self.reward_weights.cpu()
-        turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
-        outcomes = whole[:, self.num_turn_funcs :]
-        # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
-        outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
-        self._reward_table = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(self._failed), NAN),
-            rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
-            turn=nansum(per_turn * turn_weights, 2),
-            observed=observed,
-            sampled=sampled,
-            state=state,
-        )
-        sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
-        logged = whole.clone()
-        logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
-        self._logged_rewards = logged = logged.to(device)
+        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, self.reward_weights.cpu())
+        outcome = outcome.masked_fill(torch.tensor(self._failed), NAN)
+        self._reward_table = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
+        self._logged_rewards = logged = logged_rewards(whole, per_turn).to(device)
         if self.model.training:
             counts = numbers_that_count(
                 self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
@@ -1463,7 +1414,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
 
 
 @dataclass
-class MTGRPOConfig(GRPOConfig):
+class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = field(
@@ -1505,21 +1456,6 @@ class MTGRPOConfig(GRPOConfig):
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
     )
-    vllm_server_base_url: list[str] | str | None = field(
-        default=None, metadata={"help": "Address of the vLLM server; a list of several"}
-    )
-    weight_sync: str = field(
-        default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
-    )
-    weight_sync_dir: str | None = field(
-        default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
-    )
-    weight_check_every: int = field(
-        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th"}
-    )
-    vllm_request_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that one generation request may take"}
-    )
     max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
     late_groups: str = field(
         default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
@@ -1528,11 +1464,6 @@ class MTGRPOConfig(GRPOConfig):
         default="policy", metadata={"help": "What the loss clips around: the policy before the step, or as sampled"}
     )
     overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
-    tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
-    tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
-    print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
-    log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
-    log_rollout_tokens: bool = field(default=False, metadata={"help": "Every token of them, too"})
 
     def __post_init__(self):
         check_ranges(self)

@@ -7,12 +7,40 @@ import functools
 import json
 import os
 import typing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trl import GRPOConfig
 
 from mt_grpo.base.json_types import fits_type
+
+
+@dataclass
+class ServerAndLogKeys:
+    """The keys of `MTGRPOConfig` that do not change what is trained: a server's, checks, what is said and logged."""
+
+    vllm_server_base_url: list[str] | str | None = field(
+        default=None, metadata={"help": "Address of the vLLM server; a list of several"}
+    )
+    weight_sync: str = field(
+        default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
+    )
+    weight_sync_dir: str | None = field(
+        default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
+    )
+    weight_check_every: int = field(
+        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th"}
+    )
+    vllm_request_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that one generation request may take"}
+    )
+    tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
+    tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
+    print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
+    log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
+    log_rollout_tokens: bool = field(default=False, metadata={"help": "Every token of them, too"})
+
 
 Classes = tuple[type, ...]  # dataclasses; a key may be a field of any of them
 

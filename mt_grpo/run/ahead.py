@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.generation.rollout_batch import RolloutBatch
+from mt_grpo.rollout import Rollout
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.in_flight import (
@@ -30,6 +32,8 @@ from mt_grpo.training.in_flight import (
     slot_kinds,
     write_in_flight,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class BetweenBatches(TrainerCallback):
@@ -66,6 +70,7 @@ class AheadTrainer(ResumableTrainer):
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
+    MAX_RESTARTS = 3  # of the server, in one batch of rollouts
 
     def __init__(self, *args, **kwargs):
         self._in_flight: deque[RolloutBatch | GroupInFlight] = deque()  # oldest first
@@ -132,6 +137,54 @@ class AheadTrainer(ResumableTrainer):
         if self._in_flight[0].prompts != prompts_of(rows):
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         return self._in_flight.popleft()
+
+    def _complete_rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[Rollout], dict[str, float]]:
+        """Wait for all conversations of this rank, and start those over that a lost server leaves. Collective.
+
+        Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
+        """
+        rollouts: list[Rollout | None] = [None] * len(rows)
+        num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
+
+        def finish() -> tuple[int, int, int]:
+            missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
+            started = None if num_restarted else self._take_prefetched(rows)
+            self._batch = started or self._start_rollouts(rows, missing)
+            for rollout in self._batch.wait():
+                if rollout is not None:
+                    rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
+            kept = {id(rollout) for rollout in rollouts}
+            self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
+            retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
+            return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
+
+        while num_pushes < self.MAX_RESTARTS:
+            if num_restarted or not self._in_flight or not self.model.training:
+                self._stop_if_asked()  # before the push: the server may be gone as well
+                self._sync_weights()
+            began = time.perf_counter()
+            num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
+            waited += time.perf_counter() - began + self._batch.waited
+            num_retries += retries
+            if not num_missing:
+                break
+            logger.warning(
+                f"Step {self.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
+                f"conversations start over{', after the weights are pushed again' if num_without else ''}."
+            )
+            num_restarted += num_missing
+            if num_without:
+                num_pushes += 1
+                if self.weight_sync is not None:
+                    self.weight_sync.doubted = True
+        else:
+            raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
+        return rollouts, {
+            "rollout/restarted": num_restarted,
+            "rollout/retries": num_retries,
+            "rollout/seconds": self._batch.seconds,
+            "rollout/wait_seconds": waited,
+        }
 
     # -- late_groups: wait --
 

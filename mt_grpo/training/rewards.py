@@ -25,7 +25,7 @@ from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.training.reward_calls import call_in_main_thread, in_main_thread
 from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown, where_raised
-from mt_grpo.training.tensors import NAN, pad_rows
+from mt_grpo.training.tensors import NAN, nansum, pad_rows
 
 logger = logging.getLogger(__name__)
 BLOCKED_SECONDS = 30.0  # behind reward_timeout; then an async function blocks the loop on which its limit is kept
@@ -373,6 +373,56 @@ def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, t
     observed = pad_rows(flags, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled
+
+
+def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
+    """What reward functions get of the rollouts, beside the columns of the data.
+
+    Args:
+        rollouts: Those of this rank.
+        prompts: The rows' prompts, in the place of the messages that an environment did not bring.
+    """
+    return {
+        "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts)],
+        "completions": [rollout.completion for rollout in rollouts],
+        "completion_ids": [rollout.completion_ids for rollout in rollouts],
+        "environments": [rollout.environment for rollout in rollouts],
+        "environment_rewards": [rollout.reward for rollout in rollouts],
+        "rollout_turns": [rollout.turns for rollout in rollouts],
+    }
+
+
+def weighted_rewards(whole: torch.Tensor, per_turn: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(outcome, turn rewards per rollout, turn rewards per turn): (N,), (N,), (N, K), NaN where none was given.
+
+    Args:
+        whole: (N, F) numbers per rollout, those of the turn functions first.
+        per_turn: (N, K, F_turn) numbers per turn.
+        weights: (F,).
+
+    >>> nan = float("nan")
+    >>> weighted_rewards(torch.tensor([[nan, 1.0]]), torch.tensor([[[0.5], [nan]]]), torch.tensor([2.0, 3.0]))
+    (tensor([3.]), tensor([nan]), tensor([[1., nan]]))
+    """
+    num_turn_funcs = per_turn.shape[2]
+    of_turns, outcomes = whole[:, :num_turn_funcs], whole[:, num_turn_funcs:]
+    turn_weights, outcome_weights = weights[:num_turn_funcs], weights[num_turn_funcs:]
+    # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
+    outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
+    return outcome, nansum(of_turns * turn_weights, 1), nansum(per_turn * turn_weights, 2)
+
+
+def logged_rewards(whole: torch.Tensor, per_turn: torch.Tensor) -> torch.Tensor:
+    """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list.
+
+    >>> nan = float("nan")
+    >>> logged_rewards(torch.tensor([[nan, 1.0]]), torch.tensor([[[0.5], [0.25]]]))
+    tensor([[0.7500, 1.0000]])
+    """
+    logged, sums = whole.clone(), nansum(per_turn, 1)
+    own = logged[:, : per_turn.shape[2]]
+    logged[:, : per_turn.shape[2]] = torch.where(sums.isnan(), own, sums)
+    return logged
 
 
 MOST = 1e18  # that float32 can square and add up
