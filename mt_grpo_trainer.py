@@ -426,7 +426,17 @@ class MultiTurnToolEnv:
         return reply
 
     def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:
-        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends."""
+        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends.
+
+        What a turn is followed by, the first line that fits:
+
+            an answer, and nothing replied       ANSWERED
+            the environment says stop            ENVIRONMENT_STOP
+            no call, nothing replied, cut off    CONTEXT_LENGTH or MAX_TOKENS, whichever is spent
+            no call, nothing replied             NO_TOOL_CALL
+            its observations are spent           MAX_TURNS
+            else results, and what was replied   the conversation goes on
+        """
         replied = bool(reply.messages or reply.continuation or reply.history)
         if turn.answer is not None and not replied:
             return StopReason.ANSWERED
@@ -894,8 +904,41 @@ def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.
     return torch.where(turn_ids >= 0, advantages.gather(1, turn_ids.clamp(min=0)), 0.0)
 
 
+def clipped_loss(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    importance_ratio: torch.Tensor | float = 1.0,
+    epsilon: float = 0.2,
+) -> torch.Tensor:
+    """What is optimised, to be read: TRL's loss runs, and by default (`loss_type: dapo`) it is this one.
+
+    Args:
+        logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
+        advantages: (M, C), one per token.
+        loss_mask: (M, C), 1 where the policy sampled the token. The mean is over these tokens of the whole batch.
+        importance_ratio: (M, C), the policy before the step over the one that sampled (1 with `old_logps: sampled`).
+        epsilon: How far the ratio may move before a token stops teaching (PPO, arXiv 1707.06347, equation 7).
+
+    >>> old, new = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.75, 0.25]]))
+    >>> clipped_loss(new, old, torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1, 1, 1]]))  # -(1 + 1.2 - 0.8) / 3
+    tensor(-0.4667)
+    """
+    ratio = torch.exp(logps - old_logps)  # 1 in the first pass over a batch
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages) * importance_ratio
+    return (per_token * loss_mask).sum() / loss_mask.sum()
+
+
 # =====================================================================================================================
 # 3. The step
+#
+# TRL's training step calls, in this order:
+#   _generate_and_score_completions   rows in, a batch for the loss out; inside it TRL calls the next two
+#     _generate                       conversations -> ids, masks, logprobs (`_roll_out`)
+#     _calculate_rewards              reward functions -> `RewardTable`; then `turn_advantages`, `token_advantages`
+#   compute_loss                      TRL's loss of these tokens: `clipped_loss` above
 # =====================================================================================================================
 
 
@@ -981,6 +1024,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
             peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what was sampled from.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
         setting = f"credit_assignment={args.credit_assignment}"

@@ -86,16 +86,25 @@ def weights_not_finite(model: Any) -> list[str]:
     return names
 
 
-class SavingTrainer(GRPOTrainer):
-    """`GRPOTrainer` that loses no weights when a disk is full, and warns if a resumed run has other settings.
+# accelerate names the device of several processes on a CPU `cpu:0`, from which `torch.load` restores no optimizer.
+torch.serialization.register_package(30, lambda storage: None, lambda data, where: data if where == "cpu:0" else None)
 
-    A subclass sets `backend`, `env`, `reward_weights` and `turn_advantage_coef`.
+
+class ResumableTrainer(GRPOTrainer):
+    """`GRPOTrainer` that saves, resumes and stops: no weights are lost, whenever and however a run ends.
+
+    A run can be stopped at any time, and trains exactly as one without a stop when it is resumed. Disks may be full. A
+    resumed run warns where it has other settings. A subclass sets `backend`, `env`, `reward_weights`,
+    `turn_advantage_coef`, and `llm`, the backend: if `llm.collective` is true, no rank may stop while others generate.
+    It also sets `_batch`, the running conversations for this step.
     """
 
     FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
     SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model; seconds between them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
+        self._interruptible = False
+        self._batch: RolloutBatch | None = None
         self._snapshot = StepEndSnapshot()
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
         self._save_errors: list[str] = []  # of this rank, not yet raised on all ranks
@@ -401,22 +410,7 @@ class SavingTrainer(GRPOTrainer):
             logger.warning(f"Step {self.state.global_step}: a log could not be written: {error}. Training goes on.")
             self._metrics["train" if self.model.training else "eval"].clear()  # TRL does this after the failed call
 
-
-# accelerate names the device of several processes on a CPU `cpu:0`, from which `torch.load` restores no optimizer.
-torch.serialization.register_package(30, lambda storage: None, lambda data, where: data if where == "cpu:0" else None)
-
-
-class ResumableTrainer(SavingTrainer):
-    """`GRPOTrainer` whose runs can be stopped at any time. A resumed run trains exactly as one without a stop.
-
-    A subclass sets `llm`, the backend. If `llm.collective` is true, no rank may stop while other ranks generate. A
-    subclass also sets `_batch`, the running conversations for this step.
-    """
-
-    def __init__(self, *args, **kwargs):
-        self._interruptible = False
-        self._batch: RolloutBatch | None = None
-        super().__init__(*args, **kwargs)
+    # -- stopping and going on --
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
