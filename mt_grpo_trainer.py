@@ -1024,7 +1024,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
             peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what was sampled from.
+        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
         setting = f"credit_assignment={args.credit_assignment}"

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
-RESULTS, SHORT_RESULTS = ROOT / "docs/agents_results.json", ROOT / "runs/bench_agents_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/agents.json", ROOT / "runs/bench_agents_short.json"
 MODEL = "hf_recipes/tiny/calculator-hermes-model"
 CONVERSATIONS, GROUP, CALLS = 256, 8, 3
 WAITS = (0.2, 1.0)

@@ -3,7 +3,7 @@ loop.
 
     python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
     python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
-    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
+    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/results/rollout.json
 
 Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
 
@@ -49,7 +49,7 @@ from bench import common
 from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
-RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/rollout.json", ROOT / "runs/bench_rollout_short.json"
 PICTURE = ROOT / "docs/rollout.png"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's

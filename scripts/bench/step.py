@@ -1,9 +1,9 @@
 """Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
-    python scripts/bench/step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
+    python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
-    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/step_results.json
+    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
@@ -57,7 +57,7 @@ from bench.common import PAGE, ROOT, machine, report, spread, stopwatch, write_r
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
-RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/step.json", ROOT / "runs/bench_step_short.json"
 SIDES = ("trl", "ours")
 LIMIT = 1.05  # of TRL's step
 WARM_UP = 3  # pairs that are not counted

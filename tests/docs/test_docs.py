@@ -608,6 +608,6 @@ def test_the_readme_leads_to_every_page():
                                             ("sync", "markdown"), ("bf16", "markdown"), ("tails", "section"),
                                             ("agents", "section")])  # fmt: skip
 def test_the_page_has_the_table_of_the_results_file(name, function):
-    results = json.loads((ROOT / f"docs/{name}_results.json").read_text())
+    results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
     made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
     assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]

@@ -22,7 +22,7 @@ def row(title, wall, cpu, memory):
 def folders(tmp_path, monkeypatch):
     """Results and page in a folder of their own."""
     begin, end = markers("step")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/step_results.json")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results/step.json")
     monkeypatch.setattr(bench, "SHORT_RESULTS", tmp_path / "runs/short.json")
     monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
@@ -43,7 +43,7 @@ def test_the_report_quotes_the_results_file(folders, capsys):
 
 
 def test_a_report_needs_results(folders):
-    with pytest.raises(SystemExit, match="no .*step_results.json. Run without --report first"):
+    with pytest.raises(SystemExit, match=r"no .*step\.json\. Run without --report first"):
         bench.main(["--report"])
 
 

@@ -70,7 +70,7 @@ def test_the_report_replaces_the_section(folder):
 
 
 def test_without_results_there_is_no_report(folder):
-    with pytest.raises(SystemExit, match="error: no .*sync_results.json"):
+    with pytest.raises(SystemExit, match="error: no .*sync.json"):
         bench.main(["--report"])
 
 

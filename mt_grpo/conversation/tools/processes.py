@@ -77,7 +77,7 @@ class ToolProcesses:
         isolated = [tool for tool in tools if not inspect.iscoroutinefunction(tool)]
         program = RESULT_SOURCE + arguments_source(isolated) + TOOL_PROCESS
         self._command = [sys.executable, "-c", program, json.dumps([path, folders])]
-        # Those that wait, each with what will end it; the last in is the first out, so that too many stay idle.
+        # Idle processes with their shutdown timers: the last in is used first, so that surplus ones time out.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
         # The number of processes that start or work, and the calls that wait until one of them is idle.
         self._busy: dict[asyncio.AbstractEventLoop, int] = collections.Counter()
