@@ -15,6 +15,7 @@ from typing import Any
 
 from mt_grpo.replies import Clean, EnvironmentFailure, as_written, is_number, joined
 from mt_grpo.rollout import Message, Rollout, ToolCall, join
+from mt_grpo.rows import DataRow, with_own_keys
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.tools import check_tool, named_tools
@@ -159,11 +160,19 @@ class Environments:
         for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
             check = getattr(self.class_of(row), "check_row", lambda row: None)
             try:
-                names = check(row)
+                names = check(self.own_row(row))
                 if names is not None:
                     selected({**self.tools, **self.tools_of_class(row)}, names)
             except ValueError as error:
                 raise ValueError(f"Row {number}: {error}") from None
+
+    def own_row(self, row: DataRow) -> DataRow:
+        """A row as its environment takes it (`with_own_keys`).
+
+        `keyword_columns` of a class are those whose keys are arguments of what it plays, which a key of another row
+        may break. Other classes get a table's row as it is.
+        """
+        return with_own_keys(row, getattr(self.class_of(row), "keyword_columns", ()))
 
     def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
@@ -180,7 +189,8 @@ class Environments:
             self._open[id(rollout)] = rollout
         else:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
-        row = {k: v for k, v in rollout.row.items() if k != "environment" or None in self.by_name}
+        row = self.own_row(rollout.row)
+        row = {k: v for k, v in row.items() if k != "environment" or None in self.by_name}
         observation = await self.call(rollout, "reset", **row)
         return joined(rollout.prompt_messages, observation, clean)
 

@@ -18,6 +18,10 @@ DataRow = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")  # which TRL's trainer reads by itself
 
 
+class WrittenRow(dict):
+    """A row in which each None was written. A plain dict may be a table's, where only another row has the key."""
+
+
 class JsonLines(Sequence):
     """Lines of JSON in one buffer. Each access decodes its line anew, so that nobody can change a row for others.
 
@@ -45,6 +49,8 @@ class JsonLines(Sequence):
 class Rows(Sequence):
     """Rows that are made when they are asked for. A key that a row does not have is not in it, in whatever column.
 
+    Those of any source but a table are `WrittenRow`.
+
     Args:
         source: Dicts by their number: `JsonLines`, a `Dataset`, a list.
         make: A row from one of them and its number. It raises `ValueError` for one that cannot be a row; all of them
@@ -55,6 +61,7 @@ class Rows(Sequence):
 
     def __init__(self, source: Sequence, make: Callable[[DataRow, int], DataRow] = lambda row, number: row):
         self._source, self._make, self._columns = source, make, None
+        self._kind = dict if isinstance(source, Dataset) else WrittenRow
         self._places: Sequence[int] = range(len(source))
         self.column_names = list(dict.fromkeys(key for row in self for key in row))
 
@@ -78,7 +85,7 @@ class Rows(Sequence):
 
     def _row(self, row: DataRow, place: int) -> DataRow:
         row = self._make(row, place)
-        return row if self._columns is None else {name: row[name] for name in self._columns if name in row}
+        return self._kind(row if self._columns is None else {name: row[name] for name in self._columns if name in row})
 
     def select(self, indices: Iterable[int]) -> Rows:
         """These rows, in this order."""
@@ -126,6 +133,18 @@ def without_padding(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_padding(each) for key, each in value.items() if each is not None}
     return [without_padding(each) for each in value] if isinstance(value, list) else value
+
+
+def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
+    """A row as adapters take it, whose columns of this name are keyword arguments: without a table's padding there.
+
+    >>> row = {"options": {"a": None}, "answer": {"b": None}}
+    >>> with_own_keys(row, ["options"]), with_own_keys(WrittenRow(row), ["options"])
+    ({'options': {}, 'answer': {'b': None}}, {'options': {'a': None}, 'answer': {'b': None}})
+    """
+    if isinstance(row, WrittenRow):
+        return row
+    return {key: without_padding(value) if key in columns else value for key, value in row.items()}
 
 
 def prompts_of(rows: Iterable[DataRow]) -> list[list]:

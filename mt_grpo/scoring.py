@@ -22,6 +22,7 @@ from mt_grpo.ranks import RunError, RunStopped
 from mt_grpo.reward_calls import call_in_main_thread, in_main_thread
 from mt_grpo.reward_errors import RewardError, raises_alone, row_shown, where_raised
 from mt_grpo.rollout import Rollout, ToolCall, Turn
+from mt_grpo.rows import WrittenRow
 from mt_grpo.settings import RANGES, in_range
 from mt_grpo.tensors import NAN, pad_rows
 from mt_grpo.tool_results import error_text
@@ -181,12 +182,12 @@ def summed(rewards: typing.Iterable[float | None]) -> float | None:
 
 
 def own_copy(value: Any) -> Any:
-    """A deep copy of lists, dicts, tuples, turns and calls. Other objects, such as environments, are not copied."""
+    """A deep copy of lists, dicts, rows, tuples, turns and calls. Others, such as environments, are not copied."""
     kind = type(value)
     if kind in (list, tuple):
         return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # ids need no copy
-    if kind is dict:
-        return {k: own_copy(v) for k, v in value.items()}
+    if kind in (dict, WrittenRow):
+        return kind((k, own_copy(v)) for k, v in value.items())
     if kind in (Turn, ToolCall):
         copied = copy.copy(value)
         vars(copied).update(own_copy(vars(value)))
@@ -194,7 +195,7 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-COPIED = {list, tuple, dict, Turn, ToolCall}
+COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:

@@ -475,8 +475,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "turns that rewards get are not copied",
         "mt_grpo/scoring.py",
-        "COPIED = {list, tuple, dict, Turn, ToolCall}",
-        "COPIED = {list, tuple, dict, ToolCall}",
+        "COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}",
+        "COPIED = {list, tuple, dict, WrittenRow, ToolCall}",
         f"{COPIES}[mt_grpo]",
     ),
     Mutation(
@@ -4787,10 +4787,24 @@ GYM = [
     ),
     Mutation(
         "verl: None of a table is an argument",
-        "mt_grpo/adapters/verl_rows.py",
-        "return {key: without_none(each) for key, each in value.items() if each is not None}",
-        "return {key: without_none(each) for key, each in value.items()}",
+        "mt_grpo/adapters/verl_environment.py",
+        'keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")',
+        "keyword_columns = ()",
         "tests/test_verl.py::test_rows_of_a_table",
+    ),
+    Mutation(
+        "verl: a null that was written is no argument",
+        "mt_grpo/adapters/verl_rows.py",
+        "tools = {name: {} if given is None else given for name",
+        "tools = {name: {k: v for k, v in (given or {}).items() if v is not None} for name",
+        "tests/test_verl.py::test_a_null_that_a_row_of_json_says_is_an_argument",
+    ),
+    Mutation(
+        "verl: a null for a tool is no dict of arguments",
+        "mt_grpo/adapters/verl_rows.py",
+        "{} if given is None else given",
+        "given",
+        "tests/test_verl.py::test_a_null_that_a_row_of_json_says_is_an_argument",
     ),
     Mutation(
         "verl: extra_info is not read",
@@ -5024,11 +5038,25 @@ GYM = [
         "tests/test_openenv.py::test_a_session_that_opens_too_late_is_closed",
     ),
     Mutation(
-        "openenv: a row's None goes before the defaults",
+        "openenv: a table's None goes before the defaults",
         "mt_grpo/adapters/swift_openenv.py",
-        '**without_none(row.get("env_config") or {})',
-        '**(row.get("env_config") or {})',
+        'keyword_columns = ("env_config",)',
+        "keyword_columns = ()",
         "tests/test_openenv.py::test_keys_that_only_other_rows_have_say_nothing",
+    ),
+    Mutation(
+        "openenv: a null that was written is not sent",
+        "mt_grpo/adapters/swift_openenv.py",
+        'self.reset_kwargs = env_config.get("reset_kwargs") or {}',
+        'self.reset_kwargs = {k: v for k, v in (env_config.get("reset_kwargs") or {}).items() if v is not None}',
+        "tests/test_openenv.py::test_a_step_is_never_sent_again",
+    ),
+    Mutation(
+        "openenv: rows of JSON are taken for a table's",
+        "mt_grpo/adapters/ms_swift.py",
+        "with_own_keys(rollout.row, getattr",
+        "with_own_keys(dict(rollout.row), getattr",
+        "tests/test_openenv.py::test_a_null_that_a_row_of_json_says_arrives",
     ),
     Mutation(
         "openenv: all sessions open at once",
@@ -5155,6 +5183,27 @@ DATA_ROWS = [
         "without_padding(row) if drop_none else row",
         "without_padding(row)",
         "tests/test_rows.py::test_any_row_arrives_as_it_was_written",
+    ),
+    Mutation(
+        "rows: a copy of a row forgets that its nulls were written",
+        "mt_grpo/scoring.py",
+        "return kind((k, own_copy(v)) for k, v in value.items())",
+        "return {k: own_copy(v) for k, v in value.items()}",
+        "tests/test_rows.py::test_nulls_of_files_and_of_tables_in_one_run",
+    ),
+    Mutation(
+        "rows: every row's nulls count as written",
+        "mt_grpo/rows.py",
+        "self._kind = dict if isinstance(source, Dataset) else WrittenRow",
+        "self._kind = WrittenRow",
+        "tests/test_rows.py::test_nulls_of_files_and_of_tables_in_one_run",
+    ),
+    Mutation(
+        "rows: the check of rows sees a table's padding",
+        "mt_grpo/environments.py",
+        "names = check(self.own_row(row))",
+        "names = check(row)",
+        "tests/test_rows.py::test_nulls_of_files_and_of_tables_in_one_run",
     ),
     Mutation(
         "rows: the padding of the Hub stays",
@@ -5341,9 +5390,16 @@ DATA_ROWS = [
     Mutation(
         "gym: a game gets the keys of other rows' options",
         "mt_grpo/adapters/gym_environment.py",
-        "for key, value in options.items() if value is not None}",
-        "for key, value in options.items()}",
+        'keyword_columns = ("options",)',
+        "keyword_columns = ()",
         "tests/test_gym.py::test_options_of_a_table_are_a_rows_own",
+    ),
+    Mutation(
+        "gym: a null that was written is no option",
+        "mt_grpo/adapters/gym_environment.py",
+        "self.env.reset(seed=seed, options=options)",
+        "self.env.reset(seed=seed, options=options and {k: v for k, v in options.items() if v is not None})",
+        "tests/test_gym.py::test_a_null_that_a_row_of_json_says_is_an_option",
     ),
 ]
 

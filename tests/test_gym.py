@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.gym_environment import GymEnvironment, gym_environment, read_kwargs
 from mt_grpo.adapters.gym_text import GymText, from_json, plain
+from mt_grpo.data import load_rows
 from mt_grpo.environments import class_tools
 from mt_grpo.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
@@ -400,6 +401,19 @@ def test_options_of_a_table_are_a_rows_own(games, monkeypatch):
     monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
     play(gym_environment(cls, "Steps"), "1", rows=list(table), max_steps=0)
     assert sorted(got, key=str) == [None, {"from": 0}, {"other": False}]
+
+
+def test_a_null_that_a_row_of_json_says_is_an_option(games, monkeypatch, tmp_path):
+    """A key that the row does not have is none."""
+    rows = [{"options": {"from": 0, "a": None, "b": {"c": None}}}, {"options": {"from": 1}}, {"options": None}, {}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cls = load_class(f"{games}:Steps", "gym_env")
+    reset, got = cls.reset, []
+    monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
+    data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
+    play(gym_environment(cls, "Steps"), "1", rows=list(data), max_steps=0)
+    expected = [{"from": 0, "a": None, "b": {"c": None}}, {"from": 1}, None, None]
+    assert sorted(got, key=str) == sorted(expected, key=str)
 
 
 def test_a_game_that_raises_is_an_environments_failure(games):

@@ -9,11 +9,13 @@ import types
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from test_ms_swift import Scripted, conversations, run, user
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.swift_openenv import OpenEnvScheduler, OpenEnvWrapper
 from mt_grpo.adapters.swift_paths import multi_turns
+from mt_grpo.data import load_rows
 from mt_grpo.replies import EnvironmentFailure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +32,7 @@ class Session:
 
     def reset(self):
         self.threads.add(threading.current_thread())
-        return {"question": "Say 1.", **self.env_config.get("reset_kwargs", {})}, {"ignored": 1}
+        return {"question": "Say 1.", **(self.env_config.get("reset_kwargs") or {})}, {"ignored": 1}
 
     def step(self, action):
         self.threads.add(threading.current_thread())
@@ -182,9 +184,33 @@ def test_a_session_that_opens_too_late_is_closed(slow, sessions, monkeypatch):
 
 
 def test_keys_that_only_other_rows_have_say_nothing(sessions):
-    row = {"env_config": {"goal": None, "system_message": None, "base_url": None}}
-    rollout, _ = run(Counting, "1", "2", row=row)
+    """In a table. The first row says less than the others, and gets the defaults."""
+    others = [{"goal": 1, "system_message": "", "reset_kwargs": {"seed": 1}}, {"reset_kwargs": {"start": [{"a": 1}]}}]
+    table = Dataset.from_list([{"env_config": each} for each in [{"base_url": "http://a"}, *others]])
+    assert table[0]["env_config"]["goal"] is None and table[1]["env_config"]["reset_kwargs"]["start"] is None
+    rollout, _ = run(Counting, "1", "2", row=table[0])
     assert rollout.prompt_messages[0]["content"] == "Count." and len(rollout.turns) == 2
+    run(Counting, "1", row=table[1])
+    run(Counting, "1", "2", row=table[2])
+    assert [session.env_config for session in sessions.opened] == [
+        {"goal": 2, "system_message": "Count.", "base_url": "http://a"}, others[0],
+        {"goal": 2, "system_message": "Count.", **others[1]},
+    ]  # fmt: skip
+
+
+def test_a_null_that_a_row_of_json_says_arrives(sessions, tmp_path):
+    """At every depth, and before the defaults. A key that the row does not have is none."""
+    written = [{"reset_kwargs": {"seed": None, "a": {"b": None}}, "system_message": None}, {"reset_kwargs": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"env_config": each}) + "\n" for each in written))
+    data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
+    env = conversations(Counting)
+    for row in data:
+        (rollout,) = env.start([[user("What?")]], rows=[row])
+        mt.run_async(env.converse(rollout, Scripted("1", "2"), {}))
+        assert rollout.error is None
+    assert [session.env_config for session in sessions.opened] == [
+        {"goal": 2, **written[0]}, {"goal": 2, "system_message": "Count.", "reset_kwargs": None}
+    ]  # fmt: skip
 
 
 def test_without_openenvs_client_the_error_says_what_to_install(monkeypatch):
@@ -221,7 +247,7 @@ def test_a_step_is_never_sent_again(monkeypatch):
     assert wrapper.reset() == ({}, None)
     with pytest.raises(ConnectionError):
         wrapper.step({"answer": 1})
-    assert sent == [("reset", {"seed": 1}), ("step", {"answer": 1})]
+    assert sent == [("reset", {"seed": 1, "start": None}), ("step", {"answer": 1})]
 
 
 def test_its_names():

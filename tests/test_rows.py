@@ -297,6 +297,58 @@ def test_the_padding_of_the_hub_is_no_matter_of_files(tmp_path, name):
         load_rows(name, "train", drop_none=True)
 
 
+class Plays:
+    """Keeps what the check of the rows, and `reset`, get of a column of keyword arguments, and of another one."""
+
+    keyword_columns = ("options",)
+    checked: list = []
+    began: list = []
+
+    @classmethod
+    def check_row(cls, row):
+        cls.checked.append(row["options"])
+
+    def reset(self, options, of, **row):
+        Plays.began.append((of, json.dumps([options, row.get("truth")])))
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+def test_nulls_of_files_and_of_tables_in_one_run(random_model, tmp_path, monkeypatch):
+    """Arguments of a row of JSON are what it says; those of a table's row lose its padding, other columns keep it.
+
+    Rows come through training, and through evaluations: of a file, of a table in Python and of one of the Hub.
+    """
+    options = [{"a": None, "b": {"c": None}}, {"d": 1}]
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "options": each, "truth": each} for each in options]
+    table = Dataset.from_list([{**row, "of": "table"} for row in rows])
+    of_the_hub(monkeypatch, [{**row, "of": "hub"} for row in rows])
+    hub = load_rows("some/name", "train")
+    train, held_out = (
+        load_rows(written(tmp_path / f"{of}.jsonl", [{**row, "of": of} for row in rows]), "train")
+        for of in ("train", "eval")
+    )
+    monkeypatch.setattr(Plays, "checked", [])
+    monkeypatch.setattr(Plays, "began", [])
+    args = settings(tmp_path / "out", max_completion_length=4, eval_strategy="steps", eval_steps=1)
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None, environment=Plays, tool_format="xml"), [], [length_reward],
+        args=MTGRPOConfig(**args), train_dataset=train, eval_dataset={"a": held_out, "b": table, "c": hub},
+    )  # fmt: skip
+    stripped, padded = (
+        [{"b": {}}, {"d": 1}],
+        [{"a": None, "b": {"c": None}, "d": None}, {"a": None, "b": None, "d": 1}],
+    )
+    assert Plays.checked == [*options, *options, *stripped, *stripped]
+    trainer.train()
+    expected = {of: zip(options, options) for of in ("train", "eval")}
+    expected |= {of: zip(stripped, padded) for of in ("table", "hub")}
+    assert {of: {got for its, got in Plays.began if its == of} for of in expected} == {
+        of: {json.dumps(each) for each in pairs} for of, pairs in expected.items()
+    }  # fmt: skip
+
+
 # =====================================================================================================================
 # Images
 # =====================================================================================================================

@@ -27,6 +27,7 @@ from mt_grpo.adapters.verl_builtin import Gsm8kInteraction, Gsm8kTool, SearchToo
 from mt_grpo.adapters.verl_config import load_interactions
 from mt_grpo.adapters.verl_interact import BaseInteraction
 from mt_grpo.adapters.verl_schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.data import load_rows
 from mt_grpo.hermes import tool_schema
 from mt_grpo.preflight import check_dataset
 from mt_grpo.replies import EnvironmentFailure
@@ -630,6 +631,29 @@ def test_rows_of_a_table(tmp_path):
     assert table[1]["tools_kwargs"]["count"]["create_kwargs"] == {"start": None, "other": 1}
     rollouts = converse(env, [[call("count"), ANSWER]] * 2, list(table))
     assert [rollout.turns[0].observation for rollout in rollouts] == ["6", "1"]
+
+
+def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
+    """Of tools and of the interaction. A tool, or a step of one, whose arguments are null has none."""
+    own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
+    rows = [
+        {"tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
+        {"extra_info": {"tools_kwargs": {"count": None}, "interaction_kwargs": {"other": None}}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": "?"}) + "\n" for row in rows))
+    data = load_rows(str(tmp_path / "rows.jsonl"), "train")
+    env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
+    check_dataset(data, "train_dataset", env)
+    rollouts = converse(env, [[call("count"), "7"]] * 2, list(data))
+    log, talk = (importlib.import_module(name).log for name in ("written_tools", "written_talk"))
+    first, second = ({"agent_data": rollout.environment.agent_data} for rollout in rollouts)
+
+    def entries(kind):
+        return sorted((entry for entry in [*log, *talk] if entry[0] == kind), key=lambda entry: -len(entry[-1]))
+
+    assert entries("create") == [("create", 5, {"start": 5, "of": {"x": None}}), ("create", 0, {})]
+    assert entries("execute") == [("execute", {}, {"z": None, **first}), ("execute", {}, second)]
+    assert entries("start") == [("start", {"number": 7, "name": None}), ("start", {"other": None})]
 
 
 @pytest.mark.parametrize(

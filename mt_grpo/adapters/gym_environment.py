@@ -45,6 +45,7 @@ class GymEnvironment:
     unfinished_reward: float = 0.0
     most_turns: int | None = None  # of the conversation
     tools: list = []
+    keyword_columns = ("options",)
 
     def __init__(self):
         self.env = type(self)._make()
@@ -60,8 +61,6 @@ class GymEnvironment:
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None, **row: Any) -> str:
         """Begin an episode. Rollouts of a row with `seed` have the same game, as far as it draws its own numbers."""
         self.rewards, self.terminated, self.truncated = [], False, False
-        if options is not None:  # a table has None where another row has a key
-            options = {key: value for key, value in options.items() if value is not None}
         self.shown = checked(self.text.observation(*self.env.reset(seed=seed, options=options)), "observation")
         return ("\n" if row.get("prompt") else "") + checked(self.text.rules(), "rules") + self.shown
 

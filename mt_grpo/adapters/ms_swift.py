@@ -30,6 +30,7 @@ from mt_grpo.environments import failures_end
 from mt_grpo.event_loop import background_loop
 from mt_grpo.replies import is_number
 from mt_grpo.rollout import Message, Rollout, StopReason
+from mt_grpo.rows import with_own_keys
 from mt_grpo.tool_results import error_text
 from mt_grpo.tool_threads import ToolsUnavailable
 
@@ -154,7 +155,7 @@ class SchedulerConversation:
         protocol = protocol_module()
         session = SchedulerSession(self, rollout, llm, sampling_params, protocol)
         scheduler = self.scheduler
-        row = rollout.row
+        row = with_own_keys(rollout.row, getattr(scheduler, "keyword_columns", ()))
         columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
         try:
             tools = listed_tools(row.get("tools"))

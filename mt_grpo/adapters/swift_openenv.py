@@ -10,11 +10,6 @@ from mt_grpo.adapters.swift_gym import GYMScheduler
 from mt_grpo.adapters.swift_loop import called
 
 
-def without_none(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row says. A table has None where only another row has a key."""
-    return {key: value for key, value in row.items() if value is not None}
-
-
 class OpenEnvWrapper:
     """One session of an OpenEnv server, by OpenEnv's own client. `env_config` has `base_url` and `reset_kwargs`.
 
@@ -29,8 +24,8 @@ class OpenEnvWrapper:
             raise ImportError(
                 f"openenv_scheduler needs OpenEnv's client ({error}). Run `pip install openenv-core>=0.3`."
             ) from None
-        self.reset_kwargs = without_none(env_config.get("reset_kwargs") or {})
-        self._client = GenericEnvClient(base_url=env_config.get("base_url", "http://localhost:8000")).sync()
+        self.reset_kwargs = env_config.get("reset_kwargs") or {}
+        self._client = GenericEnvClient(base_url=env_config.get("base_url") or "http://localhost:8000").sync()
 
     def reset(self) -> tuple[Any, Any]:
         """(the observation, metadata)."""
@@ -57,6 +52,7 @@ class OpenEnvScheduler(GYMScheduler):
 
     env_config_defaults: dict[str, Any] = {}
     max_concurrent_envs = 4
+    keyword_columns = ("env_config",)
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -66,7 +62,7 @@ class OpenEnvScheduler(GYMScheduler):
         return OpenEnvWrapper(env_config)
 
     async def _open(self, request: Any, row: dict[str, Any]) -> tuple[str, str | None]:
-        env_config = {**self.env_config_defaults, **without_none(row.get("env_config") or {})}
+        env_config = {**self.env_config_defaults, **(row.get("env_config") or {})}
         self._opening = self._opening or asyncio.Semaphore(self.max_concurrent_envs)
         async with self._opening:
             observation = await called(self._begin_session, request.uuid, env_config)

@@ -40,6 +40,7 @@ class VerlEnvironment:
     lifecycle = PER_TRAJECTORY
     most_characters: int | None = None
     truncate_side = "middle"
+    keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")
 
     def __init__(self):
         self.agent_data = AgentData("", {}, {})
@@ -72,10 +73,10 @@ class VerlEnvironment:
         for name, tool in cls.verl_tools.items():
             columns, own = getattr(tool, "create_kwargs_from", None), tools_kwargs.get(name, {})
             if columns and (selection is None or name in selection):
-                given = with_columns(own.get("create_kwargs", {}), columns, row, f"create_kwargs_from of {name!r}")
+                given = with_columns(own.get("create_kwargs") or {}, columns, row, f"create_kwargs_from of {name!r}")
                 tools_kwargs[name] = {**own, "create_kwargs": given}
         only = next(iter(cls.interactions)) if len(cls.interactions) == 1 else None
-        name = interaction_kwargs.get("name", only)
+        name = interaction_kwargs.get("name") or only
         if columns := getattr(cls.interactions.get(name), "interaction_kwargs_from", None):
             interaction_kwargs = with_columns(interaction_kwargs, columns, row, f"interaction_kwargs_from of {name!r}")
         return tools_kwargs, interaction_kwargs, selection

@@ -81,10 +81,10 @@ def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
 def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], list[str] | None]:
     """(tools_kwargs, interaction_kwargs, tool_selection) of a row, as columns or in its column `extra_info`.
 
-    A table has None where another row has a key.
+    A tool whose arguments are None has none.
 
     >>> row_kwargs({"extra_info": {"tools_kwargs": {"a": {"create_kwargs": {"x": 1, "y": None}}, "b": None}}})
-    ({'a': {'create_kwargs': {'x': 1}}}, {}, None)
+    ({'a': {'create_kwargs': {'x': 1, 'y': None}}, 'b': {}}, {}, None)
     """
     rows = (row, row.get("extra_info") or {})
     if not isinstance(rows[1], dict):
@@ -98,7 +98,8 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
     ):  # fmt: skip
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {type(value).__name__}, expected a {kind.__name__}.")
-    return without_none(tools or {}), without_none(interaction or {}), selection
+    tools = {name: {} if given is None else given for name, given in (tools or {}).items()}
+    return tools, interaction or {}, selection
 
 
 def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -121,13 +122,6 @@ def with_columns(given: dict[str, Any], columns: dict[str, str], row: dict[str, 
         if source != column and isinstance(taken[name], str):
             taken[name] = taken[name].rpartition("####")[2].strip().replace(",", "")
     return {**taken, **given}
-
-
-def without_none(value: Any) -> Any:
-    """Dicts without the keys that are None."""
-    if not isinstance(value, dict):
-        return value
-    return {key: without_none(each) for key, each in value.items() if each is not None}
 
 
 def takes(function: Callable, name: str, by_name: bool = False) -> bool:
