@@ -4796,7 +4796,7 @@ GYM = [
         "verl: a null that was written is no argument",
         "mt_grpo/adapters/verl_rows.py",
         "tools = {name: {} if given is None else given for name",
-        "tools = {name: {k: v for k, v in (given or {}).items() if v is not None} for name",
+        "from mt_grpo.rows import without_padding\n\n    tools = {name: without_padding(given or {}) for name",
         "tests/test_verl.py::test_a_null_that_a_row_of_json_says_is_an_argument",
     ),
     Mutation(

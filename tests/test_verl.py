@@ -47,6 +47,9 @@ def fresh_verl(monkeypatch):
         for name in list(sys.modules):
             if name.split(".")[0] in ("verl", "ray") or name.startswith("written_"):
                 del sys.modules[name]
+        for finder in sys.meta_path:
+            if isinstance(finder, verl_paths.VerlPaths):
+                finder.beside.clear()
 
     forget()
     monkeypatch.setattr(sys, "path", list(sys.path))
