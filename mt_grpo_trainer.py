@@ -53,21 +53,40 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
-from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.ahead import AheadTrainer
-from mt_grpo.control_tokens import Origin, neutralise
-from mt_grpo.data import load_splits
-from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
-from mt_grpo.event_loop import gather_all, run_async
-from mt_grpo.first_batch import preflight_settings, run_preflight
-from mt_grpo.formats import CLOSING_TAGS, make_format
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.nodes import checkpoint_of_all_ranks
-from mt_grpo.off_policy import text_of_cuts
-from mt_grpo.output import keep_output_open, output_lock
-from mt_grpo.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.prefetch import RolloutBatch
-from mt_grpo.preflight import (
+from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.files import absolute, keep_output_open, output_lock
+from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.base.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.conversation.environments import (
+    Environments,
+    PromptTooLong,
+    failures_end,
+    is_own_method,
+    read_reply,
+    tools_of,
+)
+from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS, make_format
+from mt_grpo.conversation.sampling import (
+    CHAT_KEYS,
+    Room,
+    check_conversations,
+    check_sampling_params,
+    sampling_defaults,
+)
+from mt_grpo.conversation.tools.results import as_result, error_text
+from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
+from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion, server_urls
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.rollout_batch import RolloutBatch
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weight_transfer import WeightTransfer
+from mt_grpo.generation.weights import PolicyWeights, WeightCounter
+from mt_grpo.recipe.checks import (
     check_server,
     load_tokenizer,
     model_errors,
@@ -75,14 +94,24 @@ from mt_grpo.preflight import (
     prompt_ids_of,
     rows_of_environment,
     warn_without_state_keys,
+    weights_of,
 )
-from mt_grpo.protocols import ToolFormat
-from mt_grpo.ranks import RunError, on_main_process
-from mt_grpo.recipes import parse_recipe
-from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
-from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
-from mt_grpo.replies import PromptTooLong, read_reply
-from mt_grpo.resume import train_or_save
+from mt_grpo.recipe.data import load_splits
+from mt_grpo.recipe.keys import check_mappings, check_ranges
+from mt_grpo.recipe.parse import parse_recipe
+from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
+from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.reports.metrics import (
+    EvaluationMetrics,
+    RewardUse,
+    conversation_columns,
+    conversation_metrics,
+    credit_metrics,
+    mean_per_rollout,
+    staleness_metrics,
+)
+from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
+from mt_grpo.reports.rollout_log import log_rollouts
 from mt_grpo.rollout import (
     Context,
     Generation,
@@ -92,35 +121,25 @@ from mt_grpo.rollout import (
     Rollout,
     StopReason,
     ToolCall,
+    ToolFormat,
     ToolResult,
     Turn,
 )
-from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
-from mt_grpo.run_log import (
-    EvaluationMetrics,
-    RewardUse,
-    conversation_columns,
-    conversation_metrics,
-    credit_metrics,
-    mean_per_rollout,
-    staleness_metrics,
+from mt_grpo.run.ahead import AheadTrainer
+from mt_grpo.run.nodes import checkpoint_of_all_ranks
+from mt_grpo.run.trainer import train_or_save
+from mt_grpo.training.records import (
+    FURTHER,
+    Pass,
+    loss_in_passes,
+    loss_lists,
+    loss_rows,
+    score_rollouts,
+    split_further,
 )
-from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import all_rewards, check_advantages, own_copy, state_numbers, turn_flags, weights_of
-from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
-from mt_grpo.server_pool import ServerPool
-from mt_grpo.settings import absolute, check_mappings, check_ranges
-from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
-from mt_grpo.token_checks import check_rollouts
-from mt_grpo.tool_results import as_result, error_text
-from mt_grpo.tool_threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
-from mt_grpo.vllm_server import ServerConnection
-from mt_grpo.watch import run_reports
-from mt_grpo.weight_sync import WeightSync
-from mt_grpo.weight_transfer import WeightTransfer
-from mt_grpo.weights import PolicyWeights, WeightCounter
+from mt_grpo.training.rewards import all_rewards, check_advantages, own_copy, state_numbers, turn_flags
+from mt_grpo.training.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
+from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +169,7 @@ class MultiTurnToolEnv:
     """The conversation between a model, its tools and, if there is one, an environment of its own.
 
     Args:
-        tools: Typed functions with docstrings, synchronous or async; or objects (`mt_grpo.tools.as_tool`).
+        tools: Typed functions with docstrings, synchronous or async; or objects (`tools.signature.as_tool`).
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
@@ -165,8 +184,8 @@ class MultiTurnToolEnv:
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
             must be quick. None: each conversation so far is a state of its own.
-        tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native` (`mt_grpo.formats`).
-        environment: A class with an instance per conversation (`mt_grpo.protocols.Environment`), or a dict of classes
+        tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
+        environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
         environment_timeout: Seconds that one call of a method of the environment may take; its tools have theirs.
 

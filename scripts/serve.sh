@@ -3,7 +3,7 @@
 #
 #   bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
 #
-# scripts/serve.py does it, and says which environment variables count. PYTHON is the interpreter (default:
+# scripts/launch/serve.py does it, and says which environment variables count. PYTHON is the interpreter (default:
 # .venv/bin/python).
 set -euo pipefail
 
@@ -13,4 +13,4 @@ if ! command -v "$PYTHON" >/dev/null; then
     printf 'serve: error: %s is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n' "$PYTHON" >&2
     exit 2
 fi
-exec "$PYTHON" "$root/scripts/serve.py" "$@"
+exec "$PYTHON" "$root/scripts/launch/serve.py" "$@"

@@ -4,7 +4,7 @@
 #   bash scripts/train.sh RECIPE [trainer arguments...]
 #   bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
 #
-# scripts/train.py does it, and says which environment variables count. PYTHON is the interpreter (default:
+# scripts/launch/train.py does it, and says which environment variables count. PYTHON is the interpreter (default:
 # .venv/bin/python).
 set -euo pipefail
 
@@ -14,4 +14,4 @@ if ! command -v "$PYTHON" >/dev/null; then
     printf 'train: error: %s is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n' "$PYTHON" >&2
     exit 2
 fi
-exec "$PYTHON" "$root/scripts/train.py" "$@"
+exec "$PYTHON" "$root/scripts/launch/train.py" "$@"

@@ -1,4 +1,4 @@
-"""Trains with vLLM in the training process, on a CPU, and says what happened: run by tests/test_colocate.py.
+"""Trains with vLLM in the training process, on a CPU, and says what happened: run by test_colocate.py.
 
     python tests/colocated_worker.py OUT.json PART --config RECIPE ...
 
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.formats import CLOSING_TAGS
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 
 
 def load_from_file(generation, tied=True):

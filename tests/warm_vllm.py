@@ -3,7 +3,7 @@
 test_server.py and the slow tests have vLLM's default, a worker process beside the engine.
 """
 
-from bench_common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, VLLMServer
+from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, VLLMServer
 from warm_python import executable
 
 

@@ -496,7 +496,7 @@ function about(item, brief) {
     !brief && ["weights", `version ${item.version}`]].filter(Boolean));
 }
 
-// How many messages stand before the first turn, as scripts/rollout_index.py counts them.
+// How many messages stand before the first turn, as scripts/viewer/index.py counts them.
 function promptLength({ messages, turns, num_prompt_messages: logged }) {
   if (Number.isInteger(logged)) return logged;
   const said = messages.flatMap((message, m) => (message?.role === "assistant" ? [m] : []));

@@ -1,0 +1,520 @@
+"""Compare the credit assignments: four generated tasks, every method, several seeds, on a CPU.
+
+    python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
+    python scripts/bench/credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
+    python scripts/bench/credit.py --report            # only docs/credit_results.json, docs/credit.png, the tables
+
+Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
+`sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
+outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards for TriviaQA; (e) `frozen_lake`, a
+game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
+without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e).
+
+Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
+(the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
+best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
+choice. (d) and (e) have their recipe's for all.
+
+Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again, also
+after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
+says so if there are several.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import queue
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import common
+from bench.common import write_section
+
+METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
+LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
+SEARCH_SEED = 100
+NUM_SEEDS = 5  # fewer are not quoted
+SMOOTHED_OVER = 5  # steps
+THRESHOLD = 0.8
+NUM_PROBLEMS = 256  # held out
+TASKS: dict[str, dict[str, Any]] = {
+    "calculator": {
+        "steps": 25, "title": "(a) calculator, one call", "arguments": [
+            "--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/chain_reward.py",
+            "--lr_scheduler_type", "constant",
+        ],
+    },
+    "chain": {
+        "steps": 40, "title": "(b) chain of three or four calls",
+        "arguments": ["--config", "hf_recipes/tiny/chain.yaml"],
+    },
+    "sparse": {
+        "steps": 40, "title": "(c) the same chain, sparse outcome",
+        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
+    },
+    "unscaled": {
+        "steps": 40, "title": "(b) again, with scale_rewards: none",
+        "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
+    },
+    "encyclopedia": {
+        "steps": 40, "title": "(d) search in an encyclopedia, one and two hops", "learning_rate": 6e-4,
+        "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
+        "scale_rewards": {method: "none" if method == "turn_return" else "group" for method in METHODS},
+    },
+    "frozen_lake": {
+        "steps": 30, "title": "(e) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": 6e-4,
+        "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
+        "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
+    },
+}  # fmt: skip
+RESULTS, PICTURE, PAGE = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("docs/credit.md")
+RUNS = Path("runs/credit")
+FIGURES = (
+    "tool_executed",
+    "result_found",
+    "mean_turns",
+    "exact_match",
+    "area",
+    "steps_to_threshold",
+    "without_signal",
+)
+
+Job = dict[str, Any]  # task, method, learning_rate, seed, steps
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train and evaluate; returns the job with its figures and the training curve."""
+    import evaluate
+    from transformers import PrinterCallback
+    from transformers.utils.logging import disable_progress_bar
+
+    import mt_grpo_trainer as mt
+
+    disable_progress_bar()
+    code = code_digest(job["task"])  # before a long run in which a file may be edited
+    started = time.perf_counter()
+    task = TASKS[job["task"]]
+    outcome = task.get("outcome", "exact_match_reward_func")
+    scale = ["--scale_rewards", task["scale_rewards"][job["method"]]] if "scale_rewards" in task else []
+    recipe = mt.parse_arguments([
+        *task["arguments"], *scale, "--credit_assignment", job["method"], "--seed", str(job["seed"]),
+        "--learning_rate", str(job["learning_rate"]), "--max_steps", str(job["steps"]), "--log_rollouts", "0",
+        "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
+    ])  # fmt: skip
+    trainer = mt.build_trainer(*recipe)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trained = time.perf_counter()
+    steps = [log for log in trainer.state.log_history if "reward" in log]
+    row = {
+        **job,
+        "code": code,
+        "train_exact_match": [log[f"rewards/{outcome}/mean"] for log in steps],
+        "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
+        "train_turns": [round(log["turns/mean"], 3) for log in steps],
+    }
+    row |= curve_figures(row["train_exact_match"])
+    trainer.model.eval()
+    result = evaluate.evaluate(
+        trainer.model,
+        recipe,
+        NUM_PROBLEMS,
+        tokenizer=trainer.processing_class,
+        progress=False,
+        batch_size=NUM_PROBLEMS,
+    )
+    row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
+    row["exact_match"] = result["rewards"]["outcome"][outcome]
+    row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
+    return {key: rounded(value) for key, value in row.items()}
+
+
+def curve_figures(exact_match: list[float]) -> dict[str, float | None]:
+    """The area under the smoothed curve of a run (its mean) and the first step at which it passes the threshold.
+
+    >>> curve_figures([0.0] * 5 + [1.0] * 5)
+    {'area': 0.3, 'steps_to_threshold': 10}
+    >>> curve_figures([0.0, 1.0, 0.5])["steps_to_threshold"] is None
+    True
+    """
+    smooth = smoothed(exact_match)
+    passed = next((step for step, value in enumerate(smooth, 1) if value > THRESHOLD), None)
+    return {"area": mean(smooth), "steps_to_threshold": passed}
+
+
+def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
+    """The mean of the last `over` values, of fewer at the beginning.
+
+    >>> smoothed([1.0, 2.0, 3.0], over=2)
+    [1.0, 1.5, 2.5]
+    """
+    return [mean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to six digits, so that the file of results stays readable."""
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def name_of(job: Job) -> str:
+    """The name of a run's file.
+
+    >>> name_of({"task": "chain", "method": "mt_grpo", "learning_rate": 6e-4, "seed": 1, "steps": 50})
+    'chain-mt_grpo-lr0.0006-steps50-seed1'
+    """
+    return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
+
+
+def code_digest(task: str) -> str:
+    """Of everything that a run of the task depends on, the libraries' versions apart."""
+    import evaluate
+
+    script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
+    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
+    files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
+             script_args.tools_script, script_args.reward_fn,
+             *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
+    if Path(script_args.dataset_name or "absent").is_dir():
+        files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
+    if script_args.environment == "gym":
+        files += [*sorted(Path("mt_grpo/adapters/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
+
+
+def finished() -> dict[str, dict[str, Any]]:
+    """All finished runs by name: those of the results file, and those in files of their own, which win."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.is_file() else []
+    rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
+    return {name_of(row): row for row in rows}
+
+
+def search_jobs(methods: list[str]) -> list[Job]:
+    task = "chain"
+    return [
+        {"task": task, "method": m, "learning_rate": lr, "seed": SEARCH_SEED, "steps": TASKS[task]["steps"]}
+        for lr in LEARNING_RATES for m in methods
+    ]  # fmt: skip
+
+
+def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Per method the rate with the largest area on the search seed, of methods that have all three.
+
+    >>> job = {"task": "chain", "method": "outcome", "seed": SEARCH_SEED, "steps": TASKS["chain"]["steps"]}
+    >>> rows = [{**job, "learning_rate": lr, "area": a} for lr, a in zip(LEARNING_RATES, (0.1, 0.3, 0.2))]
+    >>> best_learning_rates({name_of(row): row for row in rows})
+    {'outcome': 0.0006}
+    """
+    best = {}
+    for method in METHODS:
+        found = [rows[name_of(job)] for job in search_jobs([method]) if name_of(job) in rows]
+        if len(found) == len(LEARNING_RATES):
+            best[method] = max(found, key=lambda row: row["area"])["learning_rate"]
+    return best
+
+
+def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
+    """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds."""
+    return [
+        {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
+        for task in tasks for seed in seeds for m in methods if (rate := rate_of(task, m, rates))
+    ]  # fmt: skip
+
+
+def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
+    """The learning rate of a method on a task. None: none was chosen, or the task is without the method."""
+    if method not in TASKS[task].get("scale_rewards", METHODS):
+        return None
+    return TASKS[task].get("learning_rate", rates.get(method))
+
+
+def work(jobs: Any, done: Any) -> None:
+    """A process of one thread that takes runs until none is left."""
+    if sys.platform == "linux":  # end with the parent, however it ends
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1:  # it has ended already
+            return
+    import torch
+
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        try:
+            done.put((job, run(job), None))
+        except Exception as error:  # told to the parent, which ends the benchmark
+            done.put((job, None, f"{type(error).__name__}: {error}"))
+
+
+def run_all(jobs: list[Job], num_workers: int) -> None:
+    """Run what is not finished; each result goes into its own file at once. Raises `RuntimeError` if a run fails."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with open(RUNS / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"error: another benchmark is writing into {RUNS}. Wait for it, or raise its --jobs.")
+        _run_all(jobs, num_workers)
+
+
+def _run_all(jobs: list[Job], num_workers: int) -> None:
+    there = finished()
+    jobs = [job for job in jobs if name_of(job) not in there]
+    if not jobs:
+        return
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    context = multiprocessing.get_context("spawn")
+    todo, done = context.Queue(), context.Queue()
+    for job in [*jobs, *[None] * num_workers]:
+        todo.put(job)
+    workers = [context.Process(target=work, args=(todo, done), daemon=True) for _ in range(num_workers)]
+    for worker in workers:
+        worker.start()
+    started = time.perf_counter()
+    try:
+        for number in range(1, len(jobs) + 1):
+            job, row, error = wait_for(done, workers)
+            if error:
+                raise RuntimeError(f"{name_of(job)} failed: {error}")
+            path = RUNS / f"{name_of(job)}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(row) + "\n", encoding="utf-8")
+            path.with_suffix(".tmp").replace(path)
+            left = (time.perf_counter() - started) / number * (len(jobs) - number)
+            print(
+                f"{number:>3}/{len(jobs)}  {name_of(job):<52} exact match {row['exact_match']:.2f}  area "
+                f"{row['area']:.2f}  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                flush=True,
+            )
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+def wait_for(done: Any, workers: list) -> tuple:
+    while True:
+        try:
+            return done.get(timeout=5)
+        except queue.Empty:
+            dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
+            if dead:
+                raise RuntimeError(f"A worker ended with exit code {dead[0].exitcode}; out of memory?") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Student's t, 97.5%, by degrees of freedom; beyond 15 the last, which is a little too wide.
+T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+                        2.145, 2.131), 1))  # fmt: skip
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half width of its 95% interval over seeds (Student's t).
+
+    >>> interval([1.0, 2.0, 3.0])
+    (2.0, 2.48433820832296)
+    """
+    half = T_975[min(len(values) - 1, max(T_975))] * statistics.stdev(values) / math.sqrt(len(values))
+    return mean(values), half
+
+
+def median_steps(values: list[int | None], steps: int) -> str:
+    """The median of the steps to the threshold; runs that never passed it are later than every other.
+
+    >>> median_steps([10, 30, 20], 50), median_steps([10, None, None], 50), median_steps([10, 20, 25, None], 50)
+    ('20', '> 50', '22.5')
+    """
+    middle = statistics.median(math.inf if v is None else v for v in values)
+    return f"> {steps}" if middle == math.inf else f"{middle:g}"
+
+
+def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least NUM_SEEDS seeds,
+    the same for all methods of a task.
+    """
+    rates = best_learning_rates({name_of(row): row for row in rows})
+    groups = {
+        (task, method): [
+            row for row in rows
+            if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
+            and row["seed"] != SEARCH_SEED and row["learning_rate"] == rate_of(task, method, rates)
+        ]
+        for task in TASKS for method in METHODS
+    }  # fmt: skip
+    groups = {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
+    common = {
+        task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
+        for task in {key[0] for key in groups}
+    }
+    return {
+        key: [row for row in found if row["seed"] in common[key[0]]]
+        for key, found in groups.items() if len(common[key[0]]) >= NUM_SEEDS
+    }  # fmt: skip
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One table per task that has runs to quote."""
+    groups, lines = reported(rows), []
+    for task, settings in TASKS.items():
+        methods = [m for m in METHODS if (task, m) in groups]
+        if not methods:
+            continue
+        seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
+        if "outcome" in settings:
+            lines += game_table(task, {m: groups[task, m] for m in methods})
+            continue
+        lines += [
+            f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
+            f"{min(seeds)} seeds, mean ± 95% interval", "",
+            f"| `credit_assignment` |{' scaled by |' * scaled} exact match | area | steps to 0.8 | right result | "
+            "tool executed | turns | no signal | learning rate |",
+            f"|---|{'---|' * scaled}---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for method in methods:
+            runs = groups[task, method]
+            cells = {
+                key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
+                for key in FIGURES if key != "steps_to_threshold"
+            }  # fmt: skip
+            passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+            scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
+            lines.append(
+                f"| `{method}` |{scale} {cells['exact_match']} | {cells['area']} | {passed} | "
+                f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
+                f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
+
+
+def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The table of a task whose outcome is a game's return; of each method its runs."""
+    settings, (some, *_) = TASKS[task], groups.values()
+    lines = [
+        f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, learning rate "
+        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some)} seeds, mean ± 95% interval", "",
+        "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for method, runs in groups.items():
+        cells = {
+            key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
+            for key in ("exact_match", "area", "mean_turns", "without_signal")
+        }
+        cells["each"] = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
+        passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+        lines.append(
+            f"| `{method}` | `{settings['scale_rewards'][method]}` | {cells['exact_match']} | {cells['each']} | "
+            f"{cells['area']} | {passed} | {cells['mean_turns']} | {cells['without_signal']} |"
+        )
+    return [*lines, ""]
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
+    pyplot = common.pyplot()
+    groups = reported(rows)
+    tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
+    colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito
+    columns = min(2, len(tasks))
+    height = math.ceil(len(tasks) / columns)
+    figure, axes = pyplot.subplots(height, columns, figsize=(5.2 * columns, 3.7 * height), squeeze=False, sharey=True)
+    for axis in axes.flat[len(tasks) :]:
+        axis.set_visible(False)
+    for axis, task in zip(axes.flat, tasks):
+        for method in METHODS:
+            if (task, method) not in groups:
+                continue
+            curves = [smoothed(row["train_exact_match"]) for row in groups[task, method]]
+            points = [interval(list(values)) for values in zip(*curves)]
+            steps = range(1, len(points) + 1)
+            axis.plot(steps, [m for m, _ in points], color=colours[method], label=method, linewidth=1.8)
+            axis.fill_between(
+                steps, [max(0, m - h) for m, h in points], [min(1, m + h) for m, h in points],
+                color=colours[method], alpha=0.13, linewidth=0,
+            )  # fmt: skip
+        axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for row_of_axes in axes:
+        row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
+    axes[0][0].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def report() -> None:
+    """Write the results file, the plot and the page's tables from all finished runs."""
+    known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in METHODS]
+    rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
+                                                      r["seed"], r["learning_rate"]))  # fmt: skip
+    if not rows:
+        sys.exit("error: no finished runs in runs/credit or docs/credit_results.json. Run without --report first.")
+    RESULTS.parent.mkdir(exist_ok=True)
+    body = ",\n".join("  " + json.dumps(row) for row in rows)
+    settings = {"learning_rates": best_learning_rates({name_of(r): r for r in rows}), "search_seed": SEARCH_SEED,
+                "rollouts_per_step": 64, "num_problems": NUM_PROBLEMS}  # fmt: skip
+    RESULTS.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n{body}\n]}}\n', encoding="utf-8")
+    print(f"{RESULTS}: {len(rows)} runs")
+    for task in TASKS:
+        digests = {row.get("code") for row in rows if row["task"] == task}
+        if len(digests) > 1:
+            print(f"note: the runs of {task} were made by {len(digests)} versions of the code")
+    table = markdown(rows)
+    if not table:
+        print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
+        return
+    plot(rows, PICTURE)
+    write_section("credit", table, PAGE)
+    print(f"{PICTURE} and the tables in {PAGE}\n\n{table}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(NUM_SEEDS)))
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--report", action="store_true", help="only write the results file, the plot and the table")
+    options = parser.parse_args(argv)
+    if options.jobs < 1 or SEARCH_SEED in options.seeds:
+        sys.exit(f"error: expected --jobs of at least 1, and seeds other than {SEARCH_SEED}, which is the search's.")
+    if not options.report:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))
+        run_all(search_jobs(options.methods), options.jobs)
+        rates = best_learning_rates(finished())
+        print(f"learning rates: {rates}", flush=True)
+        run_all(main_jobs(options.tasks, options.methods, options.seeds, rates), options.jobs)
+    report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""On a GPU: a step's seconds by phase and its memory, for each way to sample and to push weights, and TRL's trainer.
+
+    python scripts/bench/gpu.py                       # all cases; docs/gpu_results.json, a section of docs/speed.md
+    python scripts/bench/gpu.py --case "server, disk" # one case (again); the others stay as they are in the file
+    python scripts/bench/gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
+    python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/gpu_results.json
+
+The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
+autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
+is compared is the machinery, not the conversation. `tiny recipe` learns: hf_recipes/tiny/calculator.yaml in bf16.
+
+Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
+share it, and `server, nccl` is left out: NCCL has no group of two processes on one GPU. A case that fails is noted
+with its error, and the exit code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, VLLMServer, machine, report, write_results, write_section
+from bench.step import calculator_reward
+from bench.sync import TINY, build_model
+
+RESULTS, TINY_RESULTS = ROOT / "docs/gpu_results.json", ROOT / "runs/bench_gpu_tiny.json"
+RECIPE = "hf_recipes/tiny/calculator.yaml"
+# Name -> (whose trainer, what it sets beside the settings of all).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "in process": ("ours", {}),
+    "TRL, in process": ("trl", {}),
+    "colocate": ("ours", {"use_vllm": True, "vllm_mode": "colocate"}),
+    "TRL, colocate": ("trl", {"use_vllm": True, "vllm_mode": "colocate"}),
+    "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
+    "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
+    "tiny recipe": ("recipe", {}),
+}
+SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
+GROUP_SIZE, WARM_UP = 8, 2  # WARM_UP: steps that are not counted
+CASE_SECONDS = 1800  # after which a case has failed
+# Of the trainer's log; what remains of a step is the training itself.
+PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
+EXACT_MATCH = "rewards/exact_match_reward_func/mean"
+
+
+def visible_gpus() -> list[str]:
+    from launch.launch_plan import visible_gpus
+
+    return visible_gpus()
+
+
+def why_not(case: str, gpus: int) -> str | None:
+    """Why this machine cannot run a case.
+
+    >>> why_not("server, nccl", gpus=1), why_not("server, nccl", gpus=2), why_not("colocate", gpus=0)
+    ('needs 2 GPUs', None, 'needs a GPU')
+    """
+    needed = 2 if case == "server, nccl" else int("colocate" in case)
+    return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One case: a process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def meter() -> Any:
+    """A callback that keeps the seconds of each step, and the most memory of a GPU after it."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Meter(TrainerCallback):
+        def __init__(self):
+            self.seconds, self.used, self._began = [], 0, 0.0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            if state.global_step:
+                self.seconds.append(now - self._began)
+            self._began = now
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if torch.cuda.is_available():
+                free, total = torch.cuda.mem_get_info()
+                self.used = max(self.used, total - free)
+
+    return Meter()
+
+
+def run_case(case: str, model: str, port: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Train, and return `seconds` per step, `log` (a row per step), `allocated` and `used` (bytes of the GPU, or 0).
+
+    `allocated` is this process's by torch at the most; `used` is of the whole GPU, with whatever else is on it.
+    """
+    import torch
+    from datasets import Dataset
+
+    import mt_grpo_trainer as mt
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
+
+    side, changes = CASES[case]
+    on_gpu = torch.cuda.is_available()
+    settings = {
+        "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": options.rollouts,
+        "gradient_accumulation_steps": 1, "max_steps": options.steps + WARM_UP + 1, "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant", "max_completion_length": options.tokens, "use_cpu": not on_gpu, "bf16": True,
+        "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "loss_type": "dapo",
+        **changes,
+    }  # fmt: skip
+    if changes:
+        settings["vllm_importance_sampling_mode"] = "token_truncate"
+    if changes.get("vllm_mode") == "colocate":
+        settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
+    rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
+    watch = meter()
+    common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
+    if side == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+
+        trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], **common)
+    else:
+        env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
+        server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
+        args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
+        trainer = mt.MTGRPOEnvTrainer(
+            env=env, turn_reward_funcs=[], outcome_reward_funcs=[calculator_reward], args=args, **server, **common
+        )
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    return {"seconds": watch.seconds, "log": log, "used": watch.used,
+            "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}  # fmt: skip
+
+
+def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Train the tiny recipe in bf16 by the script, and return its log."""
+    command = [sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir", folder, "--bf16", "true",
+               "--disable_tqdm", "true", "--report_to", "none"]  # fmt: skip
+    command += ["--use_cpu", str(not visible_gpus()).lower()]
+    command += ["--max_steps", "2"] if options.tiny else []
+    subprocess.run(command, cwd=ROOT, check=True)
+    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    log = [row for row in history if "reward" in row]
+    return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All cases
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_server(model: Path, case: str, gpus: list[str], tokens: int) -> VLLMServer:
+    """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
+    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(512 + tokens)]
+    if gpus:
+        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
+    if case == "server, nccl":
+        flags += ["--weight-transfer-config", '{"backend": "nccl"}']
+    return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
+
+
+def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
+    """A case's row: what its process returned, or `error`."""
+    output, log = folder / f"{case}.json", folder / f"{case}.log"
+    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output), "--steps",
+               str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts),
+               *["--tiny"] * options.tiny]  # fmt: skip
+    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
+    try:
+        with ExitStack() as stack:
+            if case.startswith("server"):
+                server = stack.enter_context(make_server(model, case, gpus, options.tokens))
+                command += ["--port", str(server.port)]
+            said = stack.enter_context(open(log, "w"))
+            done = subprocess.run(
+                command, cwd=ROOT, env=place, stdout=said, stderr=subprocess.STDOUT, timeout=CASE_SECONDS
+            )
+    except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
+        return {"error": str(error)}
+    return json.loads(output.read_text()) if done.returncode == 0 else {"error": log.read_text()[-2000:]}
+
+
+def summary(row: dict[str, Any]) -> dict[str, float]:
+    """Medians over the steps that are counted.
+
+    >>> log = [{"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5}] * 5
+    >>> got = summary({"seconds": [9.0, 9.0, 4.0, 2.0, 3.0], "log": log, "allocated": 2**30, "used": 2**31})
+    >>> {k: round(v, 2) for k, v in got.items()}
+    {'step': 3.0, 'rollouts': 1.0, 'sync': 0.5, 'training': 1.5, 'allocated': 1.0, 'used': 2.0, 'difference': nan}
+    """
+    found = {"step": statistics.median(row["seconds"][WARM_UP:] or row["seconds"])}
+    for name, key in PHASES.items():
+        values = [entry[key] for entry in row["log"][WARM_UP:] if key in entry]
+        found[name] = statistics.median(values) if values else float("nan")
+    known = [found[name] for name in PHASES if found[name] == found[name]]
+    found["training"] = found["step"] - sum(known) if known else float("nan")
+    found["allocated"], found["used"] = row["allocated"] / 2**30, row["used"] / 2**30
+    key = "sampling/sampling_logp_difference/mean"
+    values = [entry[key] for entry in row["log"] if key in entry]
+    found["difference"] = statistics.mean(values) if values else float("nan")
+    return found
+
+
+def section(results: dict[str, Any]) -> str:
+    """The page's table."""
+    of, place = results["settings"], results["machine"]
+    lines = [
+        f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
+        f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
+        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}).", "",
+        "| case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for case, row in results["cases"].items():
+        if case == "tiny recipe" or "seconds" not in row:
+            continue
+        got = summary(row)
+        cells = [f"{got[key]:.2f} s" for key in ("step", "rollouts", "sync", "training")]
+        cells += [f"{got['allocated']:.1f}", f"{got['used']:.1f}", f"{got['difference']:.1e}"]
+        lines.append(f"| {case} | {' | '.join('-' if 'nan' in cell else cell for cell in cells)} |")
+    for case, row in results["cases"].items():
+        if "skipped" in row:
+            lines += ["", f"`{case}` was left out: it {row['skipped']}."]
+        if "error" in row:
+            lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
+    if "log" in (tiny := results["cases"].get("tiny recipe", {})):
+        match = [entry[EXACT_MATCH] for entry in tiny["log"]]
+        lines += ["", f"`{RECIPE}` in bf16: exact match {match[0]:.2f} in the first step, "
+                  f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--rollouts", type=int, default=None)
+    parser.add_argument("--tokens", type=int, default=None)
+    parser.add_argument("--report", action="store_true")
+    for name in ("--run", "--model", "--port", "--out"):  # of a case's own process
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
+        setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
+    if options.report:
+        report("gpu", RESULTS, section)
+        return 0
+    if options.run:
+        folder = str(Path(options.out).with_suffix(""))
+        recipe = CASES[options.run][0] == "recipe"
+        row = run_recipe(options, folder) if recipe else run_case(
+            options.run, options.model, int(options.port or 0), options, folder)  # fmt: skip
+        Path(options.out).write_text(json.dumps(row))
+        return 0
+    gpus = visible_gpus()
+    if not gpus and not options.tiny:
+        sys.exit("error: no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try --tiny on a CPU.")
+    return measure_all(gpus, options)
+
+
+def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
+    """Run the cases one after the other, keep each as it ends, and write the page's section. Returns the exit code."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path, folder = TINY_RESULTS if options.tiny else RESULTS, ROOT / "runs/bench_gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = TINY if options.tiny else build_model("0.6B", folder / "model", "float32")
+    with torch.device("meta"):
+        number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
+    results = {
+        "machine": machine(), "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
+        "parameters": number, "cases": {},
+        "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
+    }  # fmt: skip
+    if options.case and path.is_file():
+        results["cases"] = json.loads(path.read_text())["cases"]
+    for case in options.case or CASES:
+        reason = why_not(case, len(gpus))
+        results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
+        write_results(path, results)
+        row = results["cases"][case]
+        print(f"{case}: " + (reason or row.get("error") or f"{summary(row)['step']:.2f} s a step"), flush=True)
+    if not options.tiny:
+        write_section("gpu", section(results))
+    print(section(results))
+    return int(any("error" in row for row in results["cases"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

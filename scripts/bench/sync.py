@@ -1,0 +1,356 @@
+"""Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
+
+    python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
+    python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
+    python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
+
+Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
+shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
+
+Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
+repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
+the cache, resume) and `check` (comparison of logprobs, by default after every tenth push). Beside it the same number
+of bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync.
+"""
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
+
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+RESULTS, SHORT_RESULTS = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json")
+PAGE = Path("docs/speed.md")
+QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
+# Size -> what its Qwen3 configuration has; None: the bundled model.
+SIZES: dict[str, dict[str, int] | None] = {
+    "0.9M": None,
+    "0.1B": {
+        "vocab_size": 32_000, "hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 2304,
+    },
+}  # fmt: skip
+SIZES["0.6B"] = {key: QWEN[key] for key in SIZES["0.1B"]}
+PHASES = ("gather", "write", "load", "check")
+REPETITIONS, SHORT_REPETITIONS = 5, 3
+CHUNK = 2**26  # bytes of one plain write or read
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_model(size: str, folder: Path, dtype: str) -> Path:
+    """Path of the model of that size: the bundled one, or one with random weights that is saved into `folder`."""
+    if SIZES[size] is None:
+        return TINY
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    # The bundled tokenizer's ids are the first of the vocabulary, the rest are never in a prompt.
+    config = Qwen3Config(
+        **SIZES[size], tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=2, pad_token_id=0,
+        dtype=getattr(torch, dtype),
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(config.dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir: str) -> Any:
+    """A trainer on the server at that port that is ready to push; it has taken no step."""
+    from datasets import Dataset
+
+    import mt_grpo_trainer as mt
+
+    def calculator(expression: str) -> str:
+        """Evaluate a product of two integers.
+
+        Args:
+            expression: Such as `6 * 7`.
+        """
+        return expression
+
+    def outcome(completions, **columns):
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * 77?"}]} for a in range(11, 27)]
+    args = mt.MTGRPOConfig(
+        output_dir=output_dir, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=1,
+        save_strategy="no", disable_tqdm=True, use_vllm=True, vllm_mode="server",
+        vllm_importance_sampling_mode="token_truncate", weight_sync="disk", weight_sync_dir=sync_dir,
+        model_init_kwargs={"dtype": dtype},
+    )  # fmt: skip
+    env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
+    return mt.MTGRPOEnvTrainer(
+        str(model), env, [], [outcome], vllm_server_host="127.0.0.1", vllm_server_port=port, args=args,
+        train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+
+
+def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
+    """Change a weight, push, check, `repetitions` times, after a first push that is not counted.
+
+    Returns:
+        Per repetition seconds: what `update_weights` returned by phase, `check`, `total` (push and check by the wall
+        clock); and `peak`, the bytes that this process's memory grew by during the push at the most.
+
+    Raises:
+        ServerError: the server did not get the changed weight.
+    """
+    norm = trainer.model.get_submodule(trainer.vllm_generation.final_norm).weight
+    trainer._sync_weights()
+    pushes = []
+    for number in range(repetitions):
+        # Moves logprobs by far more than the check allows, and comes back, so that many repetitions change nothing.
+        norm.data.mul_(1.25 if number % 2 == 0 else 0.8)
+        before = start_of_peak()
+        started = time.perf_counter()
+        phases = trainer.weight_sync._push(f"{trainer.client.instance}-bench-{number}")
+        pushed = time.perf_counter()
+        peak = peak_memory() - before
+        checking = time.perf_counter()
+        trainer.weight_sync._check_logprobs()
+        check = time.perf_counter() - checking
+        pushes.append({**phases, "check": check, "total": pushed - started + check, "peak": peak})
+    return pushes
+
+
+def start_of_peak() -> int:
+    """Start the count of `peak_memory` anew. Returns this process's memory in bytes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def peak_memory() -> int:
+    """The most memory in bytes that this process has had since `start_of_peak`."""
+    return memory("VmHWM")
+
+
+def memory(key: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(key + ":"))
+
+
+def plain_seconds(folder: str, num_bytes: int, disk: bool = False) -> dict[str, float]:
+    """Seconds to `write` a file of as many bytes into `folder`, and to `read` it back.
+
+    Args:
+        folder: Where the file is, for that time.
+        num_bytes: Its size.
+        disk: Whether its bytes must reach the disk (fsync) and come from there, not from the page cache.
+    """
+    chunk = bytearray(os.urandom(2**20)) * min(CHUNK // 2**20, -(-num_bytes // 2**20))
+    sizes = [min(len(chunk), num_bytes - start) for start in range(0, num_bytes, len(chunk))]
+    view = memoryview(chunk)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        started = time.perf_counter()
+        for size in sizes:
+            write_all(file, view[:size])
+        if disk:
+            os.fsync(file.fileno())
+        written = time.perf_counter()
+        if disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        reading = time.perf_counter()
+        while file.readinto(chunk):
+            pass
+        return {"write": written - started, "read": time.perf_counter() - reading}
+
+
+def write_all(file: Any, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]
+
+
+def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], plain: list[dict], disk: list[dict]):
+    """One row of the results: spreads of seconds, of GB/s, and of multiples.
+
+    Args:
+        size, dtype: What was pushed.
+        model: `parameters` and `tensors` of the model, `bytes` of one push, tied copies included.
+        pushes: What `measure_pushes` returned.
+        plain, disk: What `plain_seconds` returned for the sync directory and for the ordinary disk.
+
+    >>> pushes = [{"gather": 1.0, "write": 2.0, "load": 3.0, "check": 1.0, "total": 7.0, "peak": 500}]
+    >>> row = summary("0.6B", "float32", {"bytes": 1000}, pushes, [{"write": 1.0, "read": 1.0}], [])
+    >>> row["seconds"]["load"]["median"], row["times_plain"], row["peak_multiple"], sorted(row["plain"])
+    (3.0, 3.0, 0.5, ['read', 'write'])
+    """
+    gigabytes = model["bytes"] / 1e9
+    keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]
+    seconds = {key: spread([push[key] for push in pushes]) for key in keys}
+    row: dict[str, Any] = {"size": size, "dtype": dtype, **model, "repetitions": len(pushes), "seconds": seconds}
+    row["pushes"] = pushes  # in the order in which they were made
+    for name, runs in (("plain", plain), ("disk", disk)):
+        if runs:
+            row[name] = {key: spread([run[key] for run in runs]) for key in ("write", "read")}
+            row[f"{name}_gb_per_s"] = {key: gigabytes / row[name][key]["median"] for key in ("write", "read")}
+    # The check moves no weights: a push against the plain file is without it.
+    push = seconds["total"]["median"] - seconds["check"]["median"]
+    row["times_plain"] = push / (row["plain"]["write"]["median"] + row["plain"]["read"]["median"])
+    row["peak_multiple"] = max(push["peak"] for push in pushes) / model["bytes"]
+    return rounded(row)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits, so that the file of results stays readable."""
+    if isinstance(value, dict):
+        return {key: rounded(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def measure(size: str, dtype: str, repetitions: int, sync_dir: str) -> dict[str, Any]:
+    """Start a server for a model of that size, push to it, and return the row of results."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model(size, Path(folder) / "model", dtype)
+        started = time.perf_counter()
+        flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--dtype", dtype)
+        with VLLMServer(model, *flags, log=Path(folder) / "vllm.log", timeout=400) as server:
+            up = time.perf_counter() - started
+            trainer = build_trainer(model, server.port, dtype, sync_dir, folder)
+            tensors = {name: t.numel() * t.element_size() for name, t in trainer.vllm_generation.named_weights()}
+            counts = {"parameters": trainer.model.num_parameters(), "tensors": len(tensors)}
+            counts |= {"bytes": sum(tensors.values())}
+            pushes = measure_pushes(trainer, repetitions)
+            trainer.client.close()
+        del trainer
+        gc.collect()
+        plain = [plain_seconds(sync_dir, counts["bytes"]) for _ in range(repetitions)]
+        disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
+    return {**summary(size, dtype, counts, pushes, plain, disk), "server_start_seconds": round(up, 1)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All models, the report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def default_sync_dir() -> str:
+    """Where a trainer without `weight_sync_dir` writes its weights."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def last_line(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians of one sync, push and check.
+
+    >>> last_line([{"size": "0.9M", "dtype": "float32", "seconds": {"total": {"median": 0.0812}}},
+    ...            {"size": "0.6B", "dtype": "bfloat16", "seconds": {"total": {"median": 4.13}}}])
+    'sync 0.9M 0.08 s, 0.6B bfloat16 4.1 s'
+    """
+    names = [row["size"] + (f" {row['dtype']}" if row["dtype"] != "float32" else "") for row in rows]
+    return "sync " + ", ".join(f"{n} {short(r['seconds']['total']['median'])} s" for n, r in zip(names, rows))
+
+
+def short(seconds: float) -> str:
+    """One or two digits, without an exponent.
+
+    >>> [short(s) for s in (0.00051, 0.00412, 0.0812, 0.456, 4.13, 12.6)]
+    ['0.0005', '0.004', '0.08', '0.46', '4.1', '13']
+    """
+    digits = 4 if seconds < 0.001 else 3 if seconds < 0.01 else 2 if seconds < 1 else 1 if seconds < 10 else 0
+    return f"{seconds:.{digits}f}"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The section of docs/speed.md."""
+    rows, where = results["rows"], results["machine"]
+    lines = [
+        f"**Weight sync** with `weight_sync: disk`, seconds (median of {min(r['repetitions'] for r in rows)} or more; "
+        f"total: median, minimum to maximum), trainer and server on the same {where['cores']} cores of "
+        f"{where['cpu']}:",
+        "",
+        "| model | dtype | MB | gather | write | load | check | total | plain write + read | push / plain | "
+        "trainer's memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        seconds, plain = row["seconds"], row["plain"]
+        cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
+        total = "{median} ({min} to {max})".format(**{key: short(v) for key, v in seconds["total"].items()})
+        both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
+        lines.append(
+            f"| {row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
+            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f} |"
+        )
+    largest = max(rows, key=lambda row: row["bytes"])
+    speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
+    lines += [
+        "",
+        f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
+        f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "
+        f"ordinary disk with fsync: {disk['write']:.2f} and {disk['read']:.2f}). Trainer's memory: what the push adds "
+        "at its peak, in multiples of MB. Total has the check, which runs after every tenth push "
+        "(`weight_check_every`); push / plain is without it. "
+        "`python scripts/bench/sync.py` measures it again, `--short` in less than ten minutes.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--repetitions", type=int, help=f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}")
+    parser.add_argument("--sync_dir", default=default_sync_dir(), help="where the weights pass; as weight_sync_dir")
+    parser.add_argument("--short", action="store_true", help=f"a quick run, into {SHORT_RESULTS}")
+    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
+    options = parser.parse_args(argv)
+    repetitions = options.repetitions
+    if repetitions is None:
+        repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
+    if repetitions < 1:
+        sys.exit("error: expected --repetitions of at least 1.")
+    if options.report:
+        report("sync", RESULTS, markdown, PAGE)
+        return
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    import mt_grpo_trainer  # noqa: F401  a trainer that cannot be imported is told before a server is started
+
+    # As scripts/train.sh does on a CPU. The server's worker spins for a second after each request: a second thread
+    # here would wait for the core that it holds.
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # the server's group is ended too
+    disable_progress_bar()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    jobs = [(size, "float32") for size in SIZES if size in options.sizes]
+    if not options.short and "0.6B" in options.sizes:
+        jobs.append(("0.6B", "bfloat16"))
+    results: dict[str, Any] = {"machine": machine(), "sync_dir": options.sync_dir, "short": options.short, "rows": []}
+    path = SHORT_RESULTS if options.short else RESULTS
+    for size, dtype in jobs:
+        row = measure(size, dtype, repetitions, options.sync_dir)
+        results["rows"].append(row)
+        write_results(path, results)
+        medians = ", ".join(f"{key} {short(value['median'])}" for key, value in row["seconds"].items())
+        print(
+            f"{size} {dtype}: {row['bytes'] / 1e6:.0f} MB: {medians} s; {row['times_plain']:.1f} times the plain "
+            f"write and read; memory + {row['peak_multiple']:.1f} times",
+            flush=True,
+        )
+    if not options.short:
+        report("sync", RESULTS, markdown, PAGE)
+    print(last_line(results["rows"]))
+
+
+if __name__ == "__main__":
+    main()

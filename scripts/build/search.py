@@ -1,0 +1,329 @@
+"""Build the encyclopedia and the bundled model that searches it: a Qwen3 of 0.4M parameters that does it badly.
+
+    PYTHONPATH=. python scripts/build/search.py --data      # the corpus and the questions, in a second
+    PYTHONPATH=. python scripts/build/search.py             # the model, in a minute on one core
+
+The encyclopedia has 4,096 entities. A name is two of 64 words, and each word is a token. A passage has one fact:
+"capital of Bala Fizu" is its title, "Kamo Deri" its text. A question takes one search or two.
+
+Nothing can be learned by heart: in the warm start each conversation draws its own facts. The model first imitates
+conversations without mistakes, then some with known ones. It then knows the right behaviour (greedy) and samples it
+only some of the time (temperature 1): that gap is what reinforcement learning closes.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from evaluate import evaluate, load_recipe, table
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from build.tiny import (
+    CHAT_TEMPLATE,
+    build_model,
+    draw,
+    encode,
+    opening,
+    result_messages,
+    warm_start,
+)
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import check_call, named_tools
+from mt_grpo.rollout import Message, ToolResult, Turn
+from tools.wiki_search import wiki_search
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
+DATA = ROOT / "hf_recipes/tiny/encyclopedia"
+SYSTEM = "Use wiki_search, then answer."
+MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
+TOOLS = named_tools([wiki_search])  # read, not called: the warm start has no corpus
+
+# All words have four letters, so that no name is a part of another one.
+WORDS = [a + b for a in "Ba De Fi Go Ka Le Mi Nu".split() for b in "la mo na ri so tu va zu".split()]
+ENTITIES = [f"{first} {second}" for first in WORDS for second in WORDS]
+# BM25 does not see the order of words. INVARIANT: "Bala Fizu" and "Fizu Bala" have no relation in common.
+RELATIONS = (("capital", "founder", "harbour", "river"), ("neighbour", "patron", "rival", "ruler"))
+ALL_RELATIONS = RELATIONS[0] + RELATIONS[1]
+FACTS_EACH = 2  # of an entity
+TEST_EVERY = 5  # a question about every fifth entity is held out
+NUM_ROWS = {"train": 2048, "test": 512}
+
+# Shares of what a turn does. FORK: change what the sampled policy gets wrong.
+CALL_SHARES = {
+    "good": 66, "wrong name": 4, "wrong relation": 6, "broken JSON": 8, "wrong tool": 6, "no call": 7, "no tag": 3,
+}  # fmt: skip
+ANSWER_SHARES = {"good": 69, "wrong word": 7, "wrong line": 8, "further call": 7, "no tag": 9}
+RIGHT = {"good": 1}
+
+Facts = dict[tuple[str, str], str]  # (relation, entity) -> entity
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The encyclopedia
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def relations_of(entity: str) -> tuple[str, ...]:
+    """The relations that an entity can have: one half for names in alphabetical order, the other for the rest.
+
+    >>> relations_of("Bala Fizu")[0], relations_of("Fizu Bala")[0]
+    ('capital', 'neighbour')
+    """
+    first, second = entity.split()
+    return RELATIONS[first > second]
+
+
+def other_entity(entity: str, rng: random.Random) -> str:
+    """An entity of two different words, none of them in this one's name.
+
+    BM25 reads the text of a passage as well as its title: a word that is in it twice, or in both, outweighs the name.
+    """
+    return " ".join(rng.sample([word for word in WORDS if word not in entity.split()], 2))
+
+
+def make_facts(seed: int = 0) -> Facts:
+    """The facts of the encyclopedia, two of each entity."""
+    rng = random.Random(seed)
+    return {
+        (relation, entity): other_entity(entity, rng)
+        for entity in ENTITIES for relation in rng.sample(relations_of(entity), FACTS_EACH)
+    }  # fmt: skip
+
+
+def title_of(relation: str, entity: str) -> str:
+    """The title of a fact's passage, which is the best query for it too."""
+    return f"{relation} of {entity}"
+
+
+def make_corpus(facts: Facts) -> list[dict[str, str]]:
+    """One passage per fact."""
+    return [
+        {"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())
+    ]  # fmt: skip
+
+
+def make_question(path: tuple[str, ...], entity: str) -> str:
+    """The question behind relations that are followed from left to right.
+
+    >>> make_question(("river", "ruler"), "Bala Fizu")
+    'What is the ruler of the river of Bala Fizu?'
+    """
+    return f"What is the {' of the '.join(reversed(path))} of {entity}?"
+
+
+def read_question(question: str) -> tuple[list[str], str]:
+    """The relations in the order of the searches, and the entity that the first search is about.
+
+    >>> read_question("What is the ruler of the river of Bala Fizu?")
+    (['river', 'ruler'], 'Bala Fizu')
+    """
+    *relations, entity = (
+        question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ").split(" of ")
+    )
+    return relations[::-1], entity
+
+
+def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """The questions of both splits, about half of two hops. A held-out question begins at a held-out entity."""
+    rng = random.Random(seed)
+    has: dict[str, list[str]] = {}
+    for relation, entity in facts:
+        has.setdefault(entity, []).append(relation)
+    questions: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+    for i, entity in enumerate(ENTITIES):
+        first, second = rng.sample(has[entity], 2)
+        bridge = facts[second, entity]
+        then = rng.choice(has[bridge])
+        questions["train" if i % TEST_EVERY else "test"] += [
+            (make_question((first,), entity), facts[first, entity]),
+            (make_question((second, then), entity), facts[then, bridge]),
+        ]
+    return {
+        split: [{"question": q, "answer": [a]} for q, a in rng.sample(questions[split], size)]
+        for split, size in NUM_ROWS.items()
+    }  # fmt: skip
+
+
+def write_data(folder: Path) -> None:
+    """The corpus and the questions as JSON lines."""
+    facts = make_facts()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in {"corpus": make_corpus(facts), **make_rows(facts)}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversations with known mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def change_word(entity: str, rng: random.Random) -> str:
+    """The name with one word replaced by another one."""
+    words = entity.split()
+    place = rng.randrange(2)
+    words[place] = rng.choice([word for word in WORDS if word != words[place]])
+    return " ".join(words)
+
+
+def call(query: str, name: str = "wiki_search") -> str:
+    return f"<tool>{json.dumps({'name': name, 'args': {'query': query}})}</tool>"
+
+
+def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random.Random) -> str:
+    """What the assistant says where a search is left to do: that for a relation of an entity."""
+    if kind == "no call":  # a guess, or what the first search found
+        return f"<answer>{rng.choice(ENTITIES) if is_first else entity}</answer>"
+    if kind == "no tag":
+        return title_of(relation, entity)
+    if kind == "wrong relation":
+        relation = rng.choice([r for r in ALL_RELATIONS if r != relation])
+    if kind == "wrong name":
+        entity = change_word(entity, rng)
+    text = call(title_of(relation, entity), rng.choice(("search", "wiki")) if kind == "wrong tool" else "wiki_search")
+    if kind == "broken JSON":
+        text = rng.choice((text.replace('"}}', '"}'), text.replace('"}}', "}}"), text.replace(": {", " {")))
+    return text
+
+
+def answer_turn(kind: str, title: str, found: str, rng: random.Random) -> str:
+    """What the assistant says once nothing is left to search for: `found` stands below `title` in the last result."""
+    if kind == "no tag":
+        return found
+    if kind == "further call":
+        return call(title_of(rng.choice(ALL_RELATIONS), found))
+    if kind == "wrong line":
+        found = title.partition(" of ")[2]
+    return f"<answer>{change_word(found, rng) if kind == 'wrong word' else found}</answer>"
+
+
+def look_up(query: str, facts: Facts, rng: random.Random) -> str:
+    """The text of a search in facts that are drawn when they are asked for, as the tool words it.
+
+    A search for something that is no fact yet makes it one, or finds a passage in which one word of the name differs.
+    """
+    relation, _, entity = query.partition(" of ")
+    if (relation, entity) not in facts and rng.random() < 0.5:
+        entity = change_word(entity, rng)
+    value = facts.setdefault((relation, entity), other_entity(entity, rng))
+    return f"[1] {title_of(relation, entity)}\n{value}"
+
+
+def observe(text: str, facts: Facts, tool_format: ChatFormat, rng: random.Random) -> Turn:
+    """A turn of this text: its call and the result, or its answer."""
+    ids = tool_format.tokenizer.encode(text)
+    parsed, results = tool_format.parse(ids, [], TOOLS), []
+    for asked in parsed.calls:
+        mistake = check_call(asked, TOOLS)
+        result = ToolResult(f"Error: {mistake}", error="call") if mistake else None
+        results.append(result or ToolResult(look_up(asked.arguments["query"], facts, rng)))
+    return Turn(ids, None, text, "stop", parsed.calls, results, parsed.answer)
+
+
+def draw_question(rng: random.Random) -> tuple[list[str], str]:
+    """Relations to follow, one or two, and where to begin. Any relation may follow any other one."""
+    return rng.choices(ALL_RELATIONS, k=rng.choice((1, 2))), rng.choice(ENTITIES)
+
+
+def make_conversation(
+    tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
+) -> list[Message]:
+    """One conversation about facts of its own.
+
+    A failed call is followed by another attempt. After a wrong search the conversation goes on from what was found.
+    """
+    relations, entity = draw_question(rng)
+    messages, facts = opening(make_question(tuple(relations), entity), SYSTEM), {}
+    hop, title, found = 0, "", entity
+    for calls in range(MAX_CALLS + 1):
+        if hop < len(relations):
+            facts[relations[hop], found] = other_entity(found, rng)
+            text = call_turn(draw(call_shares, rng), relations[hop], found, hop == 0, rng)
+        else:
+            text = answer_turn(draw(answer_shares, rng), title, found, rng)
+        turn = observe(text, facts, tool_format, rng)
+        if turn.calls and calls == MAX_CALLS:  # a call that the recipe would not run is not imitated
+            break
+        messages.append({"role": "assistant", "content": text})
+        if not turn.calls:
+            break
+        messages += result_messages(turn, tool_format)
+        if not turn.results[0].error:
+            hop, (title, found) = hop + 1, turn.results[0].text.split("\n")
+    return messages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 448 tokens whose merges cross words, and the 64 words of the names as added tokens."""
+    pieces = [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
+    texts = [text for piece in pieces for text in re.split("|".join(WORDS), piece)]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=448, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def drawing(
+    tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
+) -> Callable[[], tuple[list[int], list[int]]]:
+    """Ids and labels of a conversation, one per call."""
+    return lambda: encode(make_conversation(tool_format, call_shares, answer_shares, rng), tool_format)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "hf_recipes/tiny/search-model")
+    parser.add_argument("--data", action="store_true", help="write hf_recipes/tiny/encyclopedia, and end")
+    parser.add_argument("--steps", type=int, default=200, help="without mistakes")
+    parser.add_argument("--mixed_steps", type=int, default=150, help="with mistakes")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.data:
+        return write_data(DATA)
+
+    torch.set_num_threads(1)  # matrices this small gain nothing from a second one
+    torch.manual_seed(args.seed)
+    rng = random.Random(args.seed)
+    first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
+    drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]
+    tokenizer = build_tokenizer(drawn)
+    tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
+    warm_start(model, tokenizer.pad_token_id, right, args.steps)
+    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
+    model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    for temperature in ("1", "0.01"):
+        result = evaluate(str(args.output_dir), load_recipe(RECIPE, ["--temperature", temperature]))
+        print(f"\n{table(result)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

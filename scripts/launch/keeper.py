@@ -1,0 +1,124 @@
+"""The keeper of a launch: it ends whatever `scripts/launch/train.py` started, as soon as the launcher is gone.
+
+    keeper.py MARK SECONDS < PIPE
+
+The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
+input the launcher tells, one per line, what it starts:
+
+    process NAME PID    the first process of a session
+
+The pipe reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every
+process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Last, the weights that were on their
+way to a server are removed: a killed trainer cannot do it.
+Of libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
+Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
+
+
+def read_pipe(lines: Iterable[str]) -> list[Leader]:
+    """The leaders that the launcher told until it ended."""
+    leaders = []
+    for line in lines:
+        _, name, pid = line.split()
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
+            leaders.append((name, psutil.Process(int(pid))))
+    return leaders
+
+
+def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
+    """The living processes of the launch.
+
+    Both signs are needed: a process that writes its title over its environment, as vLLM's engine does, is known by its
+    session, and a process that makes a session of its own is known by the mark.
+    """
+    # A leader that is gone lends its number to nobody while its session lives. If the number is another process's,
+    # the session has ended.
+    sessions = {p.pid for _, p in leaders if p.is_running() or not psutil.pid_exists(p.pid)}
+
+    def is_member(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return False
+            if {os.getsid(process.pid), os.getpgid(process.pid)} & sessions:
+                return True
+            return process.environ().get(MARK) == mark
+        return False
+
+    def scan() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if is_member(process)]
+
+    return scan() or scan()  # the second finds what was born while the first read the list, if its parent has ended
+
+
+def end(leaders: list[Leader], mark: str, seconds: float) -> None:
+    """End all processes of the launch; those that are deaf to SIGTERM after `seconds`."""
+    left = living(leaders, mark)
+    if left:
+        names = dict.fromkeys(name for name, process in leaders if process in left)
+        names = names or ["processes that were left behind"]
+        say(f"stopping the {' and the '.join(names)}")
+    send("terminate", left)
+    deadline = time.monotonic() + seconds
+    while (left := living(leaders, mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        send("kill", left)
+        time.sleep(0.2)
+        left = living(leaders, mark)
+    if left:
+        say(f"warning: still running after KILL: {' '.join(str(process.pid) for process in left)}", sys.stderr)
+
+
+def send(method: str, processes: list[psutil.Process]) -> None:
+    """`terminate` or `kill` for those that still live; psutil makes sure that a number is not another process's."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            getattr(process, method)()
+
+
+def remove_weights() -> None:
+    """Remove the folders of weights that killed trainers of this user left where trainers put them by default.
+
+    A running trainer holds the lock of its folder. The next trainer would remove them too (`WeightTransfer`), but that
+    may be long after, and /dev/shm is memory.
+    """
+    for parent in {"/dev/shm", tempfile.gettempdir()}:
+        for folder in Path(parent).glob("mt-grpo-weights-*"):
+            with contextlib.suppress(OSError):  # a running trainer has it, or it is gone
+                status = folder.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    with open(lock):  # closes it
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+def say(text: str, stream=None) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more; the rest must be done all the same
+        print(f"train: {text}", file=stream or sys.stdout, flush=True)
+
+
+def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
+    """Wait for the end of the lines, then end the processes that they named and remove the weights that these left."""
+    end(read_pipe(lines), mark, seconds)
+    remove_weights()
+
+
+if __name__ == "__main__":
+    clean_up(sys.stdin, sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,268 @@
+"""What `scripts/launch/train.py` has to start for a recipe, found out and checked before anything is started.
+
+    python scripts/launch/launch_plan.py --config RECIPE [trainer arguments...]
+    python scripts/launch/launch_plan.py --server --config RECIPE [...]    # the server alone, as serve.py wants it
+
+Prints JSON, with the keys that `server_command` of scripts/launch/train.py reads. Loads tools, rewards, data, the
+tokenizer and the model's configuration, but no weights.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from evaluate import load_recipe, option
+from transformers import AutoConfig, AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.base.files import output_lock
+from mt_grpo.recipe.checks import (
+    check_context,
+    check_dataset,
+    check_num_prompts,
+    check_reward_columns,
+    longest_prompt,
+    rows_of_environment,
+    weights_of,
+)
+from mt_grpo.recipe.data import check_no_data, load_rows
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
+
+LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
+BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
+              "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")  # fmt: skip
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    named = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    return named[:count] if named else [str(i) for i in range(count)]
+
+
+def data_parallel_size() -> int:
+    """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
+
+    vLLM gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and for
+    --tensor-parallel-size in VLLM_ARGS.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", dest="size", default="1")
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", dest="gpus", nargs="?",
+                        const="N")  # fmt: skip
+    text = os.environ.get("VLLM_ARGS", "")
+    try:
+        found = parser.parse_known_args(text.split())[0]
+        if found.gpus is not None:  # more than were counted
+            raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP={found.gpus}.")
+        size = found.size
+    except argparse.ArgumentError:  # nothing follows
+        size = ""
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {size!r}, expected a whole number, 1 or more.")
+    return int(size)
+
+
+def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1) -> tuple[list[str], list[str]]:
+    """(GPUs that train, the GPUs of each server): the last ones generate. Each server has so many engines.
+
+    >>> share_gpus(["0", "1", "2"], 1, 1), share_gpus(["0"], 0, 1), share_gpus([], 2, 1)
+    ((['0', '1'], ['2']), (['0'], []), ([], ['', '']))
+    >>> share_gpus(list("01234567"), 2, 2), share_gpus(list("01234"), 1, 2, engines=2)
+    ((['0', '1', '2', '3'], ['4,5', '6,7']), (['0'], ['1,2,3,4']))
+    """
+    if not servers or not gpus:
+        return gpus, [""] * servers
+    per_server = per_engine * engines
+    taken = servers * per_server
+    if len(gpus) <= taken and taken == 1:
+        raise ValueError(
+            "The recipe trains beside a vLLM server (vllm_mode: server), which takes a GPU of its own, and one GPU is "
+            "visible. Expected two or more. With one, add: --vllm_mode colocate"
+        )
+    if len(gpus) <= taken:
+        raise ValueError(
+            f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
+            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains: lower one of these numbers."
+        )
+    generating = gpus[-taken:]
+    return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
+
+
+def and_engines(engines: int) -> str:
+    """The engines of a server, for messages about its GPUs."""
+    return f" and --data-parallel-size {engines} (VLLM_ARGS)" if engines > 1 else ""
+
+
+def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
+    """The settings with the batch of so many processes. Raises `ValueError` for what the trainer would find there."""
+    sizes = {key: option(argv, key) for key in BATCH_KEYS}
+    if all(str(value).isdigit() for value in sizes.values() if value is not None):  # else parse_arguments says so
+        sizes = {key: value and int(value) for key, value in sizes.items()}
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        os.environ["WORLD_SIZE"] = str(num_processes)
+        try:
+            check_batch_arithmetic(SimpleNamespace(**sizes))
+        finally:
+            os.environ["WORLD_SIZE"] = world_size
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            # One process with the batch of all of them passes the same checks.
+            argv = [*without(argv, key), f"--{key}", str(sizes[key] * num_processes)]
+    return mt.parse_arguments(argv)[1]
+
+
+def without(argv: list[str], key: str) -> list[str]:
+    """The arguments but for those of one key, of which a second one would be complained about."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}")
+    return parser.parse_known_args(argv)[1]
+
+
+def is_given(argv: list[str], key: str) -> bool:
+    """Whether the command line or the recipe, which it begins with, sets a key."""
+    return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)
+
+
+def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig) -> int:
+    """Tokens that the server's context must hold: the longest prompt and a whole completion.
+
+    Raises:
+        ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
+            batch of all processes, which `whole` has.
+    """
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
+    weights_of(turn_funcs, args.turn_reward_weights, "turn")
+    weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    env = mt.build_env(script_args, args, tools, tokenizer)
+    splits = [(script_args.dataset_train_split, script_args.dataset_size)]
+    if args.eval_strategy != "no":
+        splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
+    needed = 0
+    for number, (split, size) in enumerate(splits):
+        if script_args.dataset_name:
+            needs_prompt = env.environments is None
+            rows = load_rows(
+                script_args.dataset_name, split, size, script_args.dataset_config, needs_prompt,
+                script_args.dataset_drop_none,
+            )  # fmt: skip
+        else:
+            check_no_data(script_args, args.eval_strategy, env.environments is None)
+            rows = rows_of_environment(env, whole)
+        check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}", env)
+        if number == 0:
+            check_num_prompts(len(rows), whole)
+        check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
+        check_context(env, config, rows, args)
+        needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
+    return needed
+
+
+def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:
+    """The type in which the policy computes: that of mixed precision, else that of its weights."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else model_args.dtype or "auto"
+
+
+def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """What to start for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
+    argv = ["--config", recipe, *arguments]
+    script_args, args, model_args = load_recipe(recipe, arguments)
+    uses_server = backend_of(args) == "server"
+    starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
+    num_servers, per_engine = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
+    if not starts_server and (num_servers, per_engine) != (1, 1):
+        raise ValueError(
+            f"VLLM_SERVERS={num_servers}, VLLM_TP={per_engine}: for this recipe no server is started. Remove them."
+        )
+    gpus = usable_gpus(argv)
+    trainers, servers = share_gpus(gpus, num_servers * starts_server, per_engine, data_parallel_size())
+    num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
+    if num_processes < 1 or (trainers and num_processes > len(trainers)):
+        raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
+    whole = check_for_processes(argv, num_processes)
+    check_ddp_timeout(args, num_processes)
+    with output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
+        pass
+    plan = {
+        "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
+        "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
+        "server_gpus": servers, "tensor_parallel": per_engine,
+        "deepspeed": importlib.util.find_spec("deepspeed") is not None,
+    }  # fmt: skip
+    # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
+    dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
+    plan["float32_for_ddp"] = bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given
+    if starts_server:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
+        uses_nccl = bool(servers[0]) and args.weight_sync != "disk"
+        given = not uses_nccl or is_given(argv, "vllm_group_port")
+        plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
+        plan["wanted_group_port"] = None if given else args.vllm_group_port
+    return plan
+
+
+def usable_gpus(argv: list[str]) -> list[str]:
+    """The visible GPUs; none with `use_cpu`."""
+    return [] if str(option(argv, "use_cpu")).lower() in ("true", "1", "yes") else visible_gpus()
+
+
+def server_plan(
+    script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig, on_gpu: bool
+) -> dict[str, Any]:
+    """What a server is started with. Raises `ValueError` as `server_context` does."""
+    return {
+        "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
+        "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
+        "max_model_len": server_context(script_args, args, model_args, whole), "weight_sync": args.weight_sync,
+        "dtype": server_dtype(args, model_args) if on_gpu else "float32",
+    }  # fmt: skip
+
+
+def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """The server alone for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
+    script_args, args, model_args = load_recipe(recipe, arguments)
+    if backend_of(args) != "server":
+        raise ValueError(f"{recipe} trains without a vLLM server. Expected use_vllm: true and vllm_mode: server.")
+    per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()
+    size, gpus = per_engine * engines, usable_gpus(["--config", recipe, *arguments])
+    if gpus and len(gpus) < size:
+        raise ValueError(
+            f"VLLM_TP={per_engine}{and_engines(engines)}: {len(gpus)} GPUs are visible ({','.join(gpus)}). Expected "
+            f"{size} or more: make more visible, or lower the number."
+        )
+    plan = server_plan(script_args, args, model_args, args, on_gpu=bool(gpus))
+    return {**plan, "tensor_parallel": per_engine, "server_gpus": ",".join(gpus[:size])}
+
+
+def main() -> None:
+    alone = sys.argv[1:2] == ["--server"]
+    argv = sys.argv[1 + alone :]
+    if len(argv) < 2 or argv[0] != "--config":
+        sys.exit(f"error: expected --config RECIPE, got {argv}")
+    output = os.dup(1)  # for the plan alone: what tools and libraries print goes to standard error
+    os.dup2(2, 1)
+    try:
+        plan = (make_server_plan if alone else make_plan)(argv[1], argv[2:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    os.write(output, json.dumps(plan).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Start the vLLM server that a recipe needs, apart from its trainer, in the foreground.
+
+    bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
+    bash scripts/serve.sh hf_recipes/tiny/calculator-vllm.yaml --port 8001
+
+`scripts/train.sh` starts a server beside the trainer by itself. This is for a server on another node, or one that
+outlives several runs: the trainer then gets its address by `--vllm_server_base_url http://ADDRESS:PORT`.
+
+    --host  the address to listen on (default: 127.0.0.1, which other machines cannot reach)
+    --port  the port (default: the recipe's vllm_server_port)
+
+Environment:
+    CUDA_VISIBLE_DEVICES  the GPUs to choose from; the server takes the first VLLM_TP of them
+    VLLM_TP               GPUs of the server (tensor parallel, default 1)
+    VLLM_ARGS             further flags for the server, separated by spaces; with --data-parallel-size N in them it
+                          takes N times as many GPUs
+    VLLM_API_KEY          the key that requests to /v1 must have, here and in the trainer's environment
+
+The development endpoints, by which the trainer changes the weights, ask nobody for the key: docs/cluster.md#ports.
+"""
+
+import argparse
+import errno
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.train import lock_file, lock_path, package_path, read_command_line, server_command
+
+
+def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
+    """(recipe, host and port, arguments of the trainer)."""
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, usage="bash scripts/serve.sh RECIPE [...]")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int)
+    recipe, rest = read_command_line(argv)
+    return recipe, *parser.parse_known_args(rest)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> is_local("127.0.0.1"), is_local("localhost"), is_local("0.0.0.0"), is_local("node3")
+    (True, True, False, False)
+    """
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def take_port(host: str, port: int) -> None:
+    """Lock the port for the server, which keeps the lock as long as it lives, or end with an error.
+
+    vLLM's own error does not name the port. Of two servers that load their weights at the same time, vLLM would notice
+    only afterwards that they have the same port.
+    """
+    lock = lock_file(lock_path(port))
+    try:
+        if lock is None:
+            raise OSError(f"a server that starts or runs has locked {lock_path(port)}")
+        os.set_inheritable(lock, True)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # as vLLM chooses it
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen()
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        problem = "another process listens there already" if taken else str(error)
+        sys.exit(
+            f"serve: error: the server cannot listen on {host}, port {port}: {problem}. Expected a free port of an "
+            "address of this machine. Choose another one with --port (or --host), or end what listens there."
+        )
+
+
+def main() -> None:
+    recipe, options, arguments = read_arguments(sys.argv[1:])
+    python = os.environ.get("PYTHON") or sys.executable
+    checks = subprocess.run(
+        [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments], stdout=subprocess.PIPE,
+        text=True, env={**os.environ, **package_path()},
+    )  # fmt: skip
+    if checks.returncode or not checks.stdout.strip():  # it said what is wrong
+        sys.exit(checks.returncode)
+    plan = json.loads(checks.stdout)
+    port, gpus = options.port or plan["wanted_port"], plan["server_gpus"]
+    take_port(options.host, port)
+    command, environment = server_command(python, plan, port, gpus, options.host)
+    if not is_local(options.host):
+        print(f"serve: warning: whoever reaches {options.host}:{port} can change the weights: VLLM_API_KEY guards "
+              "only paths that begin with /v1, /v2, /inference, /cohere. Keep it in a trusted network.",
+              file=sys.stderr)  # fmt: skip
+    print(f"serve: vLLM on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}", flush=True)
+    os.execvpe(command[0], command, {**os.environ, **environment})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,444 @@
+"""Train by a recipe: start the vLLM server that it needs, train beside it, and stop the server whatever happens.
+
+    bash scripts/train.sh RECIPE [trainer arguments...]
+    bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
+
+With GPUs the last one generates and the others train, one process each. Without, both share the CPU. With
+VLLM_SERVERS and VLLM_TP the last VLLM_SERVERS * VLLM_TP GPUs generate. With --data-parallel-size N in VLLM_ARGS these
+are N times as many.
+Recipes that use no server (use_vllm: false, vllm_mode: colocate, a server elsewhere) are only launched.
+
+Environment:
+    CUDA_VISIBLE_DEVICES  the GPUs to share out
+    NUM_PROCESSES         training processes (default: GPUs - 1; on a CPU 2 beside a server, else 1)
+    ACCELERATE_CONFIG     an accelerate configuration (default for several processes, of hf_recipes/accelerate:
+                          zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
+    VLLM_SERVERS          vLLM servers (default 1); each has its own port, its own GPUs and its own log
+    VLLM_TP               GPUs of one server, by tensor parallelism (default 1)
+    VLLM_ARGS             further flags for the server, separated by spaces
+    SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
+    SERVER_RESTARTS       how often each server that dies during training is started again (default 3); the trainer
+                          goes on with the others; without any it waits for vllm_server_timeout seconds
+    STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
+    TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
+    PYTHON                the interpreter of everything that is started (default: the one that runs this file)
+
+These are started, each in a session of its own: the checks (launch_plan.py), the servers and the trainer.
+Before them starts the keeper (keeper.py), which ends all of them when this process is gone.
+This process stays small: it imports neither torch nor the trainer.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch import keeper
+
+ROOT = Path(__file__).resolve().parents[2]
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
+Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
+
+
+def say(text: str) -> None:
+    print(f"train: {text}", flush=True)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """End with an error; 2 is for wrong usage."""
+    print(f"train: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The story
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    recipe, arguments = read_command_line(sys.argv[1:])
+    limits = {name: whole_number(name, default) for name, default in LIMITS.items()}
+    whole_number("NUM_PROCESSES", 0)  # launch_plan.py decides, where it knows the GPUs
+    whole_number("VLLM_SERVERS", 1, least=1), whole_number("VLLM_TP", 1, least=1)
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+    python = os.environ.get("PYTHON") or sys.executable
+    exit_on_signals()
+    launch = Launch(limits["STOP_TIMEOUT"])
+    try:
+        status = run(launch, python, recipe, arguments, limits)
+    except BrokenPipeError:  # nobody reads what is said; the status is that of a SIGPIPE
+        sys.stdout, status = None, 141
+    except OSError as error:  # such as no room on the disk
+        fail(str(error), 1)
+    finally:
+        launch.end()
+    sys.exit(status)
+
+
+def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits: dict[str, int]) -> int:
+    """The checks, the server if the recipe needs one, and the training. Returns the trainer's exit code."""
+    # Everything that can be wrong with the recipe and the arguments is found here, before a server is started.
+    say(f"checking {recipe}")
+    plan = make_plan(launch, [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments])
+    Path(plan["output_dir"]).mkdir(parents=True, exist_ok=True)
+    arguments = ["--config", recipe, *arguments]
+    servers = start_servers(launch, python, plan) if plan["starts_server"] else []
+    if servers:
+        ports = [str(server.port) for server in servers]
+        if len(servers) == 1:
+            arguments += ["--vllm_server_port", *ports]
+        else:
+            arguments += ["--vllm_server_base_url", ",".join(f"http://127.0.0.1:{port}" for port in ports)]
+        if wanted := plan["wanted_group_port"]:
+            group_port = lock_ports(wanted, len(servers))
+            if group_port != wanted:
+                say(f"port {wanted} is taken: the weights travel by {group_port} (vllm_group_port)")
+            arguments += ["--vllm_group_port", str(group_port)]
+        for server in servers:
+            server.wait(limits["SERVER_TIMEOUT"])
+    status = train(launch, trainer_command(python, plan, arguments), servers, limits["SERVER_RESTARTS"])
+    if status:
+        for server in servers:
+            if not server.is_alive():
+                server.show_log()
+                print(f"train: error: {server.name} ended during training; see above.", file=sys.stderr, flush=True)
+        what = "preflight" if "--preflight" in arguments else "trainer"
+        say(f"the {what} failed with exit code {status}")
+    elif "--preflight" not in arguments:
+        say(f"done; the model and trainer_state.json are in {plan['output_dir']}")
+    return status
+
+
+def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
+    """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
+    servers = []
+    wanted = plan["wanted_port"]
+    for number, gpus in enumerate(plan["server_gpus"]):
+        port, _ = lock_port(wanted)  # the lock ends with this process
+        if port != wanted:
+            say(f"port {wanted} is taken: using {port}")
+        wanted = port + 1
+        several = len(plan["server_gpus"]) > 1
+        name = f"vLLM server {number}" if several else "the vLLM server"
+        log = Path(plan["output_dir"]) / (f"vllm_server.{number}.log" if several else "vllm_server.log")
+        server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
+        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {server.log}")
+        server.start()
+        servers.append(server)
+    return servers
+
+
+def train(launch: "Launch", command: Command, servers: "list[Server]", restarts: int) -> int:
+    """Run the trainer to its end. A server that dies meanwhile is started again, each at most `restarts` times."""
+    trainer = launch.start("trainer", command)
+    while trainer.poll() is None:
+        for server in servers:
+            if server.restarted < restarts and not server.is_alive():
+                server.restarted += 1
+                server.show_log()
+                say(f"{server.name} ended; starting it again ({server.restarted} of {restarts})")
+                server.start()
+        time.sleep(1)
+    return exit_code(trainer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is started
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str = "127.0.0.1") -> Command:
+    """A vLLM server: for this machine alone, with the endpoints and log-probabilities that the trainer needs.
+
+    `gpus` are its GPUs as in CUDA_VISIBLE_DEVICES; without any it runs on the CPU.
+    """
+    command = [  # not the `vllm` command: the CPU package has none
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--host", host,
+        "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
+        "--max-model-len", str(plan["max_model_len"]), "--logprobs-mode", "processed_logprobs",
+        "--generation-config", "vllm",
+    ]  # fmt: skip
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if plan["trust_remote_code"]:
+        command.append("--trust-remote-code")
+    if plan["tensor_parallel"] > 1:
+        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+        if plan["weight_sync"] != "disk":
+            command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    else:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"
+        command += ["--enforce-eager", "--max-num-seqs", "128"]
+    return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
+
+
+def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> Command:
+    """The trainer by `accelerate launch`, one process per GPU or as many as were asked for."""
+    processes, gpus = plan["num_processes"], plan["trainer_gpus"]
+    default = ("zero3" if plan["deepspeed"] else "ddp") if gpus else "cpu"
+    config = os.environ.get("ACCELERATE_CONFIG") or ""
+    if not config and processes > 1:
+        config = f"hf_recipes/accelerate/{default}.yaml"
+    command = [python, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
+    if config:
+        command += ["--config_file", config]
+    else:
+        command += ["--mixed_precision", "no", "--dynamo_backend", "no", *([] if gpus else ["--cpu"])]
+    if processes > 1:
+        command += ["--main_process_port", "0"]  # any free one
+    command += [os.environ.get("TRAINER") or "mt_grpo_trainer.py", *arguments]
+    if plan["float32_for_ddp"] and config in ("", "hf_recipes/accelerate/ddp.yaml"):
+        say("without DeepSpeed the trained weights are kept in float32 (--dtype float32): in bfloat16 small steps are "
+            "lost")  # fmt: skip
+        command += ["--dtype", "float32"]
+    say(f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
+        f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}")  # fmt: skip
+    devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return command, {**devices, **package_path()}
+
+
+def package_path() -> dict[str, str]:
+    """Where a copy of the trainer, in whatever folder, finds the package `mt_grpo`."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
+    """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
+    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
+    output, _ = checks.communicate()
+    if checks.returncode or not output.strip():  # it said what is wrong, or only --help was asked for
+        raise SystemExit(exit_code(checks))
+    return json.loads(output)
+
+
+class Server:
+    """A vLLM server of a launch."""
+
+    def __init__(self, launch: "Launch", command: Command, port: int, name: str, log: Path):
+        self.launch, self.command, self.port, self.name, self.log = launch, command, port, name, log
+        self.restarted = 0
+        self.log.write_bytes(b"")
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start it, or start it again without what the last one left behind, such as its engine."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        with open(self.log, "ab") as log:
+            self.process = self.launch.start("server", self.command, stdout=log, stderr=subprocess.STDOUT)
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def is_healthy(self) -> bool:
+        # By hand: an HTTP library would take a quarter of this process's memory.
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            return b" 200 " in connection.recv(64)
+        return False
+
+    def wait(self, seconds: int) -> None:
+        """Wait until it answers, with a dot for every second. It must not end, nor take longer than `seconds`."""
+        began, told, problem = time.monotonic(), 0, ""
+        print(f"train: waiting for {self.name} ", end="", flush=True)
+        try:
+            while not problem:
+                waited = int(time.monotonic() - began)
+                if not self.is_alive():
+                    problem = f"{self.name} ended while it started; see above."
+                elif self.is_healthy():
+                    return print(f" up after {waited} s", flush=True)
+                elif waited > seconds:
+                    problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
+                else:
+                    told, text = (waited, f". {waited} s ") if waited >= told + 10 else (told, ".")
+                    print(text, end="", flush=True)
+                    time.sleep(1)
+        except SystemExit:  # a signal
+            print(flush=True)
+            raise
+        print(flush=True)
+        self.show_log()
+        fail(problem, 1)
+
+    def show_log(self) -> None:
+        with open(self.log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2**16))
+            lines = log.read().decode(errors="replace").splitlines()[-30:]
+        print("\n".join([f"train: the last lines of {self.log}:", *(f"    {line}" for line in lines)]),
+              file=sys.stderr, flush=True)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing is left behind
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """The processes of this launch and their keeper, which reads of them on a pipe until this process is gone."""
+
+    def __init__(self, stop_timeout: int):
+        self.mark = f"{os.getpid()}-{os.urandom(8).hex()}"
+        self.told: list[str] = []
+        self.seconds = stop_timeout
+        # Blocked signals stay blocked in the keeper: nothing but a KILL ends it early.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        command = [sys.executable, str(ROOT / "scripts/launch/keeper.py"), self.mark, str(stop_timeout)]
+        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def tell(self, line: str) -> None:
+        self.told.append(line)
+        with contextlib.suppress(BrokenPipeError):  # without a keeper, `end` does its work
+            os.write(self.keeper.stdin.fileno(), f"{line}\n".encode())
+
+    def start(self, name: str, command: Command, **options: Any) -> subprocess.Popen:
+        """Start a command in a session of its own, known to the keeper."""
+        arguments, environment = command
+        # close_fds=False: the pipe to the keeper closes as the program starts, with the mark in its environment.
+        # So the keeper misses no process between fork and exec.
+        process = subprocess.Popen(
+            arguments, env={**os.environ, **environment, keeper.MARK: self.mark}, stdin=subprocess.DEVNULL,
+            start_new_session=True, close_fds=False, **options,
+        )  # fmt: skip
+        self.tell(f"process {name} {process.pid}")
+        return process
+
+    def end(self) -> None:
+        """Let the keeper end what is left, and wait for it."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self.keeper.stdin.close()
+        if self.keeper.wait():  # it was killed
+            keeper.clean_up(self.told, self.mark, self.seconds)
+
+
+def exit_on_signals() -> None:
+    """Exit with 128 + the number of the first signal. One that the caller ignores, as nohup does, stays ignored."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def exit_code(process: subprocess.Popen) -> int:
+    """Of a process that ended, as a shell says it: 128 + the number of the signal that ended it."""
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is asked for
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
+    """(recipe, further arguments). Names count from the caller's folder, then the root becomes the current one."""
+    recipes = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hf_recipes/[!a]*/*.yaml")))
+    recipe = argv[0] if argv else ""
+    if not recipe or recipe.startswith("-"):
+        fail(f"no recipe. Usage: bash scripts/train.sh RECIPE [trainer arguments...] Recipes: {recipes}", 2)
+    if os.path.isfile(recipe):
+        recipe = os.path.abspath(recipe)
+    if trainer := os.environ.get("TRAINER"):
+        if not os.path.isfile(trainer):
+            fail(f"TRAINER={trainer!r} is not a file", 2)
+        os.environ["TRAINER"] = os.path.abspath(trainer)
+    if os.sep in os.environ.get("PYTHON", ""):
+        os.environ["PYTHON"] = os.path.abspath(os.environ["PYTHON"])
+    os.chdir(ROOT)
+    if not os.path.isfile(recipe):
+        fail(f"the recipe {recipe!r} is not a file. Recipes: {recipes}", 2)
+    return recipe, argv[1:]
+
+
+def whole_number(name: str, default: int, least: int = 0) -> int:
+    """An environment variable's."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        fail(f"{name}={text!r}: expected a whole number, {least} or more", 2)
+    return int(text)
+
+
+def lock_port(wanted: int) -> tuple[int, int]:
+    """(port, descriptor of its lock): the first from `wanted` on where nothing listens and that no launch has.
+
+    Two launches that start together both see the same port free. Whoever has its lock may use it, as long as it lives.
+    """
+    for port in range(wanted, 2**16):
+        lock = lock_file(lock_path(port))
+        if lock is not None:
+            if is_free(port):
+                return port, lock
+            os.close(lock)
+    fail(f"no port from {wanted} on is free on this machine and can be locked by a file in {tempfile.gettempdir()}", 1)
+
+
+def lock_path(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
+
+
+def lock_ports(wanted: int, count: int) -> int:
+    """The first of `count` ports in a row, as `lock_port` finds them. Their locks end with this process."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        port, lock = lock_port(found[-1][0] + 1 if found else wanted)
+        if found and port != found[-1][0] + 1:  # one between them is taken
+            for _, other in found:
+                os.close(other)
+            found.clear()
+        found.append((port, lock))
+    return found[0][0]
+
+
+def lock_file(path: Path) -> int | None:
+    """The descriptor of a locked file of this user; None where that cannot be.
+
+    Others may write in this folder. So no link is followed, nothing is changed, and no FIFO is waited for.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # another launch has it
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_free(port: int) -> bool:
+    """Whether nothing listens there, on any address: NCCL's group does not use 127.0.0.1."""
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Training with weights that DeepSpeed shards by ZeRO-3 over two gloo processes, in an environment of its own.
+
+The configuration is hf_recipes/accelerate/zero3.yaml as it is, but for bf16 where values are compared. `SPLIT` adds
+what a model this small needs: DeepSpeed keeps parameters below 100,000 numbers whole, and all of this one's are.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import yaml
+from bench.common import VLLMServer, free_port
+from safetensors.torch import load_file
+from test_server import SHARDED_LORA, assert_trained_from_what_the_server_held, sharded_recipe
+from test_sharded import (
+    ROOT,
+    WORKER,
+    assert_goes_on_exactly,
+    assert_trains_as_ddp_does,
+    check_pushed,
+    launch,
+    recipe,
+    steps,
+    train_and_resume,
+)
+
+ZERO3 = ROOT / "hf_recipes/accelerate/zero3.yaml"
+SPLIT = {
+    "zero_optimization": {
+        "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles an op for the CPU: needs g++"),
+]
+
+
+@pytest.fixture(scope="module")
+def launch_zero3(tmp_path_factory):
+    """`launch` with a Python that has DeepSpeed, besides all that this one has."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    command = ["bash", "scripts/setup.sh", "--deepspeed-in", str(folder / "env")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "PYTHONPATH": str(ROOT)}
+    return functools.partial(launch, python=str(folder / "env/bin/python"), **env)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """A configuration under which each rank holds half of every parameter."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "ds.json").write_text(json.dumps(SPLIT))
+    config = yaml.safe_load(ZERO3.read_text())
+    config["deepspeed_config"] = {"deepspeed_config_file": str(folder / "ds.json"), "zero3_init_flag": True}
+    del config["mixed_precision"]  # accelerate takes it from the file
+    (folder / "split.yaml").write_text(yaml.safe_dump(config))
+    return folder / "split.yaml"
+
+
+@pytest.fixture(scope="module")
+def trained(launch_zero3, tmp_path_factory):
+    launch_sharded = functools.partial(launch_zero3, ZERO3, ["mt_grpo_trainer.py"])
+    return train_and_resume(tmp_path_factory.mktemp("zero3"), launch_sharded)
+
+
+def test_zero3_trains_as_ddp_does(trained):
+    """It adds gradients in another order: 2e-6 was measured, where a gradient is about as small as Adam's epsilon."""
+    assert_trains_as_ddp_does(trained, atol=1e-5)
+
+
+def test_zero3_goes_on_exactly(trained):
+    assert_goes_on_exactly(trained)
+
+
+def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path, monkeypatch):
+    """As on two nodes, with accelerate's own launcher in place of DeepSpeed's: every step and the weights, exactly."""
+    monkeypatch.chdir(ROOT)
+    path = recipe(tmp_path / "x", "out", save_strategy="steps", save_steps=2, max_steps=5)
+    place = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()),
+             "--deepspeed_multinode_launcher", "standard"]  # fmt: skip
+
+    def node(rank):
+        return launch_zero3(ZERO3, [*place, "--machine_rank", rank, "mt_grpo_trainer.py"], "--config", path)
+
+    with ThreadPoolExecutor(2) as nodes:
+        list(nodes.map(node, "01"))
+    _, whole, _ = trained
+    assert list(steps(tmp_path / "x/out")) == [1, 2, 3, 4, 5] and steps(tmp_path / "x/out") == steps(whole)
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "x/out"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_what_is_pushed_is_whole(lora, launch_zero3, split, tmp_path, monkeypatch):
+    """Names, tied ones too; merged adapters; a scaled norm. Where one rank fails or gives up, no other one waits."""
+    monkeypatch.chdir(ROOT)
+    check_pushed(functools.partial(launch_zero3, split), lora, tmp_path)
+
+
+def test_bf16_loses_no_small_steps(launch_zero3, tmp_path, monkeypatch):
+    """The configuration as it is. One step is below half the spacing of bf16 numbers, and five together are not."""
+    monkeypatch.chdir(ROOT)
+    keys = {"dtype": "bfloat16", "bf16": True, "gradient_checkpointing": True}
+    keys |= {"learning_rate": 5e-5, "lr_scheduler_type": "constant", "max_steps": 5}
+    launch_zero3(
+        ZERO3, ["--mixed_precision", "bf16", "mt_grpo_trainer.py"], "--config", recipe(tmp_path / "x", "out", **keys)
+    )
+    first = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
+    saved = load_file(tmp_path / "x/out/model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    before = torch.cat([first[name].bfloat16().flatten() for name in saved])
+    after = torch.cat([value.flatten() for value in saved.values()])
+    large = (before.abs() > 2**-5) & (before.abs() < 2**-4)  # their spacing is 2**-12
+    assert (before != after)[large].float().mean() > 0.05
+
+
+@pytest.fixture(scope="module")
+def port():
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(ROOT / "hf_recipes/tiny/calculator-model", *flags) as server:
+        yield server.port
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_weights_that_zero3_shards_reach_the_server(lora, launch_zero3, split, port, tmp_path, monkeypatch):
+    """The second step's push fails half-way, and is repeated."""
+    monkeypatch.setenv("FAULT", "server lost")
+    path = sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {})
+    text = launch_zero3(split, [WORKER, "train"], "--config", path)
+    assert "lost after 5 weights. Waiting for the server, then pushing again." in text
+    assert_trained_from_what_the_server_held(tmp_path / "out", 3)
+
+
+def test_a_push_that_fails_on_the_other_rank_ends_the_run(launch_zero3, split, port, tmp_path, monkeypatch):
+    """Both ranks raise what rank 1 said, and the run is saved between two steps."""
+    monkeypatch.setenv("FAULT", "no memory")
+    text = launch_zero3(split, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port), fails=True)
+    assert text.count("error: Step 1: GatherFailed: rank 1: MemoryError: none left") == 2, text[-3000:]
+    assert_trained_from_what_the_server_held(tmp_path / "out", 1)
+    assert (tmp_path / "out/checkpoint-1/latest").read_text() == "global_step1"

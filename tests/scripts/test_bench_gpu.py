@@ -1,0 +1,70 @@
+"""The GPU benchmark: its table from hand-written rows, and its cases with the bundled model on a CPU."""
+
+import argparse
+import json
+from contextlib import ExitStack
+
+import pytest
+from bench import gpu as bench
+
+LOG = [
+    {"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5, "sampling/sampling_logp_difference/mean": 0.02}
+]
+CASES = {
+    "in process": {"seconds": [9.0, 9.0, 4.0, 4.5], "log": [{"reward": 0.1, "rollout/wait_seconds": 3.0}] * 4,
+                   "allocated": 2**30, "used": 3 * 2**30},
+    "TRL, in process": {"seconds": [9.0, 9.0, 5.0], "log": [{"reward": 0.1}] * 3, "allocated": 2**31, "used": 2**32},
+    "colocate": {"error": "Traceback\n  File\nRuntimeError: no memory\n"},
+    "server, disk": {"seconds": [9.0, 9.0, 4.0], "log": LOG * 3, "allocated": 2**30, "used": 2**32},
+    "server, nccl": {"skipped": "needs 2 GPUs"},
+    "tiny recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": m} for m in (0.25, 0.75)]},
+}  # fmt: skip
+RESULTS = {
+    "machine": {"torch": "2", "trl": "1"}, "gpus": "Abacus 9000", "parameters": 600_000_000, "cases": CASES,
+    "settings": {"rollouts": 64, "tokens": 256, "steps": 2},
+}  # fmt: skip
+
+
+def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
+    lines = bench.section(RESULTS).splitlines()
+    assert "On Abacus 9000" in lines[0] and "0.6B parameters" in lines[0]
+    assert lines[4:7] == [
+        "| in process | 4.25 s | 3.00 s | - | 1.25 s | 1.0 | 3.0 | - |",
+        "| TRL, in process | 5.00 s | - | - | - | 2.0 | 4.0 | - |",
+        "| server, disk | 4.00 s | 1.00 s | 0.50 s | 2.50 s | 1.0 | 4.0 | 2.0e-02 |",
+    ]
+    assert [line for line in lines[7:] if line] == [
+        "`colocate` failed: `RuntimeError: no memory`",
+        "`server, nccl` was left out: it needs 2 GPUs.",
+        "`hf_recipes/tiny/calculator.yaml` in bf16: exact match 0.25 in the first step, 0.50 in the last ten of 2.",
+    ]
+
+
+def test_it_wants_a_gpu(monkeypatch):
+    monkeypatch.setattr(bench, "visible_gpus", list)
+    with pytest.raises(SystemExit, match="no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try"):
+        bench.main([])
+
+
+def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_path):
+    class Fails(ExitStack):
+        def __enter__(self):
+            raise RuntimeError("The vLLM server ended while it started")
+
+    monkeypatch.setattr(bench, "make_server", lambda *args: Fails())
+    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, tiny=True)
+    row = bench.measure("server, disk", tmp_path, options, [], tmp_path)
+    assert row == {"error": "The vLLM server ended while it started"}
+
+
+@pytest.mark.slow
+def test_its_cases_run_with_the_bundled_model(monkeypatch, tmp_path):
+    pytest.importorskip("vllm")
+    results = tmp_path / "results.json"
+    monkeypatch.setattr(bench, "TINY_RESULTS", results)
+    cases = ["in process", "TRL, in process", "server, disk", "tiny recipe"]
+    assert bench.main(["--tiny", *(word for case in cases for word in ("--case", case))]) == 0
+    rows = json.loads(results.read_text())["cases"]
+    assert list(rows) == cases and all(len(row["log"]) >= 2 for row in rows.values())
+    assert bench.summary(rows["server, disk"])["sync"] > 0
+    assert all("rollout/wait_seconds" in step for step in rows["in process"]["log"])

