@@ -53,15 +53,22 @@ def turns_of(folder):
 
 @pytest.mark.slow
 def test_a_colocated_engine_samples_from_the_weights_that_are_trained(tmp_path):
-    """With TRL's syncs, with none, and with them again: the logprobs of both sides tell which."""
+    """With TRL's syncs, with none, and with them again: the logprobs of both sides tell which.
+
+    How far right weights differ depends on the policy and on the processor, so it is measured on the same tokens: what
+    bfloat16 makes of the trainer's own weights. Of 12 batches the engine's were 0.5 to 1.3 times as far, and 14 to 94
+    times with weights that are one to six steps old.
+    """
     told = colocated(tmp_path, "train", learning_rate=1e-3)
     rows = told["steps"]
     assert told["dtype"] == "torch.bfloat16"  # vLLM's choice for a model that is stored in float32
     right = [row["sampling/sampling_logp_difference/mean"] for row in rows]
-    assert len(right) == 6 and max(right) < 5e-3, right
+    differences = [*right, *told["without_sync"], *told["with_sync_again"]]
+    times = [each / rounding for each, rounding in zip(differences, told["rounding"], strict=True)]
+    with_sync, without_sync, again = times[:6], times[6:12], times[12:]
+    assert len(again) == 6 and max(with_sync + again) < 3, times
     assert told["head_moved"] > 1e-3  # tied to the embedding: TRL names it once
-    assert min(told["without_sync"][2:]) > 10 * max(right), told["without_sync"]
-    assert max(told["with_sync_again"]) < 5e-3, told["with_sync_again"]
+    assert min(without_sync[2:]) > 10, times
     assert told["syncs"] == [47] * 12  # once before each batch: 46 weights of TRL and the head
     assert all(row["turns/mean"] > 1.5 for row in rows)
 
