@@ -26,7 +26,7 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "SHORT_RESULTS", tmp_path / "runs/short.json")
     monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/results").mkdir(parents=True)
     return tmp_path
 
 
