@@ -28,7 +28,7 @@ from mt_grpo.adapters.verl import (
     scores as verl_scores,
     search as verl_search,
 )
-from mt_grpo.adapters.verl.base import BaseInteraction
+from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool
 from mt_grpo.adapters.verl.builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
 from mt_grpo.adapters.verl.config import load_interactions
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -1180,3 +1180,14 @@ def test_interactions_have_names_of_their_own_which_they_are_told(tmp_path):
     path.write_text(INTERACTIONS.replace("NAME", "first"))
     with pytest.raises(ValueError, match="two interactions are called 'first'"):
         load_interactions(str(path))
+
+
+def test_a_folder_that_is_called_verl_is_not_verl(tmp_path, monkeypatch):
+    """tools/ has one: it may stand on the path, as the folder of a recipe's file, and may have been imported."""
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl/data.txt").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("verl").__spec__.origin is None  # a namespace package: nothing of verl is in it
+    verl_paths.install()
+    assert importlib.import_module("verl.tools.base_tool").BaseTool is BaseTool
+    assert isinstance(sys.modules["verl"].__spec__.loader, verl_paths.VerlPaths)

@@ -161,10 +161,19 @@ def test_the_headline():
 
 
 def test_memory_and_cpu_of_processes():
-    bench.reset_peak()
-    before = bench.peak_mib()
-    block = bytearray(64 << 20)
-    block[:: 1 << 12] = b"x" * len(range(0, len(block), 1 << 12))
-    assert 60 < bench.peak_mib() - before < 80
+    def grown() -> float:
+        bench.reset_peak()
+        before = bench.peak_mib()
+        block = bytearray(64 << 20)
+        block[:: 1 << 12] = b"x" * len(range(0, len(block), 1 << 12))
+        return bench.peak_mib() - before
+
+    # In a process of its own, whose peak is no other test's: not every kernel lets a process reset it.
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, str(grown()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert 60 < float(os.read(reading, 100)) < 80
 
     assert bench.group_cpu(os.getpgid(0)) > 0 == bench.group_cpu(-1)

@@ -180,7 +180,7 @@ def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, bu
         if busy:
             (job.steps_that_run / "busy").touch()
         job.process.send_signal(number)
-        assert job.process.wait(30) == 1, job.said()
+        assert job.process.wait(240) == 1, job.said()
     assert job.said().count("saved") == 2 and "forcing" not in job.said(), job.said()
     assert job.said().count("the run saves itself") == 1, job.said()
     assert (tmp_path / "requeued").exists() == requeued
@@ -194,7 +194,7 @@ def test_a_signal_before_the_step_of_the_training_begins_ends_the_job(tmp_path, 
         job.wait_for(lambda: "slurm: trainers:" in job.said())
         time.sleep(0.5)  # so that the stand-in for srun handles signals
         job.process.send_signal(signal.SIGTERM)
-        assert job.process.wait(30) == 1, job.said()
+        assert job.process.wait(240) == 1, job.said()
     assert "there is no step yet" in job.said() and "training on" not in job.said()
 
 
@@ -273,7 +273,7 @@ def test_a_server_of_another_job_is_not_taken_for_ones_own(tmp_path, stand_in_py
         with ThreadingHTTPServer((taken, port), Foreign) as foreign:
             threading.Thread(target=foreign.serve_forever, daemon=True).start()
             (tmp_path / other).write_text("healthy")
-            assert job.process.wait(30) == 1, job.said()
+            assert job.process.wait(240) == 1, job.said()
             foreign.shutdown()
     said = job.said()
     assert f"slurm: error: no server of this job at {taken}:{port} after " in said and "trainers" not in said, said

@@ -14,6 +14,7 @@ from test_recipes import change_model
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import AdapterKeys, load_conversation
 from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.connection import BadAnswer, read_completion
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
@@ -146,7 +147,7 @@ def test_a_kind_is_told_once_and_raised_where_asked(monkeypatch, caplog):
     (record,) = caplog.records
     assert "check text): white space, between turns" in record.message
     args.tokenization_check_raises = True
-    with pytest.raises(mt.RunError, match="check text"):
+    with pytest.raises(RunError, match="check text"):
         token_checks.check_rollouts(rollouts, env, args)
     args.tokenization_sanity_check_mode = "off"
     assert token_checks.check_rollouts(rollouts, env, args) == {}

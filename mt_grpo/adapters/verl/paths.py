@@ -72,7 +72,7 @@ PACKAGES = ("verl.tools", "verl.interactions")  # whose classes a YAML names
 
 
 class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules of `MODULES`, as the last of all finders.
+    """Makes the modules of `MODULES` where verl is not installed.
 
     Attributes:
         beside: Files that stand for modules of verl, by their names.
@@ -103,6 +103,15 @@ def install(module: str = "", folder: str = "") -> None:
     if finder is None:
         finder = VerlPaths()
         sys.meta_path.append(finder)
+    # INVARIANT: a folder `verl` without __init__.py, as tools/verl, is not verl. Python would take it for a package.
+    others = [each for each in sys.meta_path if each is not finder and hasattr(each, "find_spec")]
+    found = next((spec for each in others if (spec := each.find_spec("verl", None))), None)
+    if found is None or found.origin is None:
+        sys.meta_path.remove(finder)
+        sys.meta_path.insert(0, finder)
+        spec = getattr(sys.modules.get("verl"), "__spec__", None)
+        if spec is not None and spec.origin is None and spec.loader is not finder:
+            del sys.modules["verl"]
     package, _, name = module.rpartition(".")
     file = os.path.join(folder, f"{name}.py")
     if package in PACKAGES and os.path.isfile(file):
