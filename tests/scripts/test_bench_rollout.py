@@ -171,8 +171,10 @@ def test_memory_and_cpu_of_processes():
     # In a process of its own, whose peak is no other test's: not every kernel lets a process reset it.
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writing, str(grown()).encode())
-        os._exit(0)
+        try:
+            os.write(writing, str(grown()).encode())
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
     assert 60 < float(os.read(reading, 100)) < 80
 
