@@ -66,7 +66,7 @@ class AheadTrainer(ResumableTrainer):
     groups that are complete, oldest first, of any batch.
 
     A subclass has `_start_rollouts` and `_sync_weights`. For each batch of training it calls `_rows_of_step`, then
-    `_take_prefetched`, then `_prefetch` if there are `_next_rows`.
+    `_complete_rollouts`, then `_prefetch` if there are `_next_rows`.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
