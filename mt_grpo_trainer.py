@@ -53,21 +53,40 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
-from mt_grpo.adapter_keys import AdapterKeys, load_adapter_tools, load_conversation
-from mt_grpo.ahead import AheadTrainer
-from mt_grpo.control_tokens import Origin, neutralise
-from mt_grpo.data import load_splits
-from mt_grpo.environments import Environments, failures_end, is_own_method, tools_of
-from mt_grpo.event_loop import gather_all, run_async
-from mt_grpo.first_batch import preflight_settings, run_preflight
-from mt_grpo.formats import CLOSING_TAGS, make_format
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.nodes import checkpoint_of_all_ranks
-from mt_grpo.off_policy import text_of_cuts
-from mt_grpo.output import keep_output_open, output_lock
-from mt_grpo.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.prefetch import RolloutBatch
-from mt_grpo.preflight import (
+from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.files import absolute, keep_output_open, output_lock
+from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.conversation.environments import (
+    Environments,
+    PromptTooLong,
+    failures_end,
+    is_own_method,
+    read_reply,
+    tools_of,
+)
+from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS, make_format
+from mt_grpo.conversation.sampling import (
+    CHAT_KEYS,
+    Room,
+    check_conversations,
+    check_sampling_params,
+    sampling_defaults,
+)
+from mt_grpo.conversation.tools.results import as_result, error_text
+from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
+from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion, server_urls
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.rollout_batch import RolloutBatch
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weight_transfer import WeightTransfer
+from mt_grpo.generation.weights import PolicyWeights, WeightCounter
+from mt_grpo.recipe.checks import (
     check_server,
     load_tokenizer,
     model_errors,
@@ -75,14 +94,24 @@ from mt_grpo.preflight import (
     prompt_ids_of,
     rows_of_environment,
     warn_without_state_keys,
+    weights_of,
 )
-from mt_grpo.protocols import ToolFormat
-from mt_grpo.ranks import RunError, on_main_process
-from mt_grpo.recipes import parse_recipe
-from mt_grpo.records import FURTHER, Pass, loss_in_passes, loss_lists, loss_rows, score_rollouts, split_further
-from mt_grpo.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config
-from mt_grpo.replies import PromptTooLong, read_reply
-from mt_grpo.resume import train_or_save
+from mt_grpo.recipe.data import load_splits
+from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges
+from mt_grpo.recipe.parse import parse_recipe
+from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
+from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.reports.metrics import (
+    EvaluationMetrics,
+    RewardUse,
+    conversation_columns,
+    conversation_metrics,
+    credit_metrics,
+    mean_per_rollout,
+    staleness_metrics,
+)
+from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
+from mt_grpo.reports.rollout_log import log_rollouts
 from mt_grpo.rollout import (
     Context,
     Generation,
@@ -92,35 +121,34 @@ from mt_grpo.rollout import (
     Rollout,
     StopReason,
     ToolCall,
+    ToolFormat,
     ToolResult,
     Turn,
 )
-from mt_grpo.rollout_log import log_rollouts
-from mt_grpo.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
-from mt_grpo.run_log import (
-    EvaluationMetrics,
-    RewardUse,
-    conversation_columns,
-    conversation_metrics,
-    credit_metrics,
-    mean_per_rollout,
-    staleness_metrics,
+from mt_grpo.run.ahead import AheadTrainer
+from mt_grpo.run.nodes import checkpoint_of_all_ranks
+from mt_grpo.run.trainer import train_or_save
+from mt_grpo.training.records import (
+    FURTHER,
+    Pass,
+    loss_in_passes,
+    loss_lists,
+    loss_rows,
+    score_rollouts,
+    split_further,
 )
-from mt_grpo.sampling import CHAT_KEYS, Room, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.scoring import all_rewards, check_advantages, own_copy, state_numbers, turn_flags, weights_of
-from mt_grpo.server_errors import ServerError, hide_password, read_completion, server_urls
-from mt_grpo.server_pool import ServerPool
-from mt_grpo.settings import absolute, check_mappings, check_ranges
-from mt_grpo.tensors import NAN, nanstd, nansum, pad_rows, pad_turn_ids, ratio_to_sampled
-from mt_grpo.token_checks import check_rollouts
-from mt_grpo.tool_results import as_result, error_text
-from mt_grpo.tool_threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.tools import fill_in_tools, named_tools, read_call, unreadable
-from mt_grpo.vllm_server import ServerConnection
-from mt_grpo.watch import run_reports
-from mt_grpo.weight_sync import WeightSync
-from mt_grpo.weight_transfer import WeightTransfer
-from mt_grpo.weights import PolicyWeights, WeightCounter
+from mt_grpo.training.rewards import (
+    all_rewards,
+    check_advantages,
+    logged_rewards,
+    own_copy,
+    rollout_columns,
+    state_numbers,
+    turn_flags,
+    weighted_rewards,
+)
+from mt_grpo.training.tensors import NAN, nanstd, pad_rows, pad_turn_ids, ratio_to_sampled
+from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +178,7 @@ class MultiTurnToolEnv:
     """The conversation between a model, its tools and, if there is one, an environment of its own.
 
     Args:
-        tools: Typed functions with docstrings, synchronous or async; or objects (`mt_grpo.tools.as_tool`).
+        tools: Typed functions with docstrings, synchronous or async; or objects (`tools.signature.as_tool`).
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
@@ -165,8 +193,8 @@ class MultiTurnToolEnv:
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
             must be quick. None: each conversation so far is a state of its own.
-        tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native` (`mt_grpo.formats`).
-        environment: A class with an instance per conversation (`mt_grpo.protocols.Environment`), or a dict of classes
+        tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
+        environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
         environment_timeout: Seconds that one call of a method of the environment may take; its tools have theirs.
 
@@ -398,7 +426,17 @@ class MultiTurnToolEnv:
         return reply
 
     def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:
-        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends."""
+        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends.
+
+        What a turn is followed by, the first line that fits:
+
+            an answer, and nothing replied       ANSWERED
+            the environment says stop            ENVIRONMENT_STOP
+            no call, nothing replied, cut off    CONTEXT_LENGTH or MAX_TOKENS, whichever is spent
+            no call, nothing replied             NO_TOOL_CALL
+            its observations are spent           MAX_TURNS
+            else results, and what was replied   the conversation goes on
+        """
         replied = bool(reply.messages or reply.continuation or reply.history)
         if turn.answer is not None and not replied:
             return StopReason.ANSWERED
@@ -866,8 +904,41 @@ def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.
     return torch.where(turn_ids >= 0, advantages.gather(1, turn_ids.clamp(min=0)), 0.0)
 
 
+def clipped_loss(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    importance_ratio: torch.Tensor | float = 1.0,
+    epsilon: float = 0.2,
+) -> torch.Tensor:
+    """What is optimised, to be read: TRL's loss runs, and by default (`loss_type: dapo`) it is this one.
+
+    Args:
+        logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
+        advantages: (M, C), one per token.
+        loss_mask: (M, C), 1 where the policy sampled the token. The mean is over these tokens of the whole batch.
+        importance_ratio: (M, C), the policy before the step over the one that sampled (1 with `old_logps: sampled`).
+        epsilon: How far the ratio may move before a token stops teaching (PPO, arXiv 1707.06347, equation 7).
+
+    >>> old, new = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.75, 0.25]]))
+    >>> clipped_loss(new, old, torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1, 1, 1]]))  # -(1 + 1.2 - 0.8) / 3
+    tensor(-0.4667)
+    """
+    ratio = torch.exp(logps - old_logps)  # 1 in the first pass over a batch
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages) * importance_ratio
+    return (per_token * loss_mask).sum() / loss_mask.sum()
+
+
 # =====================================================================================================================
 # 3. The step
+#
+# TRL's training step calls, in this order:
+#   _generate_and_score_completions   rows in, a batch for the loss out; inside it TRL calls the next two
+#     _generate                       conversations -> ids, masks, logprobs (`_roll_out`)
+#     _calculate_rewards              reward functions -> `RewardTable`; then `turn_advantages`, `token_advantages`
+#   compute_loss                      TRL's loss of these tokens: `clipped_loss` above
 # =====================================================================================================================
 
 
@@ -889,7 +960,6 @@ class MTGRPOEnvTrainer(AheadTrainer):
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
-    MAX_RESTARTS = 3  # of the server, in one batch of rollouts
 
     def __init__(
         self,
@@ -954,6 +1024,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
             peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
         setting = f"credit_assignment={args.credit_assignment}"
@@ -1104,46 +1175,8 @@ class MTGRPOEnvTrainer(AheadTrainer):
         A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
         there is none, all ranks push again.
         """
-        rollouts: list[Rollout | None] = [None] * len(rows)
-        num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
-
-        def finish() -> tuple[int, int, int]:
-            missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
-            started = None if num_restarted else self._take_prefetched(rows)
-            self._batch = started or self._start_rollouts(rows, missing)
-            for rollout in self._batch.wait():
-                if rollout is not None:
-                    rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
-            kept = {id(rollout) for rollout in rollouts}
-            self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
-            retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
-            return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
-
-        while num_pushes < self.MAX_RESTARTS:
-            if num_restarted or not self._in_flight or not self.model.training:
-                self._stop_if_asked()  # before the push: the server may be gone as well
-                self._sync_weights()
-            began = time.perf_counter()
-            num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
-            waited += time.perf_counter() - began + self._batch.waited
-            num_retries += retries
-            if not num_missing:
-                break
-            logger.warning(
-                f"Step {self.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
-                f"conversations start over{', after the weights are pushed again' if num_without else ''}."
-            )
-            num_restarted += num_missing
-            if num_without:
-                num_pushes += 1
-                if self.weight_sync is not None:
-                    self.weight_sync.doubted = True
-        else:
-            raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        self._log_metrics({
-            "rollout/restarted": num_restarted, "rollout/retries": num_retries, "rollout/seconds": self._batch.seconds,
-            "rollout/wait_seconds": waited,
-        })  # fmt: skip
+        rollouts, metrics = self._complete_rollouts(rows)
+        self._log_metrics(metrics)
         staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
         if self.model.training and self._next_rows:
             self._prefetch()
@@ -1204,15 +1237,9 @@ class MTGRPOEnvTrainer(AheadTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         device = self.accelerator.device
-        columns = column_lists(self._rows, data_of(self)) | {
-            "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(self._rollouts, prompts)],
-            "completions": [rollout.completion for rollout in self._rollouts],
-            "completion_ids": [rollout.completion_ids for rollout in self._rollouts],
-            "environments": [rollout.environment for rollout in self._rollouts],
-            "environment_rewards": [rollout.reward for rollout in self._rollouts],
-            "rollout_turns": [rollout.turns for rollout in self._rollouts], "trainer_state": self.state,
-            "log_extra": self._log_completion_extra, "log_metric": self._log_metric,
-        }  # fmt: skip
+        columns = column_lists(self._rows, data_of(self)) | rollout_columns(self._rollouts, prompts)
+        columns |= {"trainer_state": self.state}
+        columns |= {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in self._rollouts)], device=device)
         num_turns = max(1, int(self.accelerator.gather(num_turns).max()))
@@ -1229,23 +1256,10 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self.accelerator.gather(local[name].to(device).contiguous()).cpu()
             for name in ("whole", "per_turn", "observed", "sampled", "state")
         )
-        weights = self.reward_weights.cpu()
-        turn_weights, outcome_weights = weights[: self.num_turn_funcs], weights[self.num_turn_funcs :]
-        outcomes = whole[:, self.num_turn_funcs :]
-        # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
-        outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
-        self._reward_table = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(self._failed), NAN),
-            rollout_turn=nansum(whole[:, : self.num_turn_funcs] * turn_weights, 1),
-            turn=nansum(per_turn * turn_weights, 2),
-            observed=observed,
-            sampled=sampled,
-            state=state,
-        )
-        sums = nansum(per_turn, 1)  # (N, F_turn), of functions that gave a list
-        logged = whole.clone()
-        logged[:, : self.num_turn_funcs] = torch.where(sums.isnan(), whole[:, : self.num_turn_funcs], sums)
-        self._logged_rewards = logged = logged.to(device)
+        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, self.reward_weights.cpu())
+        outcome = outcome.masked_fill(torch.tensor(self._failed), NAN)
+        self._reward_table = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
+        self._logged_rewards = logged = logged_rewards(whole, per_turn).to(device)
         if self.model.training:
             counts = numbers_that_count(
                 self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
@@ -1444,7 +1458,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
 
 
 @dataclass
-class MTGRPOConfig(GRPOConfig):
+class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = field(
@@ -1486,21 +1500,6 @@ class MTGRPOConfig(GRPOConfig):
     reward_timeout: float = field(
         default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
     )
-    vllm_server_base_url: list[str] | str | None = field(
-        default=None, metadata={"help": "Address of the vLLM server; a list of several"}
-    )
-    weight_sync: str = field(
-        default="auto", metadata={"help": "To the vLLM server by nccl (GPUs), disk (shared directory) or auto"}
-    )
-    weight_sync_dir: str | None = field(
-        default=None, metadata={"help": "Shared directory of the disk transport. None: /dev/shm, else the temp dir"}
-    )
-    weight_check_every: int = field(
-        default=10, metadata={"help": "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th"}
-    )
-    vllm_request_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that one generation request may take"}
-    )
     max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
     late_groups: str = field(
         default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
@@ -1509,11 +1508,6 @@ class MTGRPOConfig(GRPOConfig):
         default="policy", metadata={"help": "What the loss clips around: the policy before the step, or as sampled"}
     )
     overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
-    tokenization_sanity_check_mode: str = field(default="strict", metadata={"help": "strict, ignore_strippable, off"})
-    tokenization_check_raises: bool = field(default=False, metadata={"help": "A difference found ends the run"})
-    print_metrics: str = field(default="line", metadata={"help": "Per log: line, or all of the metrics"})
-    log_rollouts: int = field(default=16, metadata={"help": "Rollouts per rank and batch in rollouts.*.jsonl"})
-    log_rollout_tokens: bool = field(default=False, metadata={"help": "Every token of them, too"})
 
     def __post_init__(self):
         check_ranges(self)

@@ -30,18 +30,18 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
-from mt_grpo.adapter_keys import load_adapter_tools
-from mt_grpo.data import accepted_answers, check_no_data, empty_prompts, load_rows
-from mt_grpo.event_loop import gather_all, run_async
-from mt_grpo.in_process import InProcessBackend
-from mt_grpo.plugins import load_rewards, load_tools
-from mt_grpo.preflight import check_context
-from mt_grpo.recipes import read_recipe
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.rows import column_lists, prompts_of
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.checks import check_context
+from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
+from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
-from mt_grpo.rows import column_lists, prompts_of
-from mt_grpo.scoring import check_reward_values, environment_rewards, named_apart, run_rewards
-from mt_grpo.server_errors import ServerError
-from mt_grpo.settings import default_of
+from mt_grpo.training.rewards import check_reward_values, environment_rewards, named_apart, run_rewards
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]

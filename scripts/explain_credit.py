@@ -32,9 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 from viewer.index import as_item, question
 
 import mt_grpo_trainer as mt
-from mt_grpo.data import accepted_answers
-from mt_grpo.rollout_log import read_rollouts
-from mt_grpo.server_errors import ServerError
+from mt_grpo.base.errors import ServerError
+from mt_grpo.recipe.data import accepted_answers
+from mt_grpo.reports.rollout_log import read_rollouts
 
 # INVARIANT: nothing of the recipe's is overwritten, and one group is one batch. `group_recipe` adds the batch sizes.
 FIXED = {

@@ -9,7 +9,6 @@ The file registers the package `mt_grpo` and its modules as names of itself, so 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -17,10 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 RULE = "# " + "=" * 117
 
 
-def rooms() -> list[str]:
-    """The package's modules from the ground up, as its docstring lists them."""
-    text = ast.get_docstring(ast.parse((ROOT / "mt_grpo/__init__.py").read_text()), clean=False)
-    return re.findall(r"^    (\w+)  ", text, re.M)
+def modules() -> list[str]:
+    """The modules that the script stands on, each behind those that it imports at its top.
+
+    A house of adapters is imported inside a function, where a recipe names it: it stays in the clone.
+    """
+    ordered: list[str] = []
+
+    def visit(source: str) -> None:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("mt_grpo."):
+                name = node.module.removeprefix("mt_grpo.")
+                if name not in ordered:
+                    visit((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text())
+                    ordered.append(name)
+
+    visit((ROOT / "mt_grpo_trainer.py").read_text())
+    return ordered
 
 
 def take_apart(source: str) -> tuple[str, set[tuple[str, str]], str]:
@@ -41,15 +53,17 @@ def take_apart(source: str) -> tuple[str, set[tuple[str, str]], str]:
 
 def one_file() -> str:
     """The whole house as the text of one module."""
-    names = rooms()
-    parts = [take_apart((ROOT / f"mt_grpo/{name}.py").read_text()) for name in names]
+    names = modules()
+    parts = [take_apart((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text()) for name in names]
     docstring, imports, script = take_apart((ROOT / "mt_grpo_trainer.py").read_text())
     imports = {("logging", ""), ("sys", "")}.union(imports, *(found for _, found, _ in parts))
     lines = [f"import {module}" for module, name in sorted(imports) if not name]
     for module in sorted({module for module, name in imports if name}):
         names_of = ", ".join(sorted(name for source, name in imports if source == module and name))
         lines.append(f"from {module} import {names_of}")
-    aliases = ", ".join(f'"{name}"' for name in ("mt_grpo", *(f"mt_grpo.{name}" for name in names)))
+    folders = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
+    parents = dict.fromkeys(parent for folder in folders for parent in (folder.partition(".")[0], folder))
+    aliases = ", ".join(f'"{name}"' for name in ("mt_grpo", *(f"mt_grpo.{name}" for name in (*parents, *names))))
     text = [
         f'"""{docstring}"""\n\nfrom __future__ import annotations\n',
         "\n".join(lines),
@@ -59,7 +73,7 @@ def one_file() -> str:
         '    globals().setdefault(name.rpartition(".")[2], sys.modules[__name__])\n',
     ]
     for name, (about, _, body) in zip(names, parts, strict=True):
-        text.append(f"\n{RULE}\n# mt_grpo/{name}.py: {about.splitlines()[0]}\n{RULE}\n\n{body}\n")
+        text.append(f"\n{RULE}\n# mt_grpo/{name.replace('.', '/')}.py: {about.splitlines()[0]}\n{RULE}\n\n{body}\n")
     return "\n".join([*text, f"\n{script}\n"])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.common import pyplot
 
-from mt_grpo.metrics_log import METRICS_FILE, read_metrics
+from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 
 STYLES = ("-", "--", ":", "-.")  # of the runs
 SMALLEST = 0.01  # a share that never exceeds it is not drawn

@@ -17,10 +17,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
-from mt_grpo.first_batch import FirstBatch
-from mt_grpo.output import keep_output_open
-from mt_grpo.progress import ProgressLine
-from mt_grpo.server_errors import ServerError
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.files import keep_output_open
+from mt_grpo.reports.preflight import FirstBatch
+from mt_grpo.reports.progress import ProgressLine
 
 # What can be trained: its recipe, and what the table calls a result that holds the answer.
 TASKS = {

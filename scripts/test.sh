@@ -50,7 +50,7 @@ printf 'test: ruff\n'
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
-everything=(tests mt_grpo mt_grpo_trainer.py rewards tools gym_texts scripts --doctest-modules)
+everything=(tests mt_grpo mt_grpo_trainer.py rewards tools/*.py tools/gym scripts --doctest-modules)
 if (($#)); then
     printf 'test: pytest\n'
     "$python" -m pytest "${everything[@]}" "$@"
@@ -58,11 +58,13 @@ if (($#)); then
     exit
 fi
 
-# Tests against servers wait for most of their time. So three groups run side by side, and the last two print when all are
-# over. The tests of the trainer, of first batches and of the viewer are with the servers', so that the first group is not
-# much longer.
-faults=(tests/test_{faults,ahead}.py)
-servers=(tests/test_{first_batch,server,servers,weight_transfer,nodes,sharded,slurm,recipes,trainer,view_rollouts}.py)
+# Tests against servers wait for most of their time. So three groups of files run side by side, and the last two print
+# when all are over. A file says by its marker in which group it is. The tests of the trainer, of first batches and of the
+# viewer are with the servers', so that the first group is not much longer.
+group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
+mapfile -t faults < <(group faults)
+mapfile -t servers < <(group servers)
+((${#faults[@]} && ${#servers[@]})) || { printf 'test: a group has no files\n' >&2 && exit 1; }
 logs=("$(mktemp)" "$(mktemp)")
 "$python" -m pytest "${faults[@]}" >"${logs[0]}" 2>&1 &
 groups=("$!")

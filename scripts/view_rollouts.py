@@ -31,7 +31,7 @@ from aiohttp import web
 from plot_run import PANELS, lines_of
 from viewer.index import Query, RolloutIndex
 
-from mt_grpo.metrics_log import METRICS_FILE, read_metrics
+from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file

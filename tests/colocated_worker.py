@@ -1,4 +1,4 @@
-"""Trains with vLLM in the training process, on a CPU, and says what happened: run by tests/test_colocate.py.
+"""Trains with vLLM in the training process, on a CPU, and says what happened: run by test_colocate.py.
 
     python tests/colocated_worker.py OUT.json PART --config RECIPE ...
 
@@ -7,6 +7,7 @@ here. `load_from_file` replaces that call, and nothing before it: when TRL syncs
 reset of the prefix cache are TRL's.
 """
 
+import copy
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.formats import CLOSING_TAGS
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 
 
 def load_from_file(generation, tied=True):
@@ -55,6 +56,32 @@ def load_from_file(generation, tied=True):
     return loads
 
 
+def note_rounding(trainer):
+    """Measure, on each batch, what the engine's data type alone makes of the right weights.
+
+    Returns:
+        Mean differences of the logprobs of the trainer's model and of a copy of it in bfloat16, by batch, which grow.
+        They are over the same tokens as `sampling_logp_difference`: those that the policy sampled.
+    """
+    generate, noted = trainer._generate_and_score_completions, []
+
+    @torch.no_grad()
+    def measured(inputs):
+        output = generate(inputs)
+        ids, mask = (
+            torch.cat([output[f"prompt_{kind}"], output[f"completion_{kind}"]], 1) for kind in ("ids", "mask")
+        )
+        coarse = copy.deepcopy(trainer.model).to(torch.bfloat16)
+        length = output["completion_ids"].shape[1]
+        logps = trainer._get_per_token_logps_and_entropies(coarse, ids, mask, length)[0]
+        sampled = (output["completion_mask"] * output["tool_mask"]).bool()
+        noted.append((logps.float() - output["old_per_token_logps"])[sampled].abs().mean().item())
+        return output
+
+    trainer._generate_and_score_completions = measured
+    return noted
+
+
 def steps(trainer):
     """The logged steps."""
     return [row for row in trainer.state.log_history if "reward" in row]
@@ -69,6 +96,7 @@ def train(trainer):
     """Steps with syncs, steps without, steps with syncs again."""
     told = {"syncs": load_from_file(trainer.vllm_generation)}
     told["dtype"] = str(trainer.vllm_generation.llm.model_config.dtype)
+    told["rounding"] = note_rounding(trainer)
     head = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
     told |= {"steps": steps(trainer), "head_moved": (trainer.model.lm_head.weight - head).abs().max().item()}

@@ -1,11 +1,21 @@
-"""Whether a process that a test looks for has ended.
+"""Other processes of a test: what they may import, and whether they have ended.
 
 psutil and not /proc: between the look whether a process's file exists and the reading of it the process may end.
 """
 
+import os
 import time
+from pathlib import Path
 
 import psutil
+
+TESTS = Path(__file__).resolve().parent
+IMPORTS = os.pathsep.join(  # as PYTHONPATH: what a test can import (pyproject.toml's pythonpath)
+    map(
+        str,
+        [TESTS.parent, TESTS.parent / "scripts", TESTS, *sorted(each for each in TESTS.iterdir() if each.is_dir())],
+    )
+)
 
 
 def alive(pid: int) -> bool:

@@ -26,10 +26,10 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mt_grpo_trainer as mt
-from mt_grpo import preflight
-from mt_grpo.server_errors import ServerLost
-from mt_grpo.weight_transfer import WeightTransfer
-from mt_grpo.weights import GatherFailed, PolicyWeights
+from mt_grpo.base.errors import ServerLost
+from mt_grpo.generation.weight_transfer import WeightTransfer
+from mt_grpo.generation.weights import GatherFailed, PolicyWeights
+from mt_grpo.recipe import checks as preflight
 
 own_init = AcceleratorState.__init__
 

@@ -1,19 +1,32 @@
 """The house: what stands where, how large it may be, and that imports point downwards."""
 
 import ast
+import importlib
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from mt_grpo.base.moved import KEPT, new_paths
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "mt_grpo_trainer.py"
 PACKAGE = ROOT / "mt_grpo"
-ROOMS = re.findall(
-    r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()), clean=False), re.M
-)
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+FILES = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = [name for name in FILES if not name.endswith("__init__")]
+FOLDERS = [path.parent for path in FILES.values() if path.name == "__init__.py"]
+
+
+def listed(folder: Path) -> list[str]:
+    """What the docstring of a folder's `__init__` lists, in its order: modules, and folders without their slash."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False)
+    return re.findall(r"^ {0,4}(\w+)/?  ", text, re.M)
+
+
+WINGS = listed(PACKAGE)
 
 
 def imported(path: Path) -> set[str]:
@@ -25,6 +38,19 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.add("." * node.level + (node.module or ""))
     return names
+
+
+def ours(name: str) -> dict[str, str]:
+    """The modules of the package that a module of it imports: their names to what the import says."""
+    found = {}
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mt_grpo":
+            path = "/".join(node.module.split(".")[1:])
+            for alias in node.names:  # `from mt_grpo.base import moved` names a module, too
+                found[f"{path}/{alias.name}".strip("/") if path not in FILES else path] = ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            found |= {"/".join(a.name.split(".")[1:]): a.name for a in node.names if a.name.startswith("mt_grpo.")}
+    return found
 
 
 def defined(path: Path) -> list[str]:
@@ -40,48 +66,74 @@ def defined(path: Path) -> list[str]:
     return [name for name in names if name != "logger"]
 
 
-def test_every_room_is_on_the_map():
-    assert sorted(ROOMS) == MODULES and len(MODULES) > 15
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_folder_lists_what_is_in_it(folder):
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    folders = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert sorted(listed(folder)) == sorted(modules | folders)
+    text = (folder / "__init__.py").read_text()
+    assert len(text) > 100, f"{folder} does not say why it stands where it stands"
 
 
 def test_the_script_is_read_in_an_evening():
     assert len(SCRIPT.read_text().splitlines()) <= 1600
 
 
-@pytest.mark.parametrize("room", MODULES)
-def test_rooms_are_small_and_import_only_downwards(room):
-    path = PACKAGE / f"{room}.py"
-    assert len(path.read_text().splitlines()) <= 600
-    names = imported(path)
-    ours = {name for name in names if name.split(".")[0] == "mt_grpo"}
-    if room == "adapter_keys":  # adapters are imported where a recipe names them
-        at_top = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
-        ours -= {name for name in ours - at_top if name.startswith("mt_grpo.adapters.")}
-    assert not any(name.startswith((".", "mt_grpo_trainer")) for name in names)
-    below = {f"mt_grpo.{name}" for name in ROOMS[: ROOMS.index(room)]}
-    assert ours <= below, f"{room} imports {sorted(ours - below)}, which stand above it"
+def test_the_package_is_a_few_wings():
+    assert len(WINGS) <= 10 and WINGS[0] == "rollout" and len(MODULES) > 60
+    assert sorted(WINGS) == sorted({name.split("/")[0] for name in MODULES})
 
 
-ADAPTERS = re.findall(
-    r"^    (\w+)  ", ast.get_docstring(ast.parse((PACKAGE / "adapters/__init__.py").read_text()), clean=False), re.M
-)
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_downwards(name):
+    """A module imports from its own wing and from those above it in the list, and never the script."""
+    assert len(FILES[name].read_text().splitlines()) <= 600
+    assert not any(other.startswith((".", "mt_grpo_trainer")) for other in imported(FILES[name]))
+    allowed = WINGS[: WINGS.index(name.split("/")[0]) + 1]
+    for other, statement in ours(name).items():
+        assert other.split("/")[0] in allowed, f"{name}: `{statement}` points upwards"
+        assert other in FILES, f"{name}: `{statement}` names no module"
 
 
-def test_every_adapter_is_on_its_map():
-    assert sorted(ADAPTERS) == sorted(p.stem for p in (PACKAGE / "adapters").glob("*.py") if p.stem != "__init__")
+def test_a_house_of_adapters_does_not_know_the_others():
+    """But for MCP, whose tools verl's have too, and what `choose` imports where a recipe names a house."""
+    for name in MODULES:
+        wing, _, rest = name.partition("/")
+        if wing == "adapters" and "/" in rest:
+            houses = {other.split("/")[1] for other in ours(name) if re.fullmatch(r"adapters/\w+/\w+", other)}
+            assert houses <= {rest.split("/")[0], *(["mcp"] if rest.startswith("verl/") else [])}, name
 
 
-@pytest.mark.parametrize("module", ADAPTERS)
-def test_adapters_are_small_and_import_only_downwards(module):
-    path = PACKAGE / f"adapters/{module}.py"
-    assert len(path.read_text().splitlines()) <= 600
-    names = imported(path)
-    assert not any(name.startswith((".", "mt_grpo_trainer")) for name in names)
-    others = {name for name in names if name.startswith("mt_grpo.adapters")}
-    assert others <= {f"mt_grpo.adapters.{name}" for name in ADAPTERS[: ADAPTERS.index(module)]}
+def test_no_modules_import_each_other_in_a_circle():
+    below = {name: set(ours(name)) for name in MODULES}
+    while free := [name for name, others in below.items() if not others & below.keys()]:
+        for name in free:
+            del below[name]
+    assert not below
 
 
-@pytest.mark.parametrize("folder", ["rewards", "tools", "agent_programs", "swift_plugins", "verl_tools"])
+@pytest.mark.parametrize("old", sorted(new_paths()))
+def test_an_old_module_path_names_the_new_one(old):
+    with pytest.raises(ImportError) as error:
+        importlib.import_module(old)
+    for new in new_paths()[old]:
+        assert new in str(error.value)
+        importlib.import_module(new)
+
+
+def test_documented_imports_go_on_working():
+    for old, new in KEPT.items():
+        assert importlib.import_module(old).load_tools is importlib.import_module(new).load_tools
+    import mt_grpo
+    import mt_grpo.rollout
+
+    names = [name for name in vars(mt_grpo) if name[0].isupper()]
+    assert len(names) >= 11 and all(getattr(mt_grpo, name) is getattr(mt_grpo.rollout, name) for name in names)
+    code = "import sys, mt_grpo; assert not {'torch', 'transformers', 'trl'} & set(sys.modules), 'a plug-in waits'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("folder", ["rewards", "tools", "tools/agents", "tools/ms_swift", "tools/verl"])
 def test_plug_ins_stand_alone(folder):
     """A reward or tool file is copied alone: it imports nothing of the project."""
     files = list((ROOT / folder).glob("*.py"))
@@ -90,18 +142,21 @@ def test_plug_ins_stand_alone(folder):
         assert not any(name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer") for name in imported(path)), path
 
 
+IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("adapters/") and name != "base/moved"]
+IN_ONE_FILE += [FILES["adapters/choose"], FILES["adapters/recipe_checks"]]
+
+
 def test_names_are_unique_over_the_house():
     """So that one file can hold all of it (scripts/one_file.py)."""
-    names = [name for path in [*(PACKAGE / f"{room}.py" for room in ROOMS), SCRIPT] for name in defined(path)]
+    names = [name for path in [*IN_ONE_FILE, SCRIPT] for name in defined(path)]
     assert sorted(names) == sorted(set(names)) and len(names) > 100
-    assert not set(names) & set(ROOMS)
 
 
 def test_one_file_defines_all_of_it(tmp_path):
     source = runpy.run_path(str(ROOT / "scripts/one_file.py"))["one_file"]()
     path = tmp_path / "my_idea.py"
     path.write_text(source)
-    ours = [name for name in imported(path) if name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer")]
-    assert all(name.startswith("mt_grpo.adapters.") for name in ours)  # those of the clone, where a recipe names them
-    expected = [name for p in [*(PACKAGE / f"{room}.py" for room in ROOMS), SCRIPT] for name in defined(p)]
+    left = [name for name in imported(path) if name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer")]
+    assert all(name.startswith("mt_grpo.adapters.") for name in left)  # those of the clone, where a recipe names them
+    expected = [name for p in [*IN_ONE_FILE, SCRIPT] for name in defined(p)]
     assert set(expected) <= set(defined(path))

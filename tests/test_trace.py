@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from mt_grpo.event_loop import run_async
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.conversation.tools.threads import ToolThreads
 from mt_grpo.rollout import Generation
-from mt_grpo.tool_threads import ToolThreads
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,7 @@ LOGGING = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed",
+    "compare_ranks", "failed", "_complete_rollouts",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
@@ -74,7 +74,7 @@ NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
     "numbers_that_count", "check_advantages",
     "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
-    "score_rollouts", "put_back", "_group_size",
+    "score_rollouts", "put_back", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
 }  # fmt: skip
 
 
@@ -102,8 +102,7 @@ class Scripted:
 
 def length_of(file: str, line: int) -> int:
     """Lines of the definition that begins there, its decorators included."""
-    path = ROOT / file if file == "mt_grpo_trainer.py" else ROOT / "mt_grpo" / file
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first == line:
@@ -135,9 +134,9 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     def note(frame, event, argument):
         code = frame.f_code
         file = Path(code.co_filename)
-        ours = file == ROOT / "mt_grpo_trainer.py" or file.parent == ROOT / "mt_grpo"
+        ours = file == ROOT / "mt_grpo_trainer.py" or file.is_relative_to(ROOT / "mt_grpo")
         if event == "call" and ours and "<" not in code.co_qualname:  # what is nested belongs to what it stands in
-            entered[(file.name, code.co_firstlineno)] = code.co_name
+            entered[(str(file.relative_to(ROOT)), code.co_firstlineno)] = code.co_name
 
     async def note_here():  # the thread of the background loop is there already
         sys.setprofile(note)
@@ -146,7 +145,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
         sys.setprofile(None)
 
     # Only new threads are noted, and those of tests before this one may still wait for work.
-    monkeypatch.setattr("mt_grpo.tool_threads.TOOL_THREADS", ToolThreads())
+    monkeypatch.setattr("mt_grpo.conversation.tools.threads.TOOL_THREADS", ToolThreads())
     run_async(note_here())
     threading.setprofile(note)
     sys.setprofile(note)

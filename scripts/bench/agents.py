@@ -25,7 +25,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
-RESULTS, SHORT_RESULTS = ROOT / "docs/agents_results.json", ROOT / "runs/bench_agents_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/agents.json", ROOT / "runs/bench_agents_short.json"
 MODEL = "hf_recipes/tiny/calculator-hermes-model"
 CONVERSATIONS, GROUP, CALLS = 256, 8, 3
 WAITS = (0.2, 1.0)
@@ -42,11 +42,11 @@ class Bench:
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
-        from mt_grpo.adapters.agent_programs import FunctionAgent
-        from mt_grpo.adapters.openai_agent import agent_conversation, agent_environment
-        from mt_grpo.data import load_rows
-        from mt_grpo.hermes import tool_schema
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
+        from mt_grpo.adapters.agents.programs import FunctionAgent
+        from mt_grpo.conversation.tools.signature import tool_schema
+        from mt_grpo.recipe.data import load_rows
+        from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
         self.tokenizer = AutoTokenizer.from_pretrained(ROOT / MODEL)

@@ -2,7 +2,7 @@
 
     python scripts/bench/bf16.py            # 3 seeds of 40 steps per setting: 30 minutes on 2 busy cores
     python scripts/bench/bf16.py --short    # 1 seed of 6 steps: about 6 minutes; the page stays
-    python scripts/bench/bf16.py --report   # only the section of docs/speed.md, from docs/bf16_results.json
+    python scripts/bench/bf16.py --report   # only the section of docs/speed.md, from docs/results/bf16.json
 
 Three settings of the tiny calculator task, each against a real vLLM server: float32 on both sides; float32 weights
 with bf16 autocast, and a bf16 server; weights kept in bf16, and a bf16 server. From every sampled token of every step:
@@ -36,11 +36,11 @@ import torch
 import mt_grpo_trainer as mt
 from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
 from bench.sync import build_model, rounded
-from mt_grpo.rollout_log import read_rollouts
+from mt_grpo.reports.rollout_log import read_rollouts
 
 RECIPE, IN_PROCESS = "hf_recipes/tiny/calculator-vllm.yaml", "hf_recipes/tiny/calculator.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS, SHORT_RESULTS = ROOT / "docs/bf16_results.json", ROOT / "runs/bench_bf16_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/bf16.json", ROOT / "runs/bench_bf16_short.json"
 ROLLOUTS, LAST = 64, 10  # per step; the last steps, whose mean exact match says what was learned
 CLIP = 3.0  # TRL's `vllm_importance_sampling_clip_max`
 # Setting -> dtype of the server, further arguments of the trainer.

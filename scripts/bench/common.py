@@ -171,7 +171,7 @@ def machine() -> dict[str, Any]:
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """The file under `docs/` that a section of a page is made from."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

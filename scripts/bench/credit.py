@@ -2,7 +2,7 @@
 
     python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
     python scripts/bench/credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
-    python scripts/bench/credit.py --report            # only docs/credit_results.json, docs/credit.png, the tables
+    python scripts/bench/credit.py --report            # only docs/results/credit.json, docs/credit.png, the tables
 
 Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
@@ -15,7 +15,7 @@ Fair: all methods of a task have the same model, rewards, seeds, number of rollo
 best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
 choice. (d) and (e) have their recipe's for all.
 
-Resumable: a finished run is a file in runs/credit/ (or a row of docs/credit_results.json) and is not run again, also
+Resumable: a finished run is a file in runs/credit/ (or a row of docs/results/credit.json) and is not run again, also
 after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
 says so if there are several.
 """
@@ -78,7 +78,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
     },
 }  # fmt: skip
-RESULTS, PICTURE, PAGE = Path("docs/credit_results.json"), Path("docs/credit.png"), Path("docs/credit.md")
+RESULTS, PICTURE, PAGE = Path("docs/results/credit.json"), Path("docs/credit.png"), Path("docs/credit.md")
 RUNS = Path("runs/credit")
 FIGURES = (
     "tool_executed",
@@ -196,13 +196,14 @@ def code_digest(task: str) -> str:
     import evaluate
 
     script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
-    files = ["mt_grpo_trainer.py", *sorted(Path("mt_grpo").glob("*.py")), TASKS[task]["arguments"][1],
+    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
+    files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,
              *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
     if Path(script_args.dataset_name or "absent").is_dir():
         files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
-        files += [*sorted(Path("mt_grpo/adapters").glob("gym_*.py")), *sorted(Path("gym_texts").glob("*.py"))]
+        files += [*sorted(Path("mt_grpo/adapters/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
 
 
@@ -476,7 +477,7 @@ def report() -> None:
     rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
                                                       r["seed"], r["learning_rate"]))  # fmt: skip
     if not rows:
-        sys.exit("error: no finished runs in runs/credit or docs/credit_results.json. Run without --report first.")
+        sys.exit("error: no finished runs in runs/credit or docs/results/credit.json. Run without --report first.")
     RESULTS.parent.mkdir(exist_ok=True)
     body = ",\n".join("  " + json.dumps(row) for row in rows)
     settings = {"learning_rates": best_learning_rates({name_of(r): r for r in rows}), "search_seed": SEARCH_SEED,

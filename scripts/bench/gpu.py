@@ -1,9 +1,9 @@
 """On a GPU: a step's seconds by phase and its memory, for each way to sample and to push weights, and TRL's trainer.
 
-    python scripts/bench/gpu.py                       # all cases; docs/gpu_results.json, a section of docs/speed.md
+    python scripts/bench/gpu.py                       # all cases; docs/results/gpu.json, a section of docs/speed.md
     python scripts/bench/gpu.py --case "server, disk" # one case (again); the others stay as they are in the file
     python scripts/bench/gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
-    python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/gpu_results.json
+    python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/results/gpu.json
 
 The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
@@ -32,7 +32,7 @@ from bench.common import ROOT, VLLMServer, machine, report, write_results, write
 from bench.step import calculator_reward
 from bench.sync import TINY, build_model
 
-RESULTS, TINY_RESULTS = ROOT / "docs/gpu_results.json", ROOT / "runs/bench_gpu_tiny.json"
+RESULTS, TINY_RESULTS = ROOT / "docs/results/gpu.json", ROOT / "runs/bench_gpu_tiny.json"
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 # Name -> (whose trainer, what it sets beside the settings of all).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,8 +107,8 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     from datasets import Dataset
 
     import mt_grpo_trainer as mt
-    from mt_grpo.data import make_arithmetic
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
 
     side, changes = CASES[case]
     on_gpu = torch.cuda.is_available()

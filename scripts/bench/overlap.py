@@ -2,7 +2,7 @@
 
     python scripts/bench/overlap.py            # 3 seeds of 40 steps each way, about 15 minutes on 2 cores
     python scripts/bench/overlap.py --short    # 1 seed of 12 steps: the timings only
-    python scripts/bench/overlap.py --report   # only the section of docs/speed.md, from docs/overlap_results.json
+    python scripts/bench/overlap.py --report   # only the section of docs/speed.md, from docs/results/overlap.json
 
 One vLLM server on a core of its own, one training process on another, so that the two halves of a step do not wait for
 each other's core. Without overlap a step is the sum of its halves: rollouts (`rollout/wait_seconds`) and everything
@@ -27,7 +27,7 @@ from bench.common import ROOT, VLLMServer, machine, report, spread, write_result
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS = ROOT / "docs/overlap_results.json"
+RESULTS = ROOT / "docs/results/overlap.json"
 ROLLOUTS = 64
 WARM_UP = 3  # steps at the beginning that are not timed
 LAST = 10  # steps whose mean reward says what was learned

@@ -3,7 +3,7 @@ loop.
 
     python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
     python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
-    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/rollout_results.json
+    python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/results/rollout.json
 
 Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
 
@@ -49,7 +49,7 @@ from bench import common
 from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
-RESULTS, SHORT_RESULTS = ROOT / "docs/rollout_results.json", ROOT / "runs/bench_rollout_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/rollout.json", ROOT / "runs/bench_rollout_short.json"
 PICTURE = ROOT / "docs/rollout.png"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
@@ -149,7 +149,7 @@ def recorder(client: Any) -> Any:
 
 def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """As the trainer rolls out (`MTGRPOEnvTrainer._converse`)."""
-    from mt_grpo.event_loop import gather_all, run_async
+    from mt_grpo.base.event_loop import gather_all, run_async
 
     rollouts = env.start(prompts)
     run_async(gather_all([env.converse(rollout, client, sampling) for rollout in rollouts]))
@@ -168,7 +168,7 @@ class Given:
 
 def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """The reference shape: a batch of turns, then the tools one after another, then the next batch."""
-    from mt_grpo.event_loop import gather_all, run_async
+    from mt_grpo.base.event_loop import gather_all, run_async
 
     async def sample(rollout):
         history = rollout.prompt_ids + rollout.completion_ids
@@ -208,7 +208,7 @@ async def send(url: str, bodies: list[bytes]) -> None:
 
 def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: Any) -> bytes:
     """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    from mt_grpo.sampling import sampling_defaults
+    from mt_grpo.conversation.sampling import sampling_defaults
 
     return json.dumps({
         **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
@@ -264,8 +264,8 @@ class Bench:
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
-        from mt_grpo.data import load_rows
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.recipe.data import load_rows
+        from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
         overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []

@@ -10,9 +10,9 @@ now and then hangs for longer than its time limit, and `kill -9` for the server,
 same port. Two training processes, as the recipe has them. The run must finish, have every step once, answer held-out
 problems, and show no growth in memory, threads, sockets or files. Exit code 1 and a list of what failed otherwise.
 
-What it measured goes to docs/soak_results.json and docs/soak.png (runs/ with fewer than 200 steps); with several
-servers to docs/soak_servers_results.json and docs/soak_servers.png (runs/ with fewer than 80), and with batches in
-flight to docs/soak_staleness_results.json and docs/soak_staleness.png (runs/ with fewer than 80).
+What it measured goes to docs/results/soak.json and docs/soak.png (runs/ with fewer than 200 steps); with several
+servers to docs/results/soak_servers.json and docs/soak_servers.png (runs/ with fewer than 80), and with batches in
+flight to docs/results/soak_staleness.json and docs/soak_staleness.png (runs/ with fewer than 80).
 """
 
 import argparse
@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.max_staleness:
         name, whole = "soak_staleness", 80
     folder = ROOT / ("docs" if options.steps >= whole else "runs")
-    write_results(folder / f"{name}_results.json", result)
+    write_results(folder / f"results/{name}.json", result)
     if result["samples"]:
         plot(result, folder / f"{name}.png")
     shown = {k: v for k, v in result.items() if k not in ("samples", "exact_match", "machine", "problems")}

@@ -1,9 +1,9 @@
 """Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
-    python scripts/bench/step.py                  # all shapes; docs/step_results.json and the section of docs/speed.md
+    python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
-    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/step_results.json
+    python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
@@ -57,7 +57,7 @@ from bench.common import PAGE, ROOT, machine, report, spread, stopwatch, write_r
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
-RESULTS, SHORT_RESULTS = ROOT / "docs/step_results.json", ROOT / "runs/bench_step_short.json"
+RESULTS, SHORT_RESULTS = ROOT / "docs/results/step.json", ROOT / "runs/bench_step_short.json"
 SIDES = ("trl", "ours")
 LIMIT = 1.05  # of TRL's step
 WARM_UP = 3  # pairs that are not counted
@@ -98,8 +98,8 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
     from transformers import AutoTokenizer
 
     import mt_grpo_trainer as mt
-    from mt_grpo.data import make_arithmetic
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.data import make_arithmetic
+    from mt_grpo.recipe.plugins import load_tools
 
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(MODEL)
     env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
@@ -119,7 +119,7 @@ def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
     """One conversation per rollout, of a call and an answer, whose ids are equally many: those that are sampled."""
     from transformers import AutoTokenizer
 
-    from mt_grpo.data import make_arithmetic
+    from mt_grpo.recipe.data import make_arithmetic
 
     rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
     for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
@@ -313,7 +313,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
         trainer._last_loaded_step = -1
     else:
         import mt_grpo_trainer as mt
-        from mt_grpo.plugins import load_tools
+        from mt_grpo.recipe.plugins import load_tools
 
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
         trainer = mt.MTGRPOEnvTrainer(
@@ -338,7 +338,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
 
 def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
     """TRL's trainer with `tools=`, or ours, which samples in this process."""
-    from mt_grpo.plugins import load_tools
+    from mt_grpo.recipe.plugins import load_tools
 
     tools = load_tools(str(ROOT / "tools/calculator.py"))
     if side == "trl":

@@ -2,7 +2,7 @@
 
     python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
     python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
-    python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/sync_results.json
+    python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
 shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
@@ -31,7 +31,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS, SHORT_RESULTS = Path("docs/sync_results.json"), Path("runs/bench_sync_short.json")
+RESULTS, SHORT_RESULTS = Path("docs/results/sync.json"), Path("runs/bench_sync_short.json")
 PAGE = Path("docs/speed.md")
 QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
 # Size -> what its Qwen3 configuration has; None: the bundled model.

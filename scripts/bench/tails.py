@@ -5,8 +5,8 @@ Both with the loss's clip around the policy before the step, and around the logp
     python scripts/bench/tails.py            # one timed seed and four more, about 2 hours
     python scripts/bench/tails.py --short    # the timed seed only, about 30 minutes
     python scripts/bench/tails.py --long     # then: five seeds of 60 steps without and with 4, about 30 minutes
-    python scripts/bench/tails.py --resume   # what docs/tails_results.json (written after each run) does not hold yet
-    python scripts/bench/tails.py --report   # only the section of docs/speed.md, from docs/tails_results.json
+    python scripts/bench/tails.py --resume   # what docs/results/tails.json (written after each run) does not hold yet
+    python scripts/bench/tails.py --report   # only the section of docs/speed.md, from docs/results/tails.json
 
 The tiny server recipe with its calculator, which waits before it answers: a median of 0.1 s, and 20 s in 1 of 100
 calls. So nearly every batch of 64 rollouts has a call that waits for 20 s. The timed seed has the machine for itself:
@@ -38,7 +38,9 @@ from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, VLLMServer, mac
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS = ROOT / "docs/tails_results.json"
+RESULTS = ROOT / "docs/results/tails.json"
+MATCH = "rewards/exact_match_reward_func/mean"
+KEPT = ("step_time", "rollout/staleness", "rollout/staleness_p99", "rollout/staleness_max", MATCH)  # of each step
 ROLLOUTS = 64
 CASES = {  # name -> max_staleness, late_groups, old_logps
     "0": (0, "wait", "policy"), "1": (1, "wait", "policy"), "2": (2, "wait", "policy"), "4": (4, "wait", "policy"),
@@ -95,11 +97,9 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    keys = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/staleness",
-            "rollout/staleness_p50", "rollout/staleness_p99", "rollout/staleness_max", "tools/timeout_frequency",
-            "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
-    rows = [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
-    run = {"case": case, "seed": seed, "timed": timed, "rows": rows}
+    rows = [row for row in history if "reward" in row]
+    columns = {key: [round(row[key], 6) for row in rows] for key in KEPT}
+    run = {"case": case, "seed": seed, "timed": timed, "columns": columns}
     of = summary([run])[case]
     print(f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
           f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
@@ -119,22 +119,21 @@ def steps_to_goal(exact_match: list[float]) -> int | None:
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By case: seconds per step of the timed run, staleness and, of the last steps, exact match of each seed.
 
-    >>> row = {"step_time": 2.0, "rewards/exact_match_reward_func/mean": 0.5, "rollout/staleness": 1.0,
-    ...        "rollout/staleness_p99": 1.0, "rollout/staleness_max": 2.0}
-    >>> of = summary([{"case": "2", "seed": 0, "timed": True, "rows": [row, {**row, "step_time": 4.0}]}])["2"]
+    >>> columns = {**dict.fromkeys(KEPT, [1.0, 2.0]), MATCH: [0.5, 0.5], "step_time": [2.0, 4.0]}
+    >>> of = summary([{"case": "2", "seed": 0, "timed": True, "columns": columns}])["2"]
     >>> of.pop("to_goal"), of
-    ([None], {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.0], 'p99': 1.0, 'max': 2.0})
+    ([None], {'seconds': 3.0, 'untimed': None, 'exact_match': [0.5], 'staleness': [1.5], 'p99': 2.0, 'max': 2.0})
     """
     by: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):  # seeds of a case may end in another order
         empty = {"seconds": None, "untimed": None, "exact_match": [], "to_goal": [], "staleness": []}
-        of, rows = by.setdefault(run["case"], empty), run["rows"]
-        of["seconds" if run["timed"] else "untimed"] = statistics.mean(row["step_time"] for row in rows)
-        of["exact_match"].append(statistics.mean(r["rewards/exact_match_reward_func/mean"] for r in rows[-LAST:]))
-        of["to_goal"].append(steps_to_goal([r["rewards/exact_match_reward_func/mean"] for r in rows]))
-        of["staleness"].append(statistics.mean(row["rollout/staleness"] for row in rows))
+        of, columns = by.setdefault(run["case"], empty), run["columns"]
+        of["seconds" if run["timed"] else "untimed"] = statistics.mean(columns["step_time"])
+        of["exact_match"].append(statistics.mean(columns[MATCH][-LAST:]))
+        of["to_goal"].append(steps_to_goal(columns[MATCH]))
+        of["staleness"].append(statistics.mean(columns["rollout/staleness"]))
         for name in ("p99", "max"):
-            of[name] = max(of.get(name, 0.0), *(row[f"rollout/staleness_{name}"] for row in rows))
+            of[name] = max(of.get(name, 0.0), *columns[f"rollout/staleness_{name}"])
     return by
 
 

@@ -23,7 +23,7 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.formats import make_format
+from mt_grpo.conversation.formats.xml import make_format
 
 PAGE = Path("docs/tokenization.md")
 BEGIN, END = "<!-- made by scripts/bench/template_table.py --write -->", "<!-- end of the table -->"

@@ -25,12 +25,12 @@ from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, change_one, encode, opening, warm_start
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_chain
-from mt_grpo.formats import make_format, parse_turn, result_message
-from mt_grpo.plugins import load_tools
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format, parse_turn, result_message
+from mt_grpo.conversation.tools.signature import check_call
+from mt_grpo.recipe.data import make_chain
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Turn
-from mt_grpo.tools import check_call
 
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6

@@ -13,9 +13,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.chat_format import ChatFormat
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
-from mt_grpo.tools import check_call
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

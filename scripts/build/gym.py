@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import HERMES_TEMPLATE, Example, encode
-from mt_grpo.adapters.gym_environment import GymEnvironment, gym_environment
-from mt_grpo.formats import make_format
-from mt_grpo.plugins import load_class
+from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Message, Turn
 
-TEXTS = Path(__file__).parents[2] / "gym_texts"
+TEXTS = Path(__file__).parents[2] / "tools/gym"
 MOST_TURNS = 20
 
 

@@ -28,10 +28,10 @@ from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening, warm_start
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.formats import make_format
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Message, Turn
-from mt_grpo.tools import named_tools
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).parents[2]

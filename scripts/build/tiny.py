@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import CHAT_TEMPLATE, HERMES_TEMPLATE, Example, build_model, change_one, draw, encode
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_arithmetic
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
-from mt_grpo.plugins import load_tools
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, Turn
 
 SYSTEM = "Use the calculator, then answer."

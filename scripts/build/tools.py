@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python scripts/build/tools.py --output_dir hf_recipes/tiny/tools-model
 
-The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`verl_tools/gsm8k.yaml`) and its search
-(`verl_tools/search.yaml`). As in scripts/build/tiny.py the model imitates conversations in which every turn is
+The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`tools/verl/gsm8k.yaml`) and its search
+(`tools/verl/search.yaml`). As in scripts/build/tiny.py the model imitates conversations in which every turn is
 right or has one known mistake. `--data` writes the rows and the corpus of the recipes. Ten minutes on two cores.
 """
 
@@ -25,15 +25,14 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import HERMES_TEMPLATE, Example, build_model, change_one, draw, encode, opening
 from build.tiny import ANSWER_SHARES, CALL_SHARES, MAX_CALLS
-from mt_grpo.adapters.verl_environment import Described
-from mt_grpo.adapters.verl_search import as_json, passages
-from mt_grpo.chat_format import ChatFormat
-from mt_grpo.data import make_arithmetic
-from mt_grpo.formats import make_format
-from mt_grpo.hermes import tool_schema
-from mt_grpo.plugins import load_tools
+from mt_grpo.adapters.verl.environment import Described
+from mt_grpo.adapters.verl.search import as_json, passages
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import as_tool, tool_schema
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, Turn
-from mt_grpo.tools import as_tool
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "hf_recipes/tiny"
@@ -92,7 +91,7 @@ def make_sums(rng: random.Random, num_rows: int) -> list[dict[str, str]]:
 
 def described(file: str) -> Callable:
     """The only tool of a YAML in verl's format: what the model reads of it."""
-    (entry,) = yaml.safe_load((ROOT / "verl_tools" / file).read_text())["tools"]
+    (entry,) = yaml.safe_load((ROOT / "tools/verl" / file).read_text())["tools"]
     return as_tool(Described(entry["tool_schema"]["function"]["name"], entry["tool_schema"]))
 
 

@@ -24,14 +24,21 @@ from evaluate import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapter_keys import load_adapter_tools
-from mt_grpo.data import check_no_data, load_rows
-from mt_grpo.output import output_lock
-from mt_grpo.plugins import load_rewards, load_tools
-from mt_grpo.preflight import check_context, check_dataset, check_num_prompts, longest_prompt, rows_of_environment
-from mt_grpo.recipes import read_recipe
-from mt_grpo.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
-from mt_grpo.scoring import check_reward_columns, weights_of
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.base.files import output_lock
+from mt_grpo.recipe.checks import (
+    check_context,
+    check_dataset,
+    check_num_prompts,
+    check_reward_columns,
+    longest_prompt,
+    rows_of_environment,
+    weights_of,
+)
+from mt_grpo.recipe.data import check_no_data, load_rows
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
 BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",

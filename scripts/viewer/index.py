@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.rollout_log import SCHEMA, logged_ranks, segment_number, segments
+from mt_grpo.reports.rollout_log import SCHEMA, logged_ranks, segment_number, segments
 
 INDEX_FILE = "rollouts.view.sqlite"  # in the output directory, or in a temporary folder where it cannot be written
 INDEX_VERSION = 3  # raised where the tables change: an older index is built anew

@@ -1,0 +1,13 @@
+"""A program that speaks OpenAI's API runs the conversation, and the policy answers it.
+
+messages        requests in one form, and the API's errors
+chains          the tree of what an agent asked: which request goes on from which answer
+chat_api        /v1/chat/completions: requests, answers, streams
+responses_api   /v1/responses: requests, answers, streams
+prompts         messages and tools as the chat template takes them
+session         one rollout as the model that an agent talks to
+server          the HTTP server on the loopback address, and the same for clients in this process
+launcher        a process that ends a command with the trainer
+programs        an agent as a function or a command, and its end
+conversation    the conversation that an agent runs
+"""

@@ -1,0 +1,229 @@
+"""The tree of what an agent asked: a request goes on from the answer whose whole conversation it repeats.
+
+Programs send the whole conversation each time, and rarely as they got it: they write JSON anew, rename ids, drop the
+thinking, strip text. So messages are compared by what they say, and the tokens are those that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from mt_grpo.adapters.agents.messages import Answer, ModelRequest, same_json
+from mt_grpo.rollout import Context, Message, Rollout, ToolResult, Turn
+
+Key = tuple  # what a message says; equal where two messages say the same
+
+
+def plain_text(text: str, thinking: tuple[str, str]) -> str:
+    """A model's text without its thinking, white space collapsed.
+
+    >>> plain_text("<think>so</think> It  is 4.\\n", ("<think>", "</think>"))
+    'It is 4.'
+    """
+    opening, closing = map(str.strip, thinking)
+    text = re.sub(f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)", "", text, flags=re.DOTALL)
+    return " ".join(text.rpartition(closing)[2].split())
+
+
+def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]:
+    """What each message says. A call's id is its number in the conversation, so that ids may be renamed.
+
+    >>> from mt_grpo.adapters.agents.messages import tool_call
+    >>> keys_of([{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "add", "{ }")]},
+    ...          {"role": "tool", "content": "2", "tool_call_id": "a"}], ("<think>", "</think>"))
+    [('assistant', '', (('add', '{}'),)), ('tool', '2', 0)]
+    """
+    numbers: dict[str, int] = {}
+    count, keys = 0, []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            keys.append((role, content, numbers.get(message["tool_call_id"], message["tool_call_id"])))
+        elif role == "assistant":
+            calls = message.get("tool_calls") or []
+            for call in calls:
+                numbers[call["id"]] = count
+                count += 1
+            functions = [call["function"] for call in calls]
+            said = tuple((function["name"], same_json(function["arguments"])) for function in functions)
+            keys.append((role, plain_text(content, thinking), said))
+        else:  # a developer is the system of another name
+            role = "system" if role == "developer" else role
+            keys.append((role, content, message.get("name")))
+    return keys
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that is sampled, which a retry joins."""
+
+    same: str  # a hash of the request as text: a retry's is equal
+    idempotency_key: str | None
+    numbers: range  # of its answers in the rollout
+    trained: bool
+    task: asyncio.Task[list[Answer]] | None = None
+    waiting: int = 0  # clients that wait for the answers
+    reached: int = 0  # clients that have got them
+    began: int = 0  # by the session's count of what happens
+    ended: int | None = None  # when a client got the answers
+
+    def overlaps(self, other: Asked) -> bool:
+        """Whether another request that is answered, or waits, was open at the same time as this one."""
+        ends_first = other.ended is not None and other.ended < self.began
+        return bool(other.waiting or other.reached) and not ends_first and other.began < self.ended
+
+
+@dataclass
+class Completion:
+    """A request and its answer: a node of the tree."""
+
+    asked: Asked  # with n, of several answers
+    request: ModelRequest
+    keys: list[Key]  # of all messages of the request, and of the answer
+    parent: Completion | None  # whose conversation the request repeats
+    said: list[Message]  # what stands behind the parent's answer; without a parent all messages
+    prompt_ids: list[int]  # all that the model read
+    fresh_ids: list[int]  # of them, those behind the parent's answer
+    turn: Turn
+    answer: Answer
+    children: list[Completion] = field(default_factory=list)
+    continued: int = 0  # requests that go on from this one, answered or not
+
+    @property
+    def received(self) -> bool:
+        """Whether anybody has read the answer: no client that left before it came."""
+        return bool(self.asked.reached or self.children)
+
+    @functools.cached_property
+    def call_ids(self) -> set[str]:
+        """The ids of all calls up to the answer, as they were given."""
+        own = {call["id"] for call in self.answer.tool_calls}
+        return own | self.parent.call_ids if self.parent else own
+
+    @functools.cached_property
+    def tools(self) -> str:
+        """The request's tools in one way of writing them."""
+        return same_json(json.dumps(self.request.tools))
+
+    @property
+    def ids(self) -> list[int]:
+        """All that was read and sampled."""
+        return self.prompt_ids + self.turn.token_ids
+
+    def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
+        """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
+
+        Args:
+            messages: What another request says that does not go on from this answer.
+            keys: What each of them says.
+        """
+        calls = {call["id"] for call in self.answer.tool_calls}
+        if any(message.get("tool_call_id") in calls for message in messages):
+            return True
+        if any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1]):
+            return True
+        text = " ".join(self.answer.content.split())
+        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") if text else None
+        # What stood there before was not said by it.
+        known, told = (
+            any(pattern is not None and pattern.search(" ".join(message["content"].split())) for message in each)
+            for each in (self.request.messages, messages)
+        )
+        return told and not known
+
+    def is_begun_by(self, keys: list[Key]) -> bool:
+        """Whether a conversation begins with this one, answer included."""
+        count = len(self.keys)
+        if len(keys) < count or keys[: count - 1] != self.keys[:-1]:
+            return False
+        (*given, calls), sent = self.keys[-1], keys[count - 1]
+        if sent[0] != "assistant" or sent[2] != calls:
+            return False
+        # Some programs put the stop text, which is not in the answer, behind it again.
+        texts = {sent[1], *(sent[1].removesuffix(" ".join(stop.split())).strip() for stop in self.request.stops)}
+        return given[1] in texts
+
+
+class Chains:
+    """All completions of one rollout."""
+
+    def __init__(self, thinking: tuple[str, str]):
+        self.thinking = thinking
+        self.completions: list[Completion] = []  # in the order of their requests, once they are answered
+        self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
+
+    def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
+        """The completion that a request goes on from; None where it begins a record.
+
+        An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
+        """
+        tools = same_json(json.dumps(request.tools))
+        ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
+
+        def rank(found: Completion) -> tuple:  # two conversations may say the same
+            known = len(found.keys), len(found.call_ids & ids)
+            return *known, found.received, not found.continued, -found.answer.number
+
+        found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
+        best = max(found, key=rank, default=None)
+        if best is None or any(message["role"] == "assistant" for message in request.messages[len(best.keys) :]):
+            return None
+        return best
+
+    def add(self, completion: Completion) -> None:
+        """Add an answered request. Its answer is compared as the agent will send it."""
+        completion.keys = keys_of([*completion.request.messages, completion.answer.message], self.thinking)
+        self.completions.append(completion)
+        self.completions.sort(key=lambda each: each.answer.number)
+        if completion.parent is not None:
+            completion.parent.children.append(completion)
+
+    def fill(self, rollout: Rollout) -> None:
+        """Write the completions into a rollout as its turns, in the order of their requests.
+
+        INVARIANT: of the completions that go on from the same one, the first is in its record. The others begin
+        records with all that they read, so that every sampled token is trained once, in the context of its sampling.
+        """
+        number = {id(each): k for k, each in enumerate(self.completions)}
+        for k, each in enumerate(self.completions):
+            turn, parent = each.turn, each.parent
+            # What nobody has read had no effect, and so no reward that is its own.
+            turn.context, turn.after, turn.trained = None, None, each.request.trained and each.received
+            if not each.received:
+                turn.info["received"] = False
+            if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):
+                turn.after = number[id(parent)]
+                parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said
+                parent.turn.results = list(results_of(each.said))
+            else:
+                turn.tools = each.request.tools or None
+                if k > 0:
+                    turn.context = Context(each.request.messages, each.prompt_ids)
+                else:
+                    rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
+                    rollout.first_messages = each.request.messages
+        rollout.turns = [each.turn for each in self.completions]
+        self.find_what_went_on()
+
+    def find_what_went_on(self) -> None:
+        """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
+        answered = {each.asked.numbers[0]: each for each in self.completions}
+        for number, request in self.requests:
+            found, keys = answered.get(number), keys_of(request.messages, self.thinking)
+            parent = found.parent if found else self.longest(request, keys)
+            if parent is not None:
+                parent.turn.went_on = True
+            start = len(parent.keys) if parent else 0
+            for each in self.completions:
+                if each.answer.number < number and each.received and not each.turn.went_on:
+                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
+
+
+def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
+    """The results of tools among messages."""
+    return (ToolResult(message["content"]) for message in messages if message["role"] == "tool")

@@ -1,0 +1,68 @@
+"""Runs a command for `agent_commands` in a process group of its own, and ends that group. Imports no package.
+
+    python -I -S launcher.py FD COMMAND ...
+
+FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer is killed,
+the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+
+
+def main() -> None:
+    """Exit as the command does."""
+    pipe, command = int(sys.argv[1]), sys.argv[2:]
+    os.set_inheritable(pipe, False)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # A SIGTERM that comes between the fork and its handler would end this process and leave the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+            os._exit(127)
+
+    try:  # on both sides: whoever is first, the group is there before it is signalled
+        os.setpgid(child, child)
+    except OSError:  # the child runs its command already, or has ended
+        pass
+
+    def end(signum: int) -> None:
+        try:
+            os.killpg(child, signum)
+        except ProcessLookupError:  # all have ended
+            pass
+
+    signal.signal(signal.SIGTERM, lambda *_: end(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
+        os.close(stream)
+    while True:
+        ready, _, _ = select.select([pipe, woken], [], [])
+        if pipe in ready:
+            end(signal.SIGKILL)
+        if woken in ready:
+            os.read(woken, 512)
+        ended, status = os.waitpid(child, 0 if pipe in ready else os.WNOHANG)
+        if ended:
+            end(signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""An agent as a function that gets a client, and the end of an agent of either kind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import openai.resources.chat  # the clients import them at their first request, which takes a second
+import openai.resources.responses
+
+from mt_grpo.adapters.agents.messages import ApiError
+from mt_grpo.adapters.agents.server import AgentServer, AgentTransport
+from mt_grpo.adapters.agents.session import AgentSession
+from mt_grpo.base.event_loop import background_loop
+from mt_grpo.conversation.environments import EnvironmentFailure, is_number
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.tools.threads import ToolsUnavailable, run_tool
+from mt_grpo.rollout import StopReason
+
+logger = logging.getLogger(__name__)
+
+
+# An agent as a command: it gets a row and an address, and is ended with all its processes.
+
+
+OUTPUT_BYTES = 2**20  # of a command's output, the end is kept
+SECONDS_TO_END = 2.0  # between SIGTERM and SIGKILL
+SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its own holds its output open
+# What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
+OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+LAUNCHER = Path(__file__).with_name("launcher.py")
+
+
+class CommandAgent:
+    """An agent that is a program: the row on its standard input, the result as its last line of output."""
+
+    def __init__(self, command: str):
+        self.arguments = shlex.split(command)
+        self.name = "agent_command"
+
+    async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
+        """The program's result. It is ended with all processes of its group when this is cancelled."""
+        watched, held = os.pipe()  # closed with this process
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(LAUNCHER), str(watched), *self.arguments, pass_fds=[watched],
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, env=environment_of(server.address, session.key),
+        ))  # fmt: skip
+        starting.add_done_callback(lambda _: os.close(watched))
+        try:
+            # Shielded: asyncio kills a process whose start is cancelled, here the launcher, and so leaves the command.
+            process = await asyncio.shield(starting)
+        except BaseException:
+            release(held)
+            raise
+        sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))
+        reading = [asyncio.ensure_future(read_end(pipe)) for pipe in (process.stdout, process.stderr)]
+        try:
+            code = await exit_of(process)
+        finally:
+            try:
+                with suppress(TimeoutError, ProcessLookupError):
+                    if process.returncode is None:
+                        process.terminate()
+                        await asyncio.wait_for(process.wait(), SECONDS_TO_END)
+            finally:  # even where this is cancelled meanwhile
+                release(held)
+                sending.cancel()
+        # Something that it has left behind may hold its output open: what was written until its end is there at once.
+        await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)
+        for each in reading:
+            each.cancel()
+        output, errors = await asyncio.gather(*reading)
+        if code:
+            said = errors.decode(errors="replace").strip()[-500:]
+            raise RuntimeError(f"the command ended with code {code}: {said or 'it said nothing'}")
+        last = output.decode(errors="replace").strip().rpartition("\n")[2]
+        if len(output) == OUTPUT_BYTES and last == output.decode(errors="replace").strip():
+            raise RuntimeError(f"the last line of the command has more than {OUTPUT_BYTES} bytes")
+        try:
+            return json.loads(last) if last else None
+        except ValueError:
+            raise RuntimeError(f"the last line of the command is {last!r:.200}, expected JSON") from None
+
+
+async def exit_of(process: asyncio.subprocess.Process) -> int:
+    """The exit code of a process. Its `wait` waits for the end of its output, which a daemon may hold open."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({waiting}, timeout=0.5)
+    finally:
+        waiting.cancel()
+    return process.returncode
+
+
+def release(pipe: int) -> None:
+    """Let the launcher kill the command. A byte says it even where a forked process holds a copy of the pipe."""
+    with suppress(BrokenPipeError):  # the launcher has ended
+        os.write(pipe, b".")
+    os.close(pipe)
+
+
+def environment_of(address: str, key: str) -> dict[str, str]:
+    """The environment variables of a command."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+    for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
+        kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
+    return {**kept, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": key}
+
+
+async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:
+    """Write all, to a program that may not read it."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        pipe.write(content)
+        await pipe.drain()
+    pipe.close()
+
+
+async def read_end(pipe: asyncio.StreamReader) -> bytes:
+    """The last bytes of a stream that may be long. Where it is cancelled, those until then."""
+    kept = b""
+    with suppress(asyncio.CancelledError):
+        while part := await pipe.read(OUTPUT_BYTES):
+            kept = (kept + part)[-OUTPUT_BYTES:]
+    return kept
+
+
+SECONDS_TO_END = 2.0  # for an async function that is cancelled; twice
+AGENT_THREAD = "mt-grpo-agents"  # the loop of async agents: one that blocks must not stop the server that it waits for
+
+
+class AgentFailure(EnvironmentFailure):
+    """An agent raised, hung, or returned what it may not: its rollout is not trained on."""
+
+    def __init__(self, message: str, reason: StopReason = StopReason.AGENT_ERROR):
+        super().__init__(message)
+        self.reason = reason
+
+
+class Rewarding:
+    """What the clients of both kinds have beside OpenAI's methods."""
+
+    session: AgentSession | None = None
+
+    def reward(self, value: float, answer: Any = None, choice: int | None = None) -> None:
+        """Give a turn a reward. Several of one turn add up.
+
+        Args:
+            value: The reward.
+            answer: The answer that it is for: what the client's method returned, a chunk of its stream, or its id.
+                None: the last one of the model `policy`.
+            choice: Which of a request's `n` answers.
+
+        Raises:
+            ValueError: it is no finite number; there is no such answer; or, without `answer`, several were open at the
+                same time, so that the reward may belong to each of them.
+        """
+        if not is_number(value):
+            raise ValueError(f"client.reward: got {value!r}, expected a finite number.")
+        name = answer if answer is None or isinstance(answer, str) else id_of(answer)
+        if choice is not None and name is None:
+            raise ValueError(f"client.reward: got choice={choice} without the answer that it is a choice of.")
+        try:
+            self.session.reward(float(value), name if choice is None else f"{name}:{choice}")
+        except ApiError as error:
+            raise ValueError(f"client.reward: {error}") from None
+
+    def copy(self, **options: Any) -> Any:
+        """As OpenAI's, for the same rollout."""
+        made = super().copy(**options)
+        made.session = self.session
+        return made
+
+    with_options = copy
+
+
+def id_of(answer: Any) -> str:
+    """The id of an answer. Raises `ValueError`."""
+    found = answer.get("id") if isinstance(answer, dict) else getattr(answer, "id", None)
+    if not isinstance(found, str):
+        raise ValueError(f"client.reward: got answer={answer!r:.100}, expected a response of the client, or its id.")
+    return found
+
+
+class AgentClient(Rewarding, openai.OpenAI):
+    """OpenAI's client, for one rollout."""
+
+
+class AsyncAgentClient(Rewarding, openai.AsyncOpenAI):
+    """OpenAI's asynchronous client, for one rollout."""
+
+
+class FunctionAgent:
+    """An agent `(row, client)`: an async function on a loop for agents, another one in a thread."""
+
+    def __init__(self, function: Callable):
+        self.function, self.name = function, function.__name__
+        self._client: AgentClient | AsyncAgentClient | None = None  # the others are copies of it
+
+    def client(self, server: AgentServer, session: AgentSession) -> AgentClient | AsyncAgentClient:
+        """A client with the key of a rollout. A new one of OpenAI's costs 27 ms, a copy 0.3 ms."""
+        asynchronous, address = inspect.iscoroutinefunction(self.function), server.address
+        transport = AgentTransport(server, asyncio.get_running_loop())
+        http = (httpx.AsyncClient if asynchronous else httpx.Client)(transport=transport, trust_env=False)
+        if self._client is None:
+            kind = AsyncAgentClient if asynchronous else AgentClient
+            self._client = kind(base_url=address, api_key="none", http_client=http)
+        client = self._client.with_options(api_key=session.key, base_url=address, http_client=http)
+        client.session = session
+        return client
+
+    async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
+        """What the function returns. Raises what the function raises."""
+        client = self.client(server, session)
+        if inspect.iscoroutinefunction(self.function):
+            return await self._run_on_agents_loop(row, client)
+
+        def call() -> Any:
+            try:
+                return self.function(row, client)
+            finally:
+                client.close()
+
+        call.__name__ = self.name
+        return await run_tool(call, {}, float("inf"))
+
+    async def _run_on_agents_loop(self, row: dict[str, Any], client: AsyncAgentClient) -> Any:
+        """The result of an async function. Where this is cancelled the function is, too, and has a moment to end."""
+        here, there, ended = asyncio.get_running_loop(), background_loop(AGENT_THREAD), asyncio.Event()
+        task: asyncio.Task | None = None
+
+        async def call() -> Any:
+            try:
+                return await self.function(row, client)
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all agents
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            finally:
+                await client.close()
+
+        def begin() -> None:
+            nonlocal task
+            task = there.create_task(call())
+            task.add_done_callback(lambda _: here.call_soon_threadsafe(ended.set))
+
+        there.call_soon_threadsafe(begin)
+        try:
+            await ended.wait()
+        finally:
+            for _ in range(2):
+                if not ended.is_set():
+                    there.call_soon_threadsafe(lambda: task.cancel())
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
+            if not ended.is_set():
+                logger.warning(f"The agent {self.name} does not end: it ignores that, or blocks the loop of agents.")
+        if task.cancelled():
+            raise RuntimeError("it cancelled itself")
+        return task.result()
+
+
+def told_refusals(session: AgentSession) -> str:
+    """What the API refused last, behind the text of an error."""
+    return f"; its last refused request: {session.refused[-1]}" if session.refused else ""
+
+
+def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
+    """(reward or None, all that the agent returned). Raises `AgentFailure` for what is no result."""
+    values = result if isinstance(result, dict) else {"reward": result}
+    reward = values.get("reward")
+    if reward is not None and not is_number(reward):
+        raise AgentFailure(f"the agent returned {result!r:.200}, expected a number, a dict with `reward`, or None.")
+    return None if reward is None else float(reward), values
+
+
+async def run_program(
+    agent: FunctionAgent | CommandAgent, row: dict[str, Any], server: AgentServer, session: AgentSession,
+    timeout: float, grace: float,
+) -> Any:  # fmt: skip
+    """What an agent returns, None where its budget was spent and it did not return by itself.
+
+    Args:
+        agent: The program.
+        row: Of the dataset.
+        server: Which answers it.
+        session: The rollout.
+        timeout: Seconds that the agent may take, without those in which it waits for the policy.
+        grace: Such seconds between the end of its budget and its own end.
+
+    Raises:
+        AgentFailure: it raised, or took too long.
+        Exception: what the trainer must hear of.
+    """
+    running = asyncio.ensure_future(agent.run(row, server, session))
+    try:
+        await own_time(running, session, timeout)
+        if not running.done() and not session.over.is_set():
+            session.stop(StopReason.AGENT_TIMEOUT)
+            raise AgentFailure(f"{agent.name} took longer than agent_timeout={timeout:g} s.", StopReason.AGENT_TIMEOUT)
+        if not running.done() and session.failure is None:
+            await own_time(running, session, grace, until_over=False)
+        if session.failure is not None:
+            raise session.failure
+        if not running.done():
+            return None
+        try:
+            return running.result()
+        except ToolsUnavailable:
+            raise
+        except Exception as error:
+            if session.stop_reason is None and session.context_is_full:
+                session.stop(StopReason.CONTEXT_LENGTH)
+            if session.stop_reason is not None:  # it was told that its budget is spent
+                return None
+            raised = f"{agent.name} raised {type(error).__name__}: {error_text(error)}"
+            raise AgentFailure(f"{raised}{told_refusals(session)}") from error
+    finally:
+        session.closed = True
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def own_time(running: asyncio.Future, session: AgentSession, seconds: float, until_over: bool = True) -> None:
+    """Wait for an agent, at most so many seconds in which it does not wait for the policy.
+
+    The policy's time is not the agent's: where this process generates, all conversations wait for the slowest agent.
+
+    Args:
+        running: The agent.
+        session: Its rollout.
+        seconds: How long.
+        until_over: Whether to return when the rollout is over.
+    """
+    over = asyncio.ensure_future(session.over.wait())
+    began, before = time.monotonic(), session.policy_seconds
+    try:
+        while not running.done() and not (until_over and over.done()):
+            left = seconds - (time.monotonic() - began) + session.policy_seconds - before
+            if left <= 0:
+                return
+            waited_for = {running, over} if until_over else {running}
+            await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        over.cancel()

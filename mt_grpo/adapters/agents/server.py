@@ -1,0 +1,331 @@
+"""The HTTP server that agents talk to: OpenAI's API on the loopback address, one per process."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import functools
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import httpx
+from aiohttp import web
+
+from mt_grpo.adapters.agents.chains import Asked
+from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
+from mt_grpo.adapters.agents.messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse
+from mt_grpo.adapters.agents.responses_api import (
+    conversation_of,
+    read_responses_request,
+    response_id,
+    responses_answer,
+    responses_error,
+    responses_events,
+)
+from mt_grpo.adapters.agents.session import AgentSession
+from mt_grpo.base.event_loop import allow_many_open_files
+from mt_grpo.base.json_types import json_text
+from mt_grpo.conversation.environments import is_number
+
+MAX_BYTES = 64 * 2**20  # of one request
+KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its answer
+
+
+class Endpoint(NamedTuple):
+    """How one of the two APIs reads requests and writes answers."""
+
+    read: Callable[[dict, AgentSession], ModelRequest]
+    write: Callable[[list[Answer], dict], dict]
+    events: Callable[[list[Answer], dict], Iterator[str]]
+    error: Callable[[ApiError], Iterator[str]]
+
+
+JSON = "application/json"
+CHAT = Endpoint(
+    lambda body, session: read_chat_request(body, session.prompts.joint, session.format.chat_template_kwargs),
+    chat_answer,
+    chat_events,
+    chat_error,
+)
+RESPONSES = Endpoint(
+    lambda body, session: read_responses_request(body, session.responses, session.prompts.joint),
+    responses_answer,
+    responses_events,
+    responses_error,
+)
+ENDPOINTS = {"chat/completions": CHAT, "responses": RESPONSES}
+
+
+class Served(NamedTuple):
+    """An answer as HTTP has it.
+
+    Whoever hands it to the client calls `receipt` before, and `receipt(False)` where the client turns out to be gone.
+    """
+
+    status: int
+    kind: str  # of content
+    text: str
+    event: str = ""  # an error behind the beginning of a stream
+    receipt: Callable[..., None] = lambda received=True: None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The official clients send 429 and 5xx again unless they are told not to."""
+        return {"Content-Type": self.kind, **({"x-should-retry": "false"} if self.status != 200 else {})}
+
+
+class AgentServer:
+    """Answers the requests of all rollouts of this process.
+
+    A rollout is told by its key: in the header `X-Session-ID`, as the API key, or as the first part of the path.
+
+    Attributes:
+        port: On 127.0.0.1, once `start` is done.
+    """
+
+    def __init__(self):
+        self.port = 0
+        self._sessions: dict[str, AgentSession] = {}
+        self._ended: collections.OrderedDict[str, None] = collections.OrderedDict()  # keys of rollouts that are over
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen on a free port of the loopback address."""
+        allow_many_open_files()
+        app = web.Application(client_max_size=MAX_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        # A request is cancelled with its client, so that an answer which nobody reads is known as such.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    @property
+    def address(self) -> str:
+        """What clients call their base URL."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def stop(self) -> None:
+        """Close the port, and all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def add(self, session: AgentSession) -> None:
+        """Answer the requests of a rollout."""
+        self._sessions[session.key] = session
+
+    def remove(self, session: AgentSession) -> None:
+        """Answer no further request of a rollout."""
+        self._sessions.pop(session.key, None)
+        self._ended[session.key] = None
+        while len(self._ended) > 65_536:
+            self._ended.popitem(last=False)
+
+    async def serve(
+        self, method: str, path: str, headers: Mapping[str, str], content: bytes,
+        keep_alive: Callable[[], Awaitable] | None = None,
+    ) -> Served:  # fmt: skip
+        """Answer a request, whichever way it came.
+
+        Args:
+            method, path, headers, content: Of the request. Names of headers in any case.
+            keep_alive: Awaited every few seconds while a stream waits for its answer.
+        """
+        session, endpoint, asked = None, CHAT, None
+        try:
+            key, name = split_path(path)
+            token = headers.get("Authorization", "").removeprefix("Bearer ")
+            session = self._session((key, token, headers.get("X-Session-ID")))
+            if method == "GET" and name.partition("/")[0] == "models":
+                return Served(200, JSON, json.dumps(models(name.partition("/")[2])))
+            if method != "POST" or name not in ENDPOINTS:
+                raise ApiError(
+                    404, f"{method} {path} is not served. Expected /v1/chat/completions, /v1/responses or /v1/models.",
+                    "unknown_url",
+                )  # fmt: skip
+            endpoint = ENDPOINTS[name]
+            body = read_body(content)
+            read = read_request(endpoint, body, session)
+            reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
+            if reward is None and rewarded is not None:
+                raise refuse("X-Turn-Answer", "got the answer that a reward is for without X-Turn-Reward.")
+            is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+            asked = session.ask(read, body, is_retry, headers.get("Idempotency-Key"), reward, rewarded)
+            while read.stream and keep_alive is not None:
+                await asyncio.wait({asked.task}, timeout=KEEP_ALIVE_SECONDS)
+                if asked.task.done():
+                    break
+                await keep_alive()
+            answers = await session.answers(asked)
+            if endpoint is RESPONSES:
+                said = [*conversation_of(body, session.responses, session.prompts.joint), answers[0].message]
+                session.responses[response_id(answers[0])] = said
+            receipt = functools.partial(tell_receipt, session, asked)
+            if read.stream:
+                return Served(200, "text/event-stream", "".join(endpoint.events(answers, body)), "", receipt)
+            return Served(200, JSON, json_text(endpoint.write(answers, body)), "", receipt)
+        except BaseException as error:
+            if asked is not None:
+                session.lost(asked)
+            if not isinstance(error, ApiError):  # the client is gone
+                raise
+            if session is not None:
+                session.refuse(error)
+            return Served(error.status, JSON, json_text(error.body), "".join(endpoint.error(error)))
+
+    def _session(self, keys: tuple[str | None, ...]) -> AgentSession:
+        """The rollout of a request. Raises `ApiError` for keys of none, or of one that is over.
+
+        Programs send session ids of their own, too: only a key that is known counts.
+        """
+        for key in keys:
+            if key in self._sessions:
+                return self._sessions[key]
+        if any(key in self._ended for key in keys):
+            raise ApiError(429, "The rollout is over. Expected no further request.", "rollout_over")
+        raise ApiError(
+            401, "The key is of no rollout. Expected the one that the agent was given: as the API key, as the header "
+            "X-Session-ID, or in the path.", "invalid_api_key",
+        )  # fmt: skip
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        """A request over HTTP. Of a stream the status is sent with the first comment, or with the answer."""
+        opened: web.StreamResponse | None = None
+
+        async def keep_alive() -> None:
+            nonlocal opened
+            if opened is None:
+                opened = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+                await opened.prepare(request)
+            await opened.write(b": the policy is writing\n\n")
+
+        try:
+            content = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
+            return web.json_response(error.body, status=error.status)
+        served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
+        text = served.text if opened is None or served.status == 200 else served.event
+        served.receipt()
+        try:
+            if opened is None:
+                opened = web.Response(status=served.status, text=text, headers=served.headers)
+                await opened.prepare(request)
+            else:
+                await opened.write(text.encode())
+            await opened.write_eof()
+        except BaseException:  # the client is gone
+            served.receipt(received=False)
+            raise
+        return opened
+
+
+def tell_receipt(session: AgentSession, asked: Asked, received: bool = True) -> None:
+    """Tell the session that a client gets the answers, or that it has not got them after all."""
+    if received:
+        session.received(asked)
+    else:
+        session.lost(asked, received=True)
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """(key or None, name of the endpoint) of a path.
+
+    >>> split_path("/v1/chat/completions"), split_path("/mt-secret/v1/models/policy"), split_path("/health")
+    ((None, 'chat/completions'), ('mt-secret', 'models/policy'), (None, ''))
+    """
+    found = re.fullmatch(r"(?:/([^/]+))?/v1/(.+?)/?", path)
+    return (found[1], found[2]) if found else (None, "")
+
+
+def models(name: str) -> dict[str, Any]:
+    """The list of models, or one. Raises `ApiError` for an unknown one."""
+    known = [{"id": name, "object": "model", "created": 0, "owned_by": "mt-grpo"} for name in (POLICY, FROZEN)]
+    if not name:
+        return {"object": "list", "data": known}
+    found = next((model for model in known if model["id"] == name), None)
+    if found is None:
+        raise ApiError(404, f"The model {name!r} does not exist.", "model_not_found", "model")
+    return found
+
+
+def read_body(content: bytes) -> dict[str, Any]:
+    """The object that a request holds. Raises `ApiError`."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise refuse("body", f"is no JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise refuse("body", f"got {type(body).__name__}, expected an object.")
+    return body
+
+
+def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`, also for what no check above expects."""
+    try:
+        return endpoint.read(body, session)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise ApiError(400, f"The request cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def read_reward(text: str | None) -> float | None:
+    """The number in a header. Raises `ApiError`."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not is_number(value):
+        raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number.")
+    return value
+
+
+# Requests of clients in this process, answered without a socket: half the cost of HTTP to oneself.
+
+
+class AgentTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
+    """httpx's transport for clients of both kinds, on any thread and loop.
+
+    Args:
+        server: Whose `serve` answers, as over HTTP.
+        loop: On which it runs.
+    """
+
+    def __init__(self, server: AgentServer, loop: asyncio.AbstractEventLoop):
+        self._server, self._loop = server, loop
+
+    def _start(self, request: httpx.Request) -> tuple[concurrent.futures.Future, float | None]:
+        """(the answer, seconds that the client waits for it)."""
+        serving = self._server.serve(request.method, request.url.path, request.headers, request.content)
+        limits: dict[str, Any] = request.extensions.get("timeout", {})
+        return asyncio.run_coroutine_threadsafe(serving, self._loop), limits.get("read")
+
+    @staticmethod
+    def _response(served: Any) -> httpx.Response:
+        """The client has it as soon as this returns."""
+        served.receipt()
+        return httpx.Response(served.status, headers=served.headers, content=served.text.encode())
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises `httpx.ReadTimeout` as a connection does."""
+        await request.aread()
+        serving, seconds = self._start(request)
+        try:
+            return self._response(await asyncio.wait_for(asyncio.wrap_future(serving), seconds))
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer in {seconds} s", request=request) from None
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises `httpx.ReadTimeout` as a connection does."""
+        request.read()
+        serving, seconds = self._start(request)
+        try:
+            return self._response(serving.result(seconds))
+        except concurrent.futures.TimeoutError:
+            serving.cancel()
+            raise httpx.ReadTimeout(f"no answer in {seconds} s", request=request) from None

@@ -1,0 +1,390 @@
+"""One rollout as the model that an agent talks to: what it asks is sampled, in its budget, and becomes turns."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import re
+import secrets
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
+from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
+from mt_grpo.adapters.agents.prompts import AgentPrompts
+from mt_grpo.adapters.session import PolicyTime, StopsAt, tools_by_name
+from mt_grpo.base.json_types import json_text
+from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
+
+
+class AgentSession(PolicyTime):
+    """The model of one rollout.
+
+    Args:
+        env: The conversations, with their limits and their tool format.
+        rollout: It is filled by `finish`.
+        llm: The backend.
+        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
+
+    Attributes:
+        key: The secret that an agent's requests bring.
+        stop_reason: Why no further request is answered. None: the rollout goes on.
+        over: Set with it.
+        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
+        closed: Whether the agent is over, so that nothing more is sampled.
+        refused: What the API refused, as text: the last ones.
+    """
+
+    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
+        super().__init__()
+        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        self.key = f"mt-{secrets.token_urlsafe(24)}"
+        self.tokenizer = env._tokenizer(llm)
+        self.format: HermesFormat = env.format_of(self.tokenizer)
+        self.prompts = AgentPrompts(self.format, self.tokenizer)
+        self.chains = Chains(self.format.thinking)
+        self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
+        self.stop_reason: StopReason | None = None
+        self.over = asyncio.Event()
+        self.failure: Exception | None = None
+        self.closed = False
+        self.refused: list[str] = []
+        self._num_requests, self._num_calls, self._num_written = 0, 0, 0
+        self._full_at: int | None = None  # how many requests there were when one did not fit into the context
+        self._asked: list[Asked] = []  # all of them, but for those that were refused
+        self._clock = itertools.count()
+        self._last: Asked | None = None  # of those that are trained, the one that a client got last
+        self._rewards: dict[int, float] = {}  # by number of the answer
+
+    # -- what the server asks --
+
+    def ask(
+        self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,
+        reward: float | None = None, rewarded: str | None = None,
+    ) -> Asked:  # fmt: skip
+        """Begin to sample the answers to a request, or join what a retry asks for again.
+
+        Equal requests are samples of their own: votes, branches of a search, sub-agents. Only a client that says so
+        asks for the same sample again. `received` or `lost` has to follow.
+
+        Args:
+            request, body: The request as it is sampled, and as it came.
+            is_retry: Whether the client says that it sends the request again.
+            idempotency_key: What a client gives a request so that it is done once.
+            reward: For the turn that the request goes on from; that of a retry was given already.
+            rewarded: The id of the answer that the reward is for, where it is another one.
+
+        Raises:
+            ApiError: what the API refuses; 429 where the rollout is over.
+        """
+        same = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        asked = self._asked_before(same, is_retry, idempotency_key)
+        if asked is None:
+            if len(self.chains.requests) < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
+                self.chains.requests.append((self._num_requests, request))
+            self._check_open()
+            if reward is not None and rewarded is not None:
+                self.reward(reward, rewarded)
+            elif reward is not None:
+                self._reward_parent(self._parent(request), reward)
+            numbers = range(self._num_requests, self._num_requests + request.n)
+            asked = Asked(same, idempotency_key, numbers, request.trained, began=next(self._clock))
+            asked.task = asyncio.ensure_future(self._timed(self._complete(request, asked)))
+            self._num_requests += request.n
+            self._asked.append(asked)
+        asked.waiting += 1
+        return asked
+
+    def _asked_before(self, same: str, is_retry: bool, idempotency_key: str | None) -> Asked | None:
+        """What a retry joins: best what a client has left, else what is in flight, else what was received last."""
+        if idempotency_key is not None:
+            found = next((each for each in self._asked if each.idempotency_key == idempotency_key), None)
+            if found is not None and found.same != same:
+                raise refuse("Idempotency-Key", f"{idempotency_key!r:.100} was sent with another request.")
+            return found
+        equal = [each for each in self._asked if each.same == same] if is_retry else []
+        left = [each for each in equal if not each.reached and not each.waiting]
+        in_flight = [each for each in equal if not each.reached]
+        return next(iter([*left, *in_flight, *reversed(equal)]), None)
+
+    async def answers(self, asked: Asked) -> list[Answer]:
+        """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
+
+        Raises:
+            ApiError: what the API refuses; 429 where the rollout is over.
+        """
+        try:
+            return await asyncio.shield(asked.task)
+        except asyncio.CancelledError:
+            if asked.task.cancelled():  # the rollout is over
+                raise self._ended() from None
+            raise
+
+    # These two, and `reward`, may be called on the agent's thread: what it asks next comes behind them.
+
+    def received(self, asked: Asked) -> None:
+        """A client gets the answers: now, or at the next moment."""
+        asked.waiting -= 1
+        asked.reached += 1
+        asked.ended = next(self._clock)
+        if asked.trained:
+            self._last = asked
+
+    def lost(self, asked: Asked, received: bool = False) -> None:
+        """A client has left without the answers, also where they were on their way (`received`)."""
+        if received:
+            asked.reached -= 1
+        else:
+            asked.waiting -= 1
+            failed = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is not None
+            if failed and not asked.waiting and asked in self._asked:
+                self._asked.remove(asked)  # it was refused: there may be many of these, and no retry joins one
+
+    def reward(self, value: float, answer: str | None = None) -> None:
+        """Give a turn a reward. Rewards of one turn add up.
+
+        Args:
+            value: The reward.
+            answer: The id of the answer, `chatcmpl-3` or `resp_3`, with `:1` for choice 1 of several. None: the last
+                one that a client got of the model that is trained.
+
+        Raises:
+            ApiError: there is no such answer, or several may be meant.
+        """
+        if answer is not None:
+            number = self._number_of(answer)
+        elif self._last is None:
+            raise refuse("reward", "no turn was sampled yet. Expected a turn to which the reward belongs.")
+        elif len(self._last.numbers) > 1 or any(
+            self._last.overlaps(each) for each in list(self._asked) if each.trained and each is not self._last
+        ):
+            raise refuse(
+                "reward", "several answers were open at the same time, and the reward may belong to each of them. "
+                "Say which: client.reward(value, answer=response), or its id; of a request with n, choice=k, too.",
+            )  # fmt: skip
+        else:
+            number = self._last.numbers[0]
+        self._add_reward(number, value)
+
+    def _add_reward(self, number: int, value: float) -> None:
+        total = self._rewards.get(number, 0.0) + value
+        if not is_number(total):
+            raise refuse("reward", f"got {value!r}, with which the turn's rewards add up to {total!r}.")
+        self._rewards[number] = total
+
+    def _number_of(self, answer: str) -> int:
+        """The number of the answer with an id. Raises `ApiError`."""
+        found = re.fullmatch(r"(?:chatcmpl-|resp_)(\d{1,9})(?::(\d{1,9}))?", answer)
+        asked = found and next((each for each in self._asked if each.numbers[0] == int(found[1])), None)
+        if not asked or not asked.reached:
+            raise refuse("reward", f"no answer has the id {answer!r:.100}. Expected the id of one that was received.")
+        if not asked.trained:
+            raise refuse("reward", f"{answer!r} is an answer of {FROZEN}, which is not trained.")
+        if found[2] is None and len(asked.numbers) > 1:
+            raise refuse("reward", f"{answer!r} has {len(asked.numbers)} choices. Say which: choice=k, or {answer}:k.")
+        choice = int(found[2] or 0)
+        if choice >= len(asked.numbers):
+            raise refuse("reward", f"{answer!r} has choices up to {len(asked.numbers) - 1}.")
+        return asked.numbers[choice]
+
+    def _reward_parent(self, completion: Completion | None, value: float) -> None:
+        """Give the turn that a request goes on from a reward. Raises `ApiError`."""
+        if completion is None:
+            raise refuse("reward", "the request goes on from no turn. Expected a turn to which the reward belongs.")
+        if not completion.request.trained:
+            raise refuse("reward", f"the request goes on from an answer of {FROZEN}, which is not trained.")
+        self._add_reward(completion.answer.number, value)
+
+    def _parent(self, request: ModelRequest) -> Completion | None:
+        found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        behind = request.messages[len(found.keys) :] if found else []
+        moved = any(message["role"] == "developer" for message in behind) and not self.prompts.knows_developers
+        return None if moved else found  # the template reads a developer's message at the beginning
+
+    def refuse(self, error: ApiError) -> None:
+        """Keep what was refused for the log: the last eight reasons."""
+        text = str(error)
+        self.refused = [*(each for each in self.refused if each != text), text][-8:]
+
+    @property
+    def context_is_full(self) -> bool:
+        """Whether a request did not fit into the context, and none that came later was answered.
+
+        INVARIANT: once the policy has answered, it is the one that fills the context, however the agent edits what was
+        said. Were it the agent's failure, a policy would escape its loss by long answers.
+        """
+        later = (each.answer.number for each in self.chains.completions)
+        return self._full_at is not None and not any(number >= self._full_at for number in later)
+
+    @property
+    def got_an_answer(self) -> bool:
+        """Whether a client has got an answer."""
+        return any(each.reached for each in self._asked)
+
+    # -- the end --
+
+    def stop(self, reason: StopReason) -> None:
+        """Answer no further request."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self.over.set()
+
+    async def finish(self) -> None:
+        """End what is in flight, and write the completions into the rollout."""
+        self.closed = True
+        for asked in self._asked:
+            asked.task.cancel()
+        await asyncio.gather(*(asked.task for asked in self._asked), return_exceptions=True)
+        for each in self.chains.completions:
+            each.turn.reward = self._rewards.get(each.answer.number)
+        self.chains.fill(self.rollout)
+        if self.refused and self.rollout.turns:
+            self.rollout.turns[-1].info["refused"] = "\n".join(self.refused)
+
+    def _check_open(self) -> None:
+        if self.stop_reason is not None or self.closed:
+            raise self._ended()
+
+    def _ended(self) -> ApiError:
+        reason = self.stop_reason or "the agent is over"
+        return ApiError(429, f"The rollout is over: {reason}. Expected no further request.", "rollout_over")
+
+    # -- one completion --
+
+    async def _timed(self, completing: Coroutine) -> list[Answer]:
+        """The answers; the time until it is there is the policy's. What fails here is no fault of the agent."""
+        with self.in_flight():
+            try:
+                return await completing
+            except ApiError:
+                raise
+            except Exception as error:
+                self.failure = error
+                self.over.set()
+                raise ApiError(500, f"The policy's server failed: {error_text(error)}", "server_error") from error
+
+    async def _complete(self, request: ModelRequest, asked: Asked) -> list[Answer]:
+        """All answers of a request read the same, and each is a turn of its own."""
+        parent = self._parent(request)
+        said = request.messages[len(parent.keys) :] if parent else request.messages
+        try:
+            fresh = self._suffix(parent, said) if parent else []
+            prompt_ids = parent.ids + fresh if parent else self._prompt(request)
+        except ApiError:
+            raise
+        except Exception as error:  # whatever a chat template raises
+            text = f"The chat template refuses the messages: {error_text(error)}"
+            raise ApiError(400, text, None, "messages") from error
+        self._check_room(prompt_ids, request.n)
+        if parent is not None:
+            parent.continued += 1
+
+        async def one(number: int) -> Answer:
+            turn = await self._sample(request, prompt_ids, len(fresh))
+            answer = self._answer(request, turn, prompt_ids, number)
+            self.chains.add(Completion(asked, request, [], parent, said, prompt_ids, fresh, turn, answer))
+            return answer
+
+        sampling = [asyncio.ensure_future(one(number)) for number in asked.numbers]
+        try:
+            return await asyncio.gather(*sampling)
+        finally:  # where one of them fails, or this is cancelled
+            for each in sampling:
+                each.cancel()
+            await asyncio.gather(*sampling, return_exceptions=True)
+
+    async def _sample(self, request: ModelRequest, prompt_ids: list[int], num_fresh: int) -> Turn:
+        """A turn in the room that is left. Requests at the same time share it: the last one may be cut."""
+        env, tools = self.env, tools_by_name(request.tools)
+        left = env.max_completion_length - self._spent() - num_fresh
+        if left <= 0:
+            self.stop(StopReason.MAX_TOKENS)
+            raise self._ended()
+        room = min(left, request.max_tokens or left)
+        # What is not in the room counts as spent, so that `sample_turn` keeps to it.
+        edited = Context(request.messages, prompt_ids, env.max_completion_length - room)
+        asked = Rollout(
+            [], [], self.rollout.index, row=self.rollout.row, environment=self.rollout.environment, tools=tools,
+            edited=edited,
+        )  # fmt: skip
+        llm = StopsAt(self.llm, request.stops, self.format.text) if request.stops else self.llm
+        turn = await env.sample_turn(asked, llm, self.params)
+        left = env.max_completion_length - self._spent() - num_fresh
+        if len(turn.token_ids) > left:
+            if left <= 0:
+                self.stop(StopReason.MAX_TOKENS)
+                raise self._ended()
+            turn.token_ids, turn.logprobs = turn.token_ids[:left], turn.logprobs and turn.logprobs[:left]
+            turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
+            turn.finish_reason, turn.answer = "length", None
+        if not request.reads_calls:
+            turn.calls = []
+            if turn.finish_reason == "stop" and not turn.open_thinking:
+                start = self.format.length_of_thinking(turn.token_ids, prompt_ids)
+                turn.answer = self.format.answer(turn.text[start:])
+        return turn
+
+    def _check_room(self, prompt_ids: list[int], n: int) -> None:
+        """Count n calls. Raises `ApiError` where they are not left, or where the context is full."""
+        context = self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
+        if len(prompt_ids) >= context:
+            if self.got_an_answer:
+                self._full_at = self._num_requests
+            raise ApiError(
+                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {context}.",
+                "context_length_exceeded", "messages",
+            )  # fmt: skip
+        if self._num_calls + n > self.env.max_model_calls:
+            self.stop(StopReason.MAX_TURNS)
+            raise self._ended()
+        self._num_calls += n
+
+    def _spent(self) -> int:
+        """What max_completion_length counts: sampled tokens, and what was newly read behind them."""
+        return sum(len(each.fresh_ids) + len(each.turn.token_ids) for each in self.chains.completions)
+
+    def _answer(self, request: ModelRequest, turn: Turn, prompt_ids: list[int], number: int) -> Answer:
+        """What the agent gets of a turn: its calls, its thinking, and the text beside them."""
+        start = self.format.length_of_thinking(turn.token_ids, prompt_ids)
+        thinking, text = turn.text[:start], "" if start is None else turn.text[start:]
+        calls = []
+        if request.reads_calls:
+            calls, text = self.format.good_calls(text, tools_by_name(request.tools))
+        for stop in request.stops:
+            text = text.partition(stop)[0]
+        text = self.format.content(text)
+        written = []
+        for call in calls:
+            arguments = json_text(call.arguments, ensure_ascii=False)
+            written.append(tool_call(f"call_{self._num_written:08d}", call.name, arguments))
+            self._num_written += 1
+        reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason
+        opening, closing = self.format.thinking
+        thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
+        return Answer(
+            number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
+            len(turn.token_ids), int(time.time()),
+        )  # fmt: skip
+
+    # -- what the model reads --
+
+    def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
+        """The ids behind an answer."""
+        said = self.prompts.rendered([*parent.request.messages, parent.answer.message], said)
+        return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids)
+
+    def _prompt(self, request: ModelRequest) -> list[int]:
+        """The ids of a conversation that begins a record. The rollouts of a group begin with the same one."""
+        key, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
+        if key not in cache:
+            if len(cache) >= 1024:
+                cache.clear()
+            messages = self.prompts.rendered(request.messages, request.messages)
+            cache[key] = self.env.prompt_ids(messages, self.tokenizer, self.prompts.tools(request.tools))
+        return list(cache[key])

@@ -1,0 +1,219 @@
+"""`environment: gym`: a game of gymnasium is the other side of the conversation. A turn is an action.
+
+gym_env: FrozenLake-v1                            # an id, or path.py:Class
+gym_kwargs: {is_slippery: false, render_mode: ansi}
+gym_actions: [left, down, right, up]              # names of a Discrete space's actions
+gym_text: path.py:MyText                          # a `GymText` of one's own
+gym_unfinished_reward: -1                         # of an episode that the policy left
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+
+from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.recipe.plugins import load_class
+from mt_grpo.rollout import Reply, Rollout, Turn
+
+logger = logging.getLogger(__name__)
+
+
+class GymEnvironment:
+    """One episode. Each step's reward is its turn's; their sum is the outcome reward.
+
+    INVARIANT: what ends an episode is the game's to say. The policy can leave it, by texts that are no actions or have
+    no end. `unfinished_reward` is what that costs, in the outcome and in the last turn, as a step's reward is counted.
+    Where returns are negative and it is 0, leaving is learned.
+
+    Attributes:
+        env: The game.
+        text: How it reads.
+        terminated, truncated: As the last step said; both False where the conversation ended before the episode.
+        rewards: One per step. A turn whose text is no action has none.
+    """
+
+    _make: Callable[[], gymnasium.Env]
+    text_class: type[GymText] = GymText
+    actions: Sequence[str] = ()
+    unfinished_reward: float = 0.0
+    most_turns: int | None = None  # of the conversation
+    tools: list = []
+    keyword_columns = ("options",)
+
+    def __init__(self):
+        self.env = type(self)._make()
+        try:
+            self.text = self.text_class(self.env, self.actions)
+        except BaseException:
+            self.env.close()
+            raise
+        self.rewards: list[float] = []
+        self.terminated = self.truncated = False
+        self.shown = ""
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None, **row: Any) -> str:
+        """Begin an episode. Rollouts of a row with `seed` have the same game, as far as it draws its own numbers."""
+        self.rewards, self.terminated, self.truncated = [], False, False
+        self.shown = checked(self.text.observation(*self.env.reset(seed=seed, options=options)), "observation")
+        return ("\n" if row.get("prompt") else "") + checked(self.text.rules(), "rules") + self.shown
+
+    def respond(self, rollout: Rollout, turn: Turn) -> Reply:
+        """One step. A text that is no action is answered with what was expected; nothing moves.
+
+        A turn that a budget cut off is no step, whatever it holds: nothing is said, and the conversation ends.
+        """
+        turn.calls, turn.results = [], []  # a game has no tools: what looks like a call is text
+        if turn.finish_reason == "length":
+            return Reply(reward=self.unfinished_reward or None, info={"action": None})
+        last = self.most_turns is not None and len(rollout.turns) >= self.most_turns
+        leaving = self.unfinished_reward if last else 0.0
+        try:
+            action = self.text.action(said(turn))
+        except ValueError as error:
+            message = {"role": "user", "content": f"Error: {error}"}
+            return Reply(messages=[message], reward=leaving or None, info={"action": None})
+        observation, reward, self.terminated, self.truncated, info = self.env.step(action)
+        self.terminated, self.truncated = bool(self.terminated), bool(self.truncated)
+        self.rewards.append(float(reward))
+        self.shown = checked(self.text.observation(observation, info), "observation")
+        over = self.terminated or self.truncated
+        return Reply(
+            messages=[] if over else [{"role": "user", "content": self.shown}],
+            stop=over,
+            reward=self.rewards[-1] + (0.0 if over else leaving),
+            info={"action": plain(action), "terminated": self.terminated, "truncated": self.truncated,
+                  "gym": plain(info)},
+        )  # fmt: skip
+
+    async def state_key(self) -> str:
+        """What is seen, for `gigpo`."""
+        return self.shown
+
+    def get_reward(self) -> float:
+        """The sum of the rewards, and `unfinished_reward` where the conversation ended before the episode."""
+        over = self.terminated or self.truncated
+        return sum(self.rewards) + (0.0 if over else self.unfinished_reward)
+
+    def close(self) -> None:
+        """Close the game."""
+        self.env.close()
+
+
+def checked(text: Any, method: str) -> str:
+    """What a method of `GymText` gave. Raises `TypeError` unless it is text."""
+    if not isinstance(text, str):
+        raise TypeError(f"gym_text: {method} gave {type(text).__name__}, expected text")
+    return text
+
+
+def said(turn: Turn) -> str:
+    """A turn's text without its thinking.
+
+    >>> said(Turn([], None, "<think>left?</think> right", "stop"))
+    ' right'
+    """
+    if turn.open_thinking:
+        return ""
+    behind = turn.text.rpartition("</think>")[2]  # an answer is without what stands beside its tags
+    return behind if turn.answer is None or (CLOSE in behind and CLOSE not in turn.answer) else turn.answer
+
+
+def gym_environment(
+    make: Callable[[], gymnasium.Env],
+    name: str,
+    text_class: type[GymText] = GymText,
+    actions: Sequence[str] = (),
+    unfinished_reward: float = 0.0,
+    most_turns: int | None = None,
+) -> type[GymEnvironment]:
+    """The class of the environments of a game. Its return is logged as `rewards/<name>/mean`."""
+    settings = {"text_class": text_class, "actions": tuple(actions)}
+    limits = {"unfinished_reward": unfinished_reward, "most_turns": most_turns}
+    return type(name, (GymEnvironment,), {"_make": staticmethod(make), **settings, **limits})
+
+
+# -- what a recipe says --
+
+
+def load_gym_environment(script_args: Any, args: Any) -> type[GymEnvironment]:
+    """The class of a recipe's environments. It was made, reset and closed once. Raises `ValueError`."""
+    if script_args.gym_env is None:
+        raise ValueError("environment: gym without gym_env. Expected an id of gymnasium, or path.py:Class.")
+    kwargs = read_kwargs(script_args.gym_kwargs)
+    make = maker(script_args.gym_env, kwargs)
+    text_class = load_class(script_args.gym_text, "gym_text") if script_args.gym_text else GymText
+    if not issubclass(text_class, GymText):
+        raise ValueError(f"gym_text: {script_args.gym_text!r} is no subclass of mt_grpo.adapters.gym.text.GymText.")
+    name = script_args.gym_env.rpartition(":")[2].rpartition("/")[2]
+    cls = gym_environment(
+        make, name, text_class, script_args.gym_actions or (), script_args.gym_unfinished_reward,
+        args.max_env_steps + 1,
+    )  # fmt: skip
+    check_game(cls, script_args.gym_env)
+    return cls
+
+
+def read_kwargs(given: dict[str, Any] | str | None) -> dict[str, Any]:
+    """`gym_kwargs`, a mapping or its JSON. Raises `ValueError`."""
+    try:
+        kwargs = json.loads(given) if isinstance(given, str) else given or {}
+    except ValueError as error:
+        raise ValueError(f"gym_kwargs={given!r} is not JSON ({error}). Expected a mapping.") from None
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"gym_kwargs={given!r} is {type(kwargs).__name__}, expected a mapping.")
+    return kwargs
+
+
+def maker(reference: str, kwargs: dict[str, Any]) -> Callable[[], gymnasium.Env]:
+    """What makes the game of an id, or of `path.py:Class`. Raises `ValueError` for a class that is no game."""
+    if ".py:" not in reference:
+        return lambda: gymnasium.make(reference, **copy.deepcopy(kwargs))  # a game may change what it gets
+    cls = load_class(reference, "gym_env")
+    if not issubclass(cls, gymnasium.Env):
+        raise ValueError(f"gym_env: {reference!r} is {cls.__name__}, expected a subclass of gymnasium.Env.")
+    return lambda: cls(**copy.deepcopy(kwargs))
+
+
+def check_game(cls: type[GymEnvironment], reference: str) -> None:
+    """Raise `ValueError` unless an episode can begin and take a step. Warn where the conversation is shorter."""
+    try:
+        episode = cls()
+        try:
+            episode.reset(seed=0)
+            space = episode.env.action_space
+            space.seed(0)
+            action = space.sample()
+            own = type(episode.text).action is not GymText.action
+            if not own and not cls.actions and not can_be_written(episode, action):
+                raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
+            observation, _, _, _, info = episode.env.step(action)
+            checked(episode.text.observation(observation, info), "observation")
+        finally:
+            episode.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the game raises, SystemExit with it
+        why = f"{type(error).__name__}: {error_text(error)}"
+        raise ValueError(f"gym_env: {reference!r} cannot begin: {why}") from error
+    longest = getattr(episode.env.spec, "max_episode_steps", None)
+    if longest is not None and longest > cls.most_turns:
+        logger.warning(
+            "%s has up to %d steps, and the conversation %d turns. Set max_env_steps to %d to play it to its end.",
+            reference, longest, cls.most_turns, longest - 1,
+        )  # fmt: skip
+
+
+def can_be_written(episode: GymEnvironment, action: Any) -> bool:
+    """Whether the policy could write an action of the game's space."""
+    written = action if isinstance(action, str) else json.dumps(plain(action))
+    try:
+        return contains(episode.env.action_space, episode.text.action(f"{OPEN}{written}{CLOSE}"))
+    except ValueError:
+        return False

@@ -1,0 +1,5 @@
+"""Tools of servers of the Model Context Protocol.
+
+servers   servers: started, asked, started again
+tools     their tools
+"""

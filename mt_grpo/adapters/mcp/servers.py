@@ -1,0 +1,245 @@
+"""Servers of the Model Context Protocol (MCP), by the official SDK: started, asked, started again where they die."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from mcp import Client, StdioServerParameters
+from mcp.client.sse import sse_client
+from mcp.client.streamable_http import streamable_http_client
+
+from mt_grpo.base.event_loop import background_loop
+from mt_grpo.conversation.tools.results import error_text
+
+logger = logging.getLogger(__name__)
+LOOP = "mt-grpo-mcp"
+SECONDS_TO_CLOSE = 8.0  # the SDK gives a server 2 s to end by itself, and 2 s behind SIGTERM
+KEYS = {"command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport", "disabled"}
+TRANSPORTS = ("stdio", "http", "streamable-http", "streamable_http", "sse")
+
+
+class McpToolError(RuntimeError):
+    """What a server says of a call that failed; the model reads it."""
+
+
+class McpServer:
+    """One server, and the connection to it, which conversations share.
+
+    A task of its own opens the connection and closes it, as the SDK wants it. Where the connection is lost, the call
+    that notices it fails, and the next one opens another.
+
+    Args:
+        name: Its name in `mcpServers`.
+        entry: What stands there.
+        start_timeout: Seconds until it answers.
+        concurrency: Calls at the same time.
+        rate_limit: Calls per second. None: any number.
+    """
+
+    def __init__(
+        self, name: str, entry: dict[str, Any], start_timeout: float, concurrency: int, rate_limit: float | None = None
+    ):
+        self.name, self.entry, self.start_timeout = name, entry, start_timeout
+        self.slots, self.interval, self.next_call = asyncio.Semaphore(concurrency), 1 / (rate_limit or 1e9), 0.0
+        self.owner: asyncio.Task | None = None
+        self.ready: asyncio.Future | None = None  # the client, once it is connected
+        self.closing: asyncio.Event | None = None
+        self.deadline = 0.0
+        self.check: asyncio.Task | None = None
+        self.starts = 0
+
+    async def tools(self) -> list[Any]:
+        """All tools that it offers."""
+        client, found, cursor = await self.connected(), [], None
+        while True:
+            page = await asyncio.wait_for(client.list_tools(cursor=cursor), self.start_timeout)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """The server's `CallToolResult`. Raises `McpToolError` with what the model may read of a failure."""
+        async with self.slots:
+            loop = asyncio.get_running_loop()
+            self.next_call = max(self.next_call, loop.time()) + self.interval
+            await asyncio.sleep(self.next_call - self.interval - loop.time())
+            try:
+                client = await self.connected()
+            except Exception as error:
+                raise McpToolError(f"the server {self.name} does not start: {error_text(error)}") from error
+            owner = self.owner
+            try:
+                return await client.call_tool(tool, arguments)
+            except asyncio.CancelledError:  # the call's time is over: is it the server's?
+                self.check = self.check or asyncio.create_task(self.close_if_dead(client, owner))
+                raise
+            except Exception as error:
+                if not await self.close_if_dead(client, owner):
+                    raise McpToolError(error_text(error)) from error
+                raise McpToolError(f"the server {self.name} ended during the call. Try again.") from error
+
+    async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
+        """Close a connection that answers no more; whether it was one. Asked after a call that failed, or hung."""
+        try:
+            if owner.done():
+                raise ConnectionError
+            await asyncio.wait_for(client.list_tools(cache_mode="refresh"), self.start_timeout)
+            return False
+        except Exception:
+            if self.owner is owner:  # else another call has closed it, and there may be a new one
+                await self.close()
+            return True
+        finally:
+            self.check = None
+
+    async def connected(self) -> Client:
+        """The connection; a new one where there is none. Raises what keeps it from opening.
+
+        A start goes on where the call that began it is given up: the next call waits for the same one.
+        """
+        loop = asyncio.get_running_loop()
+        if self.owner is None or self.owner.done():
+            self.ready, self.closing = loop.create_future(), asyncio.Event()
+            self.owner = asyncio.create_task(self.own(self.ready, self.closing))
+            self.deadline, self.starts = loop.time() + self.start_timeout, self.starts + 1
+            if self.starts > 1:
+                logger.warning(f"The MCP server {self.name} had ended, and is started again.")
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.ready), max(0.0, self.deadline - loop.time()))
+        except TimeoutError:
+            await self.close()
+            raise TimeoutError(f"no answer in {self.start_timeout:g} s") from None
+
+    async def own(self, ready: asyncio.Future, closing: asyncio.Event) -> None:
+        """Hold the connection open until it is to be closed."""
+        failures: list[BaseException] = []
+        for kind in kinds(self.entry):
+            try:
+                async with self.transport(kind) as target, Client(target) as client:
+                    if not ready.done():
+                        ready.set_result(client)
+                        await closing.wait()
+                return
+            except BaseException as error:
+                failures.append(leaves(error)[0])
+                if ready.done() or not isinstance(error, Exception):
+                    break
+        if not ready.done():
+            first = failures[0]
+            ready.set_exception(first if isinstance(first, Exception) else RuntimeError(repr(first)))
+        elif not closing.is_set():
+            logger.warning(f"The connection to the MCP server {self.name} ended: {error_text(failures[-1])}")
+
+    @contextlib.asynccontextmanager
+    async def transport(self, kind: str) -> Any:
+        """What the SDK's client connects to."""
+        entry = self.entry
+        if "command" in entry:
+            # The commands of this Python's own environment first, as where it is activated.
+            env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
+            env |= filled_in(entry.get("env"))
+            yield StdioServerParameters(
+                command=entry["command"], args=[str(arg) for arg in entry.get("args") or []], env=env,
+                cwd=entry.get("cwd"),
+            )  # fmt: skip
+            return
+        headers = filled_in(entry.get("headers"))
+        if entry.get("auth_token"):
+            headers["Authorization"] = "Bearer " + filled_in({"auth_token": entry["auth_token"]})["auth_token"]
+        if kind == "sse":
+            # Between two calls it may be silent for as long as a training step takes; the SDK would give it 300 s.
+            yield sse_client(entry["url"], headers=headers, timeout=self.start_timeout, sse_read_timeout=None)
+            return
+        timeout = httpx2.Timeout(self.start_timeout, read=None)
+        async with httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True) as http:
+            yield streamable_http_client(entry["url"], http_client=http)
+
+    async def close(self) -> None:
+        """Close the connection; a process ends with it."""
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            if not self.ready.done():
+                self.ready.set_exception(ConnectionError("it was closed before it answered"))
+                self.ready.exception()  # somebody has seen it
+            self.closing.set()
+            done, _ = await asyncio.wait([owner], timeout=SECONDS_TO_CLOSE)
+            if not done:
+                owner.cancel()
+
+
+def filled_in(values: dict[str, Any] | None) -> dict[str, str]:
+    """Texts with `$NAME` replaced. Raises `ValueError` for a variable that is not set."""
+    for key, value in (values or {}).items():
+        for braced, plain in re.findall(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", str(value)):
+            if (braced or plain) not in os.environ:
+                raise ValueError(f"{key} has ${braced or plain}, which is no environment variable that is set")
+    return {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
+
+
+def kinds(entry: dict[str, Any]) -> list[str]:
+    """The transports to try, one after the other. An address without a type may also be of the older one, as in verl.
+
+    >>> kinds({"command": "x"}), kinds({"url": "http://x"}), kinds({"url": "http://x", "type": "sse"})
+    (['stdio'], ['http', 'sse'], ['sse'])
+    """
+    given = entry.get("type") or entry.get("transport")
+    return [given] if given else ["stdio"] if "command" in entry else ["http", "sse"]
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors of a group, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
+    return [error]
+
+
+def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:
+    """The servers of a JSON file: `{"mcpServers": {name: {"command", "args", "env"} or {"url", "headers"}}}`.
+
+    Raises `ValueError`.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{key}: {path!r} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ValueError(f"{key}: {path!r} is not JSON ({error}).") from None
+    servers = found.get("mcpServers") if isinstance(found, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ValueError(f'{key}: {path!r} has no "mcpServers". Expected {{"mcpServers": {{"name": {{...}}}}}}.')
+    for name, entry in servers.items():
+        where = f"{key}: server {name!r} of {path!r}"
+        if not isinstance(entry, dict) or ("command" in entry) == ("url" in entry):
+            raise ValueError(f"{where} has neither or both of command and url. Expected one of them.")
+        if unknown := entry.keys() - KEYS:
+            raise ValueError(f"{where} has the keys {sorted(unknown)}, expected some of {', '.join(sorted(KEYS))}.")
+        if (transport := entry.get("type") or entry.get("transport") or "stdio") not in TRANSPORTS:
+            raise ValueError(f"{where} has the type {transport!r}, expected one of {', '.join(TRANSPORTS)}.")
+        for name, kind in (("args", list), ("env", dict), ("headers", dict)):
+            if not isinstance(entry.get(name) or kind(), kind):
+                raise ValueError(f"{where}: {name} is no {kind.__name__}.")
+    return {name: entry for name, entry in servers.items() if not entry.get("disabled")}
+
+
+servers_to_close: list[McpServer] = []
+
+
+@atexit.register
+def close_servers() -> None:
+    """Close all connections when this process ends. Its loop is still there: its thread is a daemon."""
+    closing = [server.close() for server in servers_to_close]
+    servers_to_close.clear()
+    for each in [asyncio.run_coroutine_threadsafe(one, background_loop(LOOP)) for one in closing]:
+        with contextlib.suppress(Exception):
+            each.result(SECONDS_TO_CLOSE + 1)

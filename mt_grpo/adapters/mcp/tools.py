@@ -1,0 +1,123 @@
+"""The tools of MCP servers as tools of the trainer: `mcp_config_file`, and verl's entries of `type: mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
+from mt_grpo.base.event_loop import background_loop, gather_all, run_aside
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.tools.signature import as_tool
+
+
+def start_servers(
+    path: str, key: str, start_timeout: float, concurrency: int, rate_limit: float | None = None
+) -> list[tuple[McpServer, list[Any]]]:
+    """Start the servers of a JSON file, all at the same time: each with its tools. Raises `ValueError`."""
+    entries = read_servers(path, key)
+
+    async def start(name: str) -> tuple[McpServer, list[Any]]:
+        server = McpServer(name, entries[name], start_timeout, concurrency, rate_limit)
+        servers_to_close.append(server)
+        try:
+            return server, await server.tools()
+        except Exception as error:
+            await server.close()
+            raise ValueError(
+                f"{key}: the server {name!r} of {path!r} does not start: {type(error).__name__}: {error_text(error)}. "
+                + ("What it wrote stands above." if "command" in entries[name] else "Is it up?")
+            ) from error
+
+    async def start_all() -> list[tuple[McpServer, list[Any]]]:
+        return await gather_all([start(name) for name in entries])
+
+    return asyncio.run_coroutine_threadsafe(start_all(), background_loop(LOOP)).result()
+
+
+def load_mcp_tools(
+    path: str, selection: list[str] | None, start_timeout: float, concurrency: int, finish: Callable[[str], str]
+) -> list[Callable]:
+    """The tools of the servers of a JSON file.
+
+    Args:
+        path: The file.
+        selection: Names of tools, or `server:tool`. None: all.
+        start_timeout: Seconds until a server answers.
+        concurrency: Calls of a server at the same time.
+        finish: Makes the last of a result's text, as by cutting it.
+
+    Raises:
+        ValueError: A file of another form, a server that does not start, two tools of one name, an unknown name.
+    """
+    found = [(server, tool) for server, tools in start_servers(path, "mcp_config_file", start_timeout, concurrency)
+             for tool in tools]  # fmt: skip
+    known = {name for server, tool in found for name in (tool.name, f"{server.name}:{tool.name}")}
+    if unknown := [name for name in selection or [] if name not in known]:
+        offered = ", ".join(f"{server.name}:{tool.name}" for server, tool in found) or "none"
+        raise ValueError(f"mcp_tools: {unknown[0]!r} is offered by no server of {path!r}. There are: {offered}.")
+    chosen: dict[str, tuple[McpServer, Any]] = {}
+    for server, tool in found:
+        if selection is not None and tool.name not in selection and f"{server.name}:{tool.name}" not in selection:
+            continue
+        if tool.name in chosen:
+            other = chosen[tool.name][0].name
+            raise ValueError(
+                f"mcp_config_file: the servers {other!r} and {server.name!r} both have a tool {tool.name!r}. Select "
+                f"one by mcp_tools: [{server.name}:{tool.name}, ...]."
+            )
+        chosen[tool.name] = (server, tool)
+    if not chosen:
+        raise ValueError(f"mcp_config_file: {path!r} gives no tool. Expected a server that offers one.")
+    try:
+        return [mcp_tool(server, tool, finish) for server, tool in chosen.values()]
+    except ValueError as error:
+        raise ValueError(f"mcp_config_file: {error} Leave the tool out by mcp_tools, a list of the others.") from None
+
+
+def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Callable:
+    """One tool of a server, which checks its arguments. Raises `ValueError` for names that Python does not take."""
+
+    async def run(**arguments: Any) -> str:
+        result = await run_aside(server.call(tool.name, arguments), LOOP)
+        text = finish(result_text(result))
+        if result.is_error:
+            raise McpToolError(text)
+        return text
+
+    made = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
+    made.as_written = True
+    return made
+
+
+def schema_of(server: McpServer, tool: Any) -> dict[str, Any]:
+    """What the model reads of a tool."""
+    return {
+        "name": tool.name,
+        "description": tool.description or tool.title or f"{tool.name} of {server.name}.",
+        "parameters": {"type": "object", "properties": {}, **tool.input_schema},
+    }
+
+
+def result_text(result: Any) -> str:
+    """The texts of a result, one per line; what is no text is named. Without any, its structured content as JSON.
+
+    >>> result_text(types.SimpleNamespace(content=[], structured_content={"sum": 7}))
+    '{"sum": 7}'
+    """
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(content_text(part) for part in result.content)
+
+
+def content_text(part: Any) -> str:
+    """One part of a result."""
+    if part.type == "text":
+        return part.text
+    resource = getattr(part, "resource", None)
+    if getattr(resource, "text", None) is not None:
+        return resource.text
+    return f"[{part.type}: not shown]"

@@ -1,0 +1,16 @@
+"""ms-swift's multi-turn schedulers, environments and rewards, with its names and its behaviour.
+
+protocol       its requests, responses and outputs
+rewards        its reward classes
+loop           the turns of a scheduler
+loss           loss_scale as a mask
+schedulers     the base classes of schedulers; those that give tips, and ReAct's
+gym            environments, the scheduler that plays them, and OpenEnv's
+messages       a request's messages as text, and as the chat template takes them
+samples        a scheduler's responses, what it makes of them, and which one a request goes on from
+session        one rollout as the engine of a scheduler: what the model reads, and what it answers
+outputs        what a scheduler returned, as turns and records
+paths          its import paths
+conversation   the conversation that a scheduler runs
+recipe         what a recipe says with its keys
+"""

@@ -1,0 +1,94 @@
+"""An ms-swift request's messages as text, and as the chat template takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
+from mt_grpo.adapters.ms_swift.protocol import is_ids
+from mt_grpo.adapters.ms_swift.schedulers import without_thinking
+from mt_grpo.conversation.formats.control_tokens import AUTHORS, Origin, neutralise_messages
+from mt_grpo.conversation.formats.hermes import call_id, plain_name
+from mt_grpo.rollout import Message, ToolCall
+
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "tool_response": "tool"}
+MEDIA = ("images", "audios", "videos")
+Key = tuple[str, str]
+
+
+def keys_of(messages: list[Message]) -> list[Key]:
+    """What messages say."""
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def said_before(messages: list[Message]) -> str:
+    """What the assistant's message says that the messages end with; empty where they end with another one."""
+    return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+
+
+def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_thinking: bool) -> list[Message]:
+    """The messages of a request, each with a role and a text.
+
+    Args:
+        request: A `RolloutInferRequest`.
+        text_of: The text of ids: ms-swift 4.6 lets the content of a message be ids.
+        keeps_thinking: Whether messages of the assistant before the last one of others keep their thinking.
+
+    Raises:
+        SchedulerFailure: for media, unknown roles, and no messages at all.
+    """
+    for kind in MEDIA:
+        if getattr(request, kind, None):
+            raise SchedulerFailure(f"The request has {kind}. Expected text alone: other media are not supported.")
+    messages = [read_message(message, text_of) for message in request.messages]
+    if messages and messages[-1] == {"role": "assistant", "content": ""}:
+        messages.pop()  # ms-swift 3.6 to 4.1 let plug-ins add it, for a message that goes on
+    if not messages:
+        raise SchedulerFailure("A request has no messages.")
+    last = max((k for k, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+    for message in [] if keeps_thinking else messages[:last]:
+        if message["role"] == "assistant":
+            message["content"] = without_thinking(message["content"])
+    return messages
+
+
+def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
+    """One message. Raises `SchedulerFailure`."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if is_ids(content):
+        content = text_of(content)
+    if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
+        content = "".join(each["text"] for each in content)
+    if role not in ROLES or not (isinstance(content, str) or content is None):
+        raise SchedulerFailure(
+            f"A message is {message!r:.200}, expected a dict with a role of {', '.join(ROLES)}, and a text as content."
+        )
+    name = {"name": message["name"]} if message.get("name") else {}
+    return {"role": ROLES[role], "content": content or "", **name}
+
+
+def rendered(
+    messages: list[Message], calls: list[ToolCall], tokenizer: PreTrainedTokenizerBase, prompt: list[Message] = ()
+) -> list[Message]:
+    """Messages as the chat template takes them. Control tokens are broken in what environments and data say.
+
+    Args:
+        messages: What is rendered.
+        calls: To which results among them belong.
+        tokenizer: Whose control tokens.
+        prompt: Of the data set's row, which may show tags of formats.
+    """
+    written, results, given = [], 0, keys_of(prompt)
+    for message in messages:
+        kept = message["role"] in AUTHORS  # the plug-in's own words, and the policy's
+        origin = Origin.AGENT if kept else Origin.DATA if keys_of([message])[0] in given else Origin.OUTSIDE
+        (message,) = neutralise_messages([message], tokenizer, origin)
+        if message["role"] == "tool":
+            call = calls[results] if results < len(calls) else ToolCall(message.get("name"), {})
+            message = {**message, "name": plain_name(call), "tool_call_id": call_id(results)}
+            results += 1
+        written.append(message)
+    return written

@@ -1,0 +1,383 @@
+"""One rollout as the engine of an ms-swift scheduler: what it asks is sampled behind what was sampled before.
+
+A scheduler sends messages, and these are text. A request goes on from the response whose message it repeats, and its
+ids are those that were sampled. Only what stands behind them is tokenised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure
+from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_before
+from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
+from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
+from mt_grpo.adapters.session import PolicyTime, StopsAt, tools_by_name
+from mt_grpo.conversation.formats.hermes import call_id
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn, join
+
+# What the model reads for a scheduler's request: the ids of the response that it goes on from, and what is new.
+
+
+class Reading(NamedTuple):
+    """A request as ids."""
+
+    messages: list[Message]
+    tools: str  # as JSON
+    tools_by_name: dict[str, Any]
+    going: GoesOn | None  # None: it begins a record, and all of it is rendered
+    prompt_ids: list[int]  # all that the model reads
+    behind: list[int]  # of them, what the scheduler put behind the response that it goes on from
+    num_new: int  # of them, those behind that response
+    in_record: bool  # whether its record goes on: what was read and sampled stands there as it was
+
+    @property
+    def fresh(self) -> list[int] | None:
+        """The ids behind the response, None for the beginning of a record."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_new :] if self.in_record else None
+
+
+def read_request(
+    request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
+    plain: Callable[[list[int]], str], prompt: list[Message],
+) -> Reading:  # fmt: skip
+    """What the model reads for a request.
+
+    An end of turn that was sampled is read where messages follow. Where the message goes on instead, it is not: a
+    record begins.
+
+    Args:
+        request: A `RolloutInferRequest`.
+        samples: The responses so far.
+        env: The conversations.
+        written: Their tool format.
+        tokenizer: Of the policy.
+        plain: What ids say, where they are the content of a message.
+        prompt: Of the data set's row.
+
+    Raises:
+        SchedulerFailure: for what a request may not have.
+    """
+    messages = read_messages(request, plain, env.keeps_thinking)
+    kwargs = getattr(request, "chat_template_kwargs", None)
+    if kwargs and kwargs != env.chat_template_kwargs:
+        raise SchedulerFailure(
+            f"A request has chat_template_kwargs={kwargs}, the recipe {env.chat_template_kwargs}. Set the recipe's "
+            "key: all conversations have the same."
+        )
+    try:
+        given = listed_tools(getattr(request, "tools", None)) or []
+    except ValueError as error:
+        raise SchedulerFailure(f"A request's {error}") from error
+    tools, by_name = json.dumps(given, sort_keys=True), tools_by_name(given)
+    going = goes_on(samples, messages, tools, written.text)
+
+    def text_ids(text: str) -> list[int]:
+        return written.text_ids(without_turns(text, tokenizer)) if text else []
+
+    if going is None:
+        begun = said_before(messages)
+        whole = rendered(messages[:-1] if begun else messages, [], tokenizer, prompt)
+        ids = env.prompt_ids(whole, tokenizer, by_name) + text_ids(begun)
+        return Reading(messages, tools, by_name, None, ids, [], 0, False)
+    parent, calls = going.parent, going.parent.turn.calls
+    sampled = parent.turn.token_ids[: going.kept]
+    behind = (parent.tail if going.with_tail else []) + text_ids(going.behind)
+    drops_end = sampled[-1:] != [] and sampled[-1] in written.ends and bool(behind or not going.said)
+    suffix = []
+    if going.said:
+        suffix = written.suffix_ids(calls, rendered(going.said, calls, tokenizer, prompt), [] if behind else sampled)
+    ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + behind + suffix
+    in_record = going.is_whole and not parent.is_read and not drops_end
+    return Reading(messages, tools, by_name, going, ids, behind, len(behind + suffix), in_record)
+
+
+def stops_of(config: Any) -> tuple[str, ...]:
+    """The texts that end a response. Raises `SchedulerFailure` for what are none."""
+    stops = getattr(config, "stop", None) or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
+        raise SchedulerFailure(f"A request's config has stop={stops!r:.100}, expected a list of texts.")
+    return tuple(stops)
+
+
+def most_of(config: Any) -> int | None:
+    """How many tokens a response may have; None: no limit of its own. Raises `SchedulerFailure` for no such number."""
+    most = getattr(config, "max_tokens", None)
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise SchedulerFailure(f"A request's config has max_tokens={most!r:.100}, expected a number from 1 on.")
+    return most
+
+
+MAX_EMPTY = 16  # responses behind the end of a rollout; after them a request is an error
+
+
+class SchedulerSession(PolicyTime):
+    """The engine's side of one rollout.
+
+    Args:
+        env: The conversations, with their limits and their tool format.
+        rollout: What is filled in the end.
+        llm: The backend.
+        sampling_params: The policy's.
+        protocol: The module of ms-swift's types.
+
+    Attributes:
+        samples: All responses.
+        drives: By the last response of a conversation by `drive`, all of it.
+        given: By the same, what its output got.
+        stop_reason: Set where no further response is given.
+        failure: What the trainer must hear of, such as a server that is lost.
+        closed: Whether the scheduler is over, so that nothing more is sampled.
+        over: Set where a scheduler asks on behind the end.
+    """
+
+    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
+        super().__init__()
+        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        self.protocol, self.loop = protocol, asyncio.get_running_loop()
+        self.tokenizer = env._tokenizer(llm)
+        self.format = env.format_of(self.tokenizer)
+        self.samples: list[Sample] = []
+        self.drives: dict[str, list[Sample]] = {}
+        self.given: dict[str, dict[str, list]] = {}
+        self.stop_reason: StopReason | None = None
+        self.failure: Exception | None = None
+        self.closed = False
+        self._key = secrets.token_hex(8)
+        self.over = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+        self._num_requests, self._num_calls, self._num_empty = 0, 0, 0
+        self._parents: dict[str, Sample | None] = {}  # of empty responses, by their keys
+
+    # -- what the scheduler asks --
+
+    async def infer(self, request: Any, config: Any) -> Any:
+        """A response. Where there is no room for one, an empty one that is cut off.
+
+        Raises:
+            SchedulerFailure: the request cannot be answered.
+        """
+        if self.closed:
+            raise RolloutOver("The conversation is over. Expected no further request.")
+        self._tasks.add(asyncio.current_task())
+        try:
+            return await self._infer(request, config)
+        finally:
+            self._tasks.discard(asyncio.current_task())
+
+    async def finish(self) -> None:
+        """End what is in flight."""
+        self.closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def plain(self, ids: list[int]) -> str:
+        """What ids say, ends of turns aside."""
+        return self.format.text([token for token in ids if token not in self.format.ends])
+
+    async def _infer(self, request: Any, config: Any) -> Any:
+        try:
+            prompt = self.rollout.row.get("prompt") or self.rollout.row.get("messages") or []
+            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain, prompt)
+        except SchedulerFailure:
+            raise
+        except Exception as error:  # whatever the scheduler or a chat template made of it
+            text = f"{type(error).__name__}: {error_text(error)}"
+            raise SchedulerFailure(f"A request cannot be read: {text}") from error
+        try:
+            return await self._respond(request, stops_of(config), most_of(config), reading)
+        except SchedulerFailure:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def drove(
+        self, choice: Any, text: Any, same_message: bool, segment: tuple | None, masked: bool, weight: bool | None
+    ) -> None:
+        """Take over what a turn of `drive` made of a response.
+
+        Args:
+            choice: Of the response.
+            text: What its message says now; None where the history before it was edited.
+            same_message: Whether the next request goes on in it.
+            segment: As `keep` takes it: ids, a mask and logprobs; None: the text says it.
+            masked: Whether the scheduler gave that mask.
+            weight: Whether the message says itself that it is trained.
+        """
+        sample = self.sample_of(choice)
+        if isinstance(text, list):  # ids, as in 4.6
+            text = self.plain(text)
+            text = text if text.startswith(sample.start) else sample.start + text
+        sample.masked, sample.weight = masked, weight
+        if segment is not None:
+            text = sample.text if text is None else text
+            keep(sample, text, *segment, self.format)
+        elif text is not None:
+            revise(sample, text, same_message, self.format)
+
+    async def ended(self, choices: list[Any]) -> dict[str, list]:
+        """Note the responses of a conversation by `drive`. Returns what `RolloutOutput` takes of its last messages."""
+        drive = [self.sample_of(choice) for choice in choices]
+        if not drive:
+            return {}
+        self.drives[drive[-1].key] = drive
+        self.given[drive[-1].key] = given = self._given(drive)
+        return given
+
+    def _given(self, drive: list[Sample]) -> dict[str, list]:
+        groups = messages_of(drive[-1])
+        ids = [join(each.ids for each in group) for group in groups]
+        masks = [join(each.turn.per_token(1, 0) + [0] * len(each.tail) for each in group) for group in groups]
+        logprobs = [
+            [x for each in group for x, one in zip(each.turn.logprobs or [], each.turn.per_token(1, 0)) if one]
+            for group in groups
+        ]
+        is_masked = any(each.masked for group in groups for each in group)
+        return {"response_token_ids": ids, "response_loss_mask": masks if is_masked else [],
+                "rollout_logprobs": logprobs}  # fmt: skip
+
+    def so_far(self) -> list[Any]:
+        """All that was sampled, as an output: for a scheduler that did not end when its room was spent."""
+        if not self.samples:
+            return []
+        last = self.samples[-1]
+        self.drives[last.key] = list(self.samples)
+        messages = last.messages[:-1] if last.start else last.messages
+        response = self._response(None, last.prompt_ids, last.turn, last.key)
+        said = [*messages, {"role": "assistant", "content": last.bare}]
+        return [RolloutOutput(response=response, messages=said, rollout_infos={"num_turns": len(self.samples)})]
+
+    def is_empty(self, choice: Any) -> bool:
+        """Whether a choice is of an empty response."""
+        return getattr(choice, "sample_key", None) in self._parents
+
+    def sample_of(self, choice: Any) -> Sample | None:
+        """The response of a choice; of an empty one the response that it would have gone on from.
+
+        Raises `SchedulerFailure` for a choice that was not given here.
+        """
+        key, ids = getattr(choice, "sample_key", None), getattr(choice, "token_ids", None)
+        if key in self._parents:
+            return self._parents[key]
+        found = [sample for sample in self.samples if sample.key == key]
+        if not found and key is None and ids:  # a copy of it
+            found = [sample for sample in self.samples if sample.turn.token_ids == list(ids)]
+        if not found:
+            raise SchedulerFailure(
+                "A response is none that infer_async gave in this conversation. Return one of those."
+            )
+        return found[-1]
+
+    # -- one response --
+
+    async def _respond(self, request: Any, stops: tuple[str, ...], most: int | None, reading: Reading) -> Any:
+        number, key = self._num_requests, f"{self._key}-{self._num_requests}"
+        self._num_requests += 1
+        going, prompt_ids, fresh = reading.going, reading.prompt_ids, reading.fresh
+        parent = self._parents[key] = going and going.parent
+        room = self._room(prompt_ids, reading.num_new, most)
+        if room <= 0:
+            return self._response(request, prompt_ids, None, key)
+        if reading.in_record:
+            parent.is_read, parent.tail, parent.text = True, reading.behind, parent.text + going.behind
+        with self.in_flight():  # a request that is refused does not set the clock back
+            turn = await self._sample(reading, room, stops)
+        turn = self._cut_to_budget(turn, reading.num_new)
+        if turn is None:
+            return self._response(request, prompt_ids, None, key)
+        del self._parents[key]
+        start, said = said_before(reading.messages), going.said if going else []
+        is_cut = going is not None and going.kept < len(going.parent.turn.token_ids)
+        text = start + turn.text
+        self.samples.append(Sample(key, number, reading.messages, reading.tools, start, prompt_ids, turn, parent,
+                                   fresh, reading.num_new, said, is_cut, reading.behind, text, text))  # fmt: skip
+        self.samples.sort(key=lambda each: each.number)
+        return self._response(request, prompt_ids, turn, key)
+
+    def _left(self, new: int) -> int:
+        """How many tokens may be sampled behind so many new ones."""
+        left = self.env.max_completion_length
+        if self.env.length_scope == "total":
+            left -= new + sum(each.num_new + len(each.turn.token_ids) for each in self.samples)
+        return left
+
+    def _room(self, prompt_ids: list[int], new: int, most: int | None) -> int:
+        """How many tokens a response may have. Sets `stop_reason` where there are none."""
+        env = self.env
+        context = env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
+        reason, left = self.stop_reason, self._left(new)
+        if reason is None and len(prompt_ids) >= context:
+            reason = StopReason.CONTEXT_LENGTH
+        if reason is None and self._num_calls >= env.max_model_calls:
+            reason = StopReason.MAX_TURNS
+        if reason is None and left <= 0:
+            reason = StopReason.MAX_TOKENS
+        if reason is None:
+            self._num_calls += 1
+            return min(left, most or left)
+        self.stop_reason = reason
+        return 0
+
+    def _cut_to_budget(self, turn: Turn, new: int) -> Turn | None:
+        """The part of a turn for which room is left: requests at the same time share it. None where there is none."""
+        left = self._left(new)
+        if len(turn.token_ids) <= left:
+            return turn
+        if left <= 0:
+            self.stop_reason = self.stop_reason or StopReason.MAX_TOKENS
+            return None
+        ids = turn.token_ids[:left]
+        return dataclasses.replace(
+            turn, token_ids=ids, logprobs=turn.logprobs and turn.logprobs[:left], text=self.format.text(ids), calls=[],
+            answer=None, finish_reason="length",
+        )  # fmt: skip
+
+    async def _sample(self, reading: Reading, room: int, stops: tuple[str, ...]) -> Turn:
+        # What is not in the room counts as spent, so that `sample_turn` keeps to it.
+        edited = Context(reading.messages, reading.prompt_ids, self.env.max_completion_length - room)
+        rollout = self.rollout
+        asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment,
+                        tools=reading.tools_by_name, edited=edited)  # fmt: skip
+        llm = StopsAt(self.llm, stops, self.format.text) if stops else self.llm
+        return await self.env.sample_turn(asked, llm, self.params)
+
+    def _response(self, request: Any, prompt_ids: list[int], turn: Turn | None, key: str) -> Any:
+        """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place.
+
+        Raises `RolloutOver` after too many empty ones.
+        """
+        if turn is None:
+            self._num_empty += 1
+            if self._num_empty > MAX_EMPTY:
+                self.over.set()
+                raise RolloutOver(f"The rollout is over: {self.stop_reason}. Expected no further request.")
+        protocol, ids = self.protocol, list(turn.token_ids) if turn else []
+        calls = [
+            protocol.ChatCompletionMessageToolCall(
+                protocol.Function(call.name, json.dumps(call.arguments, ensure_ascii=False)), id=call_id(k)
+            )
+            for k, call in enumerate(turn.calls if turn else []) if not call.error
+        ]  # fmt: skip
+        logprobs = turn.logprobs if turn else []
+        content = None if logprobs is None else {"content": [{"logprob": value} for value in logprobs]}
+        message = protocol.ChatMessage("assistant", turn.text if turn else "", tool_calls=calls or None)
+        choice = protocol.ChatCompletionResponseChoice(
+            index=0, message=message,
+            finish_reason=turn.finish_reason if turn else "length", logprobs=content, token_ids=ids,
+        )  # fmt: skip
+        choice.sample_key, choice.is_over = key, turn is None
+        usage = protocol.UsageInfo(len(prompt_ids), len(ids), len(prompt_ids) + len(ids))
+        return protocol.ChatCompletionResponse(
+            model="policy", choices=[choice], usage=usage, id=getattr(request, "uuid", None) or key
+        )

@@ -1,0 +1,197 @@
+"""verl's `BaseTool` and `@function_tool`, and what tools of either kind return as results."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.base.event_loop import run_aside
+from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.tools.results import as_text
+from mt_grpo.conversation.tools.signature import as_tool
+from mt_grpo.rollout import ToolResult
+
+# verl's `BaseInteraction`: the other side of a conversation, by YAML.
+
+
+class BaseInteraction:
+    """One object for all conversations. What belongs to one of them stands under its `instance_id`."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation. Returns its id."""
+        return str(uuid.uuid4()) if instance_id is None else instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """(whether the conversation is over, the user's next message, the reward of the turn, information).
+
+        These are verl's, for a subclass that asks `super()`. An interaction without one of its own is refused.
+        """
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """The outcome reward of a conversation."""
+        return 0.0
+
+    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
+        """End a conversation."""
+
+
+TRUNCATE_SIDES = ("left", "middle", "right")
+
+
+def rollout_trace_op(function: Callable) -> Callable:
+    """The function itself. In verl it traces the calls."""
+    return function
+
+
+class BaseTool:
+    """A tool by YAML: one object for all conversations. What belongs to one of them stands under its `instance_id`.
+
+    Args:
+        config: The YAML's `config`.
+        tool_schema: The YAML's `tool_schema`. None: that of `get_openai_tool_schema`.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ValueError(f"{type(self).__name__} has no tool_schema. Write one in the YAML.")
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """What the model reads of the tool."""
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begin a conversation: (its id, what the model reads of that)."""
+        return str(uuid.uuid4()) if instance_id is None else instance_id, ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """One call: (the result, the reward of the turn, metrics)."""
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The outcome reward of a conversation, from the state of the tool."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End a conversation."""
+
+
+class FunctionTool(types.SimpleNamespace):
+    """A function that a file has declared a tool: `name`, `fn` and `tool_schema`, None for that of its signature."""
+
+
+declared: list[FunctionTool] = []  # by the file that is being imported
+
+
+def function_tool(name: Any = None, *, schema: Any = None) -> Callable:
+    """Declare a function a tool: `@function_tool`, `@function_tool("name")`, `@function_tool("name", schema=...)`.
+
+    A sync function runs in a thread. It returns text, JSON data, a `ToolResponse`, or a tuple of that, the reward of
+    the turn, and metrics, of which the last and the last two may be missing.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        declared.append(
+            FunctionTool(name=name if isinstance(name, str) else function.__name__, fn=function, tool_schema=schema)
+        )
+        return function
+
+    return decorate(name) if callable(name) else decorate
+
+
+async def aside(coroutine: Coroutine) -> Any:
+    """Run a coroutine of verl's tools on their own event loop. Who stops waiting for it cancels it."""
+    return await run_aside(coroutine, "mt-grpo-verl")
+
+
+def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
+    """A declared function as a tool of the trainer. Raises `ValueError` for *args and **kwargs.
+
+    Args:
+        finish: Makes the last of its results, as by cutting its text.
+    """
+    parameters = inspect.signature(tool.fn).parameters.values()
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        raise ValueError(f"@function_tool {tool.name} takes *args or **kwargs. Expected parameters with names.")
+    if inspect.iscoroutinefunction(tool.fn):
+
+        @functools.wraps(tool.fn)
+        async def run(*args: Any, **kwargs: Any) -> ToolResult:
+            return finish(read_result(await aside(tool.fn(*args, **kwargs))))
+    else:
+
+        @functools.wraps(tool.fn)
+        def run(*args: Any, **kwargs: Any) -> ToolResult:
+            return finish(read_result(tool.fn(*args, **kwargs)))
+
+    run.__name__ = tool.name
+    run.__signature__ = inspect.signature(tool.fn).replace(return_annotation=ToolResult)
+    if tool.tool_schema is None:
+        return run
+    schema = tool.tool_schema if isinstance(tool.tool_schema, dict) else schema_dict(tool.tool_schema)
+    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=run))
+
+
+def schema_dict(schema: Any) -> dict[str, Any]:
+    """A tool's schema as the chat template reads it."""
+    return schema.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def read_result(returned: Any) -> ToolResult:
+    """What a tool returned: the text, and the reward of the turn.
+
+    >>> read_result(("7", 0.5, {"queries": 1}))
+    ToolResult(text='7', error=None, seconds=0.0, reward=0.5)
+    >>> read_result({"celsius": 7}).text, read_result((ToolResponse(text="7"),)).reward
+    ('{"celsius": 7}', None)
+    """
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"the tool returned {len(parts)} values, expected a result, its reward, and metrics")
+    reward = parts[1] if len(parts) > 1 else None
+    if reward is not None and not is_number(reward):
+        raise ValueError(f"the tool gave the reward {reward!r}, expected a finite number")
+    return ToolResult(response_text(parts[0]), reward=None if reward is None else float(reward))
+
+
+def response_text(response: Any) -> str:
+    """A `ToolResponse`, verl's own too, or what may stand for one, as text. Raises `ValueError` for media."""
+    if all(hasattr(response, key) for key in ("text", "image", "video")):
+        if response.image or response.video:
+            raise ValueError("the tool returned an image or a video, which this trainer cannot show to a model")
+        return response.text or ""
+    return as_text(response)
+
+
+def cut_characters(text: str, most: int | None, side: str) -> str:
+    """At most so many characters of a text, and a marker where others stood. The side is the one that is cut off.
+
+    So it is in verl 0.9. In 0.7 `left` and `right` meant the side that stays.
+
+    >>> [cut_characters("0123456789", 4, side) for side in TRUNCATE_SIDES]
+    ['(truncated)...6789', '01...(truncated)...89', '0123...(truncated)']
+    >>> cut_characters("0123", 4, "left"), cut_characters("0123", None, "left")
+    ('0123', '0123')
+    """
+    if most is None or len(text) <= most:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[len(text) - most :]
+    if side == "right":
+        return text[:most] + "...(truncated)"
+    half = most // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]

@@ -1,0 +1,69 @@
+"""Errors of one rank are raised on all ranks, so that no rank waits for one that has stopped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from mt_grpo.base.errors import ServerError, ServerLost
+
+
+class RunError(RuntimeError):
+    """An error that ends the run. All ranks raise it together, between two optimizer steps."""
+
+
+class RunStopped(RunError):
+    """A signal asked the run to stop. `signum` is the number of the signal."""
+
+    def __init__(self, signum: int, where: str = ""):
+        super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
+        self.signum = signum
+
+
+def raise_on_all_ranks(
+    error: Exception | None, what: str, step: int, stopped: int | None = None, counts: tuple[int, ...] = ()
+) -> list[int]:
+    """Raise on all ranks if any rank failed or got a signal. Collective. Returns `counts`, summed over the ranks.
+
+    Every rank calls it after work that can fail on a single rank.
+
+    Args:
+        error: The error of this rank; None if it has none.
+        what: The name of the work for the message, such as `Rollouts`.
+        step: The optimizer step for the message.
+        stopped: The number of the signal that this rank got; None if it got none.
+        counts: Numbers to sum over the ranks.
+
+    Raises:
+        RunStopped: Any rank got a signal.
+        RunError: Any rank has an error.
+    """
+    text = error and f"rank {PartialState().process_index}: {type(error).__name__}: {error}"
+    reports = gather_object([(text, stopped, counts)])
+    if signals := [signum for _, signum, _ in reports if signum]:
+        raise RunStopped(signals[0], f" at step {step}")
+    if errors := [e for e, _, _ in reports if e]:
+        raise RunError(f"{what} failed at step {step}: {'; '.join(errors)}") from error
+    return [sum(column) for column in zip(*(counts for _, _, counts in reports))]
+
+
+def on_main_process(function: Callable[[], Any]) -> Any:
+    """Run `function` on rank 0. Collective.
+
+    Every rank returns its result, or raises its error as `ServerError` (`ServerLost` stays `ServerLost`).
+    """
+    outcome: list[Any] = [None, None, ServerError]  # result, message, kind of error
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # every rank raises it below
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            outcome[1:] = f"{type(error).__name__}: {error}", kind
+    broadcast_object_list(outcome, from_process=0)
+    if outcome[1]:
+        raise outcome[2](outcome[1])
+    return outcome[0]

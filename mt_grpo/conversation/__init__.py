@@ -1,0 +1,7 @@
+"""One conversation between a model, its tools and its environment. It stands on `base` alone: it knows no server.
+
+environments   one environment per conversation; what an environment says, checked
+sampling       the sampling parameters of a request, and its room
+formats/       how a model writes calls and reads results
+tools/         functions as tools: what the model reads of them, their arguments, running them, their results
+"""

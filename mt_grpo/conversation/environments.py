@@ -1,0 +1,419 @@
+"""What an environment says, checked: its first observation, and its replies."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import inspect
+import numbers
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from mt_grpo.base.rows import DataRow, with_own_keys
+from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.tools.signature import check_tool, named_tools
+from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, join
+
+Clean = Callable[[list[Message], Origin], list[Message]]  # breaks control tokens: `ChatFormat.clean`
+REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised, hung, or returned what it may not: the end of its rollout, which is not trained on."""
+
+    reason = StopReason.ENVIRONMENT_ERROR
+
+
+class PromptTooLong(Exception):
+    """The prompt after `reset` leaves no room for a turn: the end of its rollout, which is not trained on.
+
+    Args:
+        length: Of the prompt, in tokens.
+        beyond: How many of them are beyond the context, 0 where they fill it.
+        limit: What to raise, in words.
+    """
+
+    def __init__(self, length: int, beyond: int, limit: str):
+        super().__init__(
+            f"the prompt has {length} tokens after reset, and the context {length - beyond}: there is no room for a "
+            f"turn. Shorten what reset says, or raise {limit}."
+        )
+
+
+def read_reply(reply: Any, name: str) -> Reply | None:
+    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
+    if isinstance(reply, dict) and reply.keys() <= Reply.__dataclass_fields__.keys():
+        reply = Reply(**reply)
+    if reply is None:
+        return None
+    if not all(hasattr(reply, key) for key in Reply.__dataclass_fields__):
+        raise EnvironmentFailure(f"{name}.respond returned {type(reply).__name__}, expected a Reply or None.")
+    given = [key for key in REPLIES if getattr(reply, key)]
+    if len(given) > 1:
+        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}, expected one of them.")
+    for key, kind in (("continuation", str), ("info", dict)):
+        if not isinstance(getattr(reply, key) or kind(), kind):
+            got = type(getattr(reply, key)).__name__
+            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.")
+    if reply.reward is not None and not is_number(reply.reward):
+        raise EnvironmentFailure(f"{name}.respond: reward is {reply.reward!r}, expected a finite number or None.")
+    read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
+    if read["history"] and read["history"][-1]["role"] == "assistant":
+        raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
+    return Reply(**{**{key: getattr(reply, key) for key in Reply.__dataclass_fields__}, **read})
+
+
+def read_messages(messages: Any, where: str) -> list[Message] | None:
+    """An environment's messages, each with a text as content. Raises `EnvironmentFailure`."""
+    if not isinstance(messages or [], list):
+        raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected messages.")
+    read = []
+    for message in messages or []:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise EnvironmentFailure(f"{where} has {message!r:.200}, expected role and content.")
+        if not isinstance(message["role"], str):
+            raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected a text such as user.")
+        # As in OpenAI's API: a message that only calls says nothing.
+        content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
+        read.append({**message, "content": read_content(content, where)})
+    return None if messages is None else read
+
+
+def read_content(content: Any, where: str) -> str:
+    """Content as text: parts of text are joined. Raises `EnvironmentFailure` for anything else."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
+            shown = part if isinstance(content, list) else content
+            raise EnvironmentFailure(f"{where} has the content {shown!r:.100}, expected text, or parts of type text.")
+    return "".join(part["text"] for part in parts)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number of single precision, in which rewards are kept."""
+    return isinstance(value, numbers.Real) and abs(value) <= 3.4e38  # NaN is not
+
+
+def as_written(messages: list[Message], origin: Origin) -> list[Message]:
+    """The messages themselves: for programs whose requests are cleaned later."""
+    return messages
+
+
+def joined(prompt: list[Message], observation: str | list | None, clean: Clean = as_written) -> list[Message]:
+    """The prompt with what `reset` returned: text goes to its last message, messages replace it.
+
+    Args:
+        prompt: Of the row, the operator's.
+        observation: What `reset` returned.
+        clean: Breaks the control tokens that messages of an origin may not hold.
+
+    Raises:
+        EnvironmentFailure: there is no prompt, or the observation is none.
+
+    >>> joined([{"role": "user", "content": "Play. "}], "A board.")
+    [{'role': 'user', 'content': 'Play. A board.'}]
+    >>> joined([{"role": "user", "content": "Play."}], [{"role": "user", "content": "Guess."}])
+    [{'role': 'user', 'content': 'Guess.'}]
+    """
+    if not observation and not isinstance(observation, (int, float)):
+        if not any(message["content"] for message in prompt):
+            raise EnvironmentFailure("reset returned nothing, and the row has no prompt: expected one of them.")
+        return clean(prompt, Origin.DATA)
+    if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
+        return clean(read_messages(observation, "reset"), Origin.OUTSIDE)
+    if not isinstance(observation, (str, list)):
+        raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
+    *before, last = clean(prompt or [{"role": "user", "content": ""}], Origin.DATA)
+
+    def as_outside(text: str) -> str:
+        return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
+
+    said = as_outside(read_content(observation, "reset"))
+    # INVARIANT: a control token of which the row has one half and `reset` the other is broken, too.
+    meet = as_outside(last["content"] + said) == as_outside(last["content"]) + said
+    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + said}], Origin.DATA)
+
+
+# From a class to one environment per conversation: its tools, and its methods within their time.
+
+
+# Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0}
+
+
+def tool_methods(cls: type) -> list[str]:
+    """The names of a class's tools: its public methods, looked up on the class as in TRL."""
+    names = (name for name, _ in inspect.getmembers(cls, inspect.isfunction))
+    return [name for name in names if not name.startswith("_") and name not in METHODS]
+
+
+def class_tools(cls: type) -> dict[str, Callable]:
+    """A class's tools by name, as an instance would have them: for their descriptions, not to be called."""
+    return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
+
+
+def check_environment(cls: Any, where: str) -> None:
+    """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
+    if not isinstance(cls, type):
+        raise ValueError(f"{where} is {cls!r}, expected a class, or a dict of classes.")
+    if not callable(getattr(cls, "reset", None)):
+        raise ValueError(f"{where}: {cls.__name__} has no method reset(self, **row), which begins a conversation.")
+    for name, count in METHODS.items():
+        method = getattr(cls, name, None)
+        if method is None or count is None:
+            continue
+        try:
+            inspect.signature(types.MethodType(method, cls)).bind(*[None] * count)
+        except TypeError as error:
+            takes = ", ".join(("self", "rollout", "turn")[: count + 1])
+            raise ValueError(
+                f"{where}: {cls.__name__}.{name}{inspect.signature(method)} clashes with the trainer's method "
+                f"{name}({takes}): {error}. Give the tool another name, such as {name}_it."
+            ) from None
+    for tool in class_tools(cls).values():
+        check_tool(tool)
+    if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
+        merged(cls.__name__, class_tools(cls).values(), named_tools(cls.tools).values())
+
+
+def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
+    """The tools of a conversation: the others, an instance's public methods, and those in its list `tools`.
+
+    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
+    `ValueError` for two of one name, and for an unknown one in the selection.
+    """
+    methods = [getattr(environment, name) for name in tool_methods(type(environment))]
+    listed = getattr(environment, "tools", [])
+    # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
+    listed = named_tools([] if callable(listed) else listed).values()
+    tools = merged(type(environment).__name__, others.values(), methods, listed)
+    selection = getattr(environment, "tool_selection", None)
+    return tools if selection is None else selected(tools, selection)
+
+
+def selected(tools: dict[str, Callable], names: list[str]) -> dict[str, Callable]:
+    """The tools of these names. Raises `ValueError` for a name that none has."""
+    if unknown := [name for name in names if name not in tools]:
+        raise ValueError(f"The row names the tool {unknown[0]!r}, expected some of {', '.join(tools) or 'none'}.")
+    return {name: tools[name] for name in names}
+
+
+def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
+    """Tools by their names. Raises `ValueError` for two of one name."""
+    tools: dict[str, Callable] = {}
+    for tool in join(groups):
+        if tool.__name__ in tools:
+            raise ValueError(
+                f"Two tools are called {tool.__name__!r}, one of them of {name}: the model could not tell them apart. "
+                "Give one another name."
+            )
+        tools[tool.__name__] = tool
+    return tools
+
+
+def is_own_method(call: ToolCall, rollout: Rollout) -> bool:
+    """Whether a call goes to a synchronous method of the rollout's own environment."""
+    tool = (rollout.tools or {}).get(call.name)
+    own = rollout.environment is not None and getattr(tool, "__self__", None) is rollout.environment
+    return own and not inspect.iscoroutinefunction(tool)
+
+
+@contextmanager
+def failures_end(rollout: Rollout) -> Iterator[None]:
+    """An environment's failure ends its rollout, and no other one."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        rollout.stop_reason, rollout.error = error.reason, error
+    except BaseException:  # the conversation is cancelled, perhaps inside a call that still runs
+        rollout.abandoned = True
+        raise
+
+
+class Environments:
+    """One environment per conversation.
+
+    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with a
+    call that was given up, are not.
+
+    Args:
+        factories: A class, or classes by the row's column `environment`.
+        timeout: Seconds that one call of a method of the protocol may take.
+        tools: Those that conversations have beside their environments' own.
+
+    Raises:
+        ValueError: a class that is no environment, no class at all, two tools of one name.
+    """
+
+    def __init__(self, factories: type | dict[str, type], timeout: float, tools: dict[str, Callable]):
+        self.by_name = factories if isinstance(factories, dict) else {None: factories}
+        if not self.by_name:
+            raise ValueError("environment is an empty dict, expected a class for each name in the column environment.")
+        for name, cls in self.by_name.items():
+            check_environment(cls, f"environment {name!r}" if name else "environment")
+            merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
+        self.timeout, self.tools = timeout, tools
+        self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
+        self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
+        atexit.register(self._close_at_exit)
+
+    def class_of(self, row: dict[str, Any]) -> type:
+        """The class of a row's environment. Raises `ValueError` for an unknown name."""
+        if None in self.by_name:
+            return self.by_name[None]
+        if row.get("environment") not in self.by_name:
+            raise ValueError(
+                f"A row has environment={row.get('environment')!r}, expected one of {', '.join(self.by_name)}."
+            )
+        return self.by_name[row["environment"]]
+
+    def check_rows(self, dataset: Any) -> None:
+        """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
+
+        A class method `check_row(row)` refuses rows. It returns the names of tools that the row has, or None.
+        """
+        checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
+        columns = [c for c in dataset.column_names if c == "environment" or (checks and c != "prompt")]
+        for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
+            check = getattr(self.class_of(row), "check_row", lambda row: None)
+            try:
+                names = check(self.own_row(row))
+                if names is not None:
+                    selected({**self.tools, **self.tools_of_class(row)}, names)
+            except ValueError as error:
+                raise ValueError(f"Row {number}: {error}") from None
+
+    def own_row(self, row: DataRow) -> DataRow:
+        """A row as its environment takes it (`with_own_keys`).
+
+        `keyword_columns` of a class are those whose keys are arguments of what it plays, which a key of another row
+        may break. Other classes get a table's row as it is.
+        """
+        return with_own_keys(row, getattr(self.class_of(row), "keyword_columns", ()))
+
+    def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
+        """The tools of a row's environment, before there is an instance: for the length of the prompt."""
+        return class_tools(self.class_of(row))
+
+    async def open(self, rollout: Rollout, clean: Clean = as_written) -> list[Message]:
+        """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+
+        Raises `EnvironmentFailure`.
+        """
+        cls = self.class_of(rollout.row)
+        if self._free[cls]:
+            rollout.environment = self._free[cls].pop()
+            self._open[id(rollout)] = rollout
+        else:
+            await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
+        row = self.own_row(rollout.row)
+        row = {k: v for k, v in row.items() if k != "environment" or None in self.by_name}
+        observation = await self.call(rollout, "reset", **row)
+        return joined(rollout.prompt_messages, observation, clean)
+
+    def _make(self, rollout: Rollout, cls: type) -> None:
+        """Make a rollout's environment. It is closed where nobody waits for it any more."""
+        rollout.environment = cls()
+        self._open[id(rollout)] = rollout
+        if rollout.abandoned:
+            self._close_now(rollout)
+
+    async def idle(self, rollout: Rollout) -> None:
+        """Wait for calls that were given up at their time limit: an instance has one call at a time.
+
+        Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
+        """
+        running = [future for future in rollout.given_up if not future.done()]
+        rollout.given_up.clear()
+        if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
+            raise EnvironmentFailure(
+                f"{type(rollout.environment).__name__}: a call that was given up at tool_timeout still runs after "
+                f"environment_timeout={self.timeout:g} s more. Its instance cannot be used meanwhile: give the method "
+                "a time limit of its own, or raise tool_timeout."
+            )
+
+    async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
+        function = getattr(rollout.environment, method, None)
+        if function is None:
+            return None
+        name = f"{type(rollout.environment).__name__}.{method}"
+        if method != "close":  # which may be what ends a call that hangs
+            await self.idle(rollout)
+        return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
+
+    async def _run(self, rollout: Rollout, name: str, function: Callable) -> Any:
+        if inspect.iscoroutinefunction(getattr(function, "func", function)):
+
+            async def run():
+                return await function()
+        else:
+
+            def run():
+                return function()
+
+        run.__name__ = name
+        try:
+            return await run_tool(run, {}, self.timeout)
+        except ToolsUnavailable:
+            raise
+        except ToolTimeout as error:
+            rollout.abandoned = True
+            raise EnvironmentFailure(f"{name} took longer than environment_timeout={self.timeout:g} s.") from error
+        except Exception as error:
+            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+
+    async def reward(self, rollout: Rollout) -> float | None:
+        """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""
+        await self.idle(rollout)  # reward functions get the instance, too
+        value = await self.call(rollout, "get_reward")
+        if value is None:
+            return None
+        if not is_number(value):
+            name = type(rollout.environment).__name__
+            raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
+        return float(value)
+
+    async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
+        """Close the environments of these rollouts, None: of all; keep those that can be used again.
+
+        Returns what failed: a conversation that is over loses nothing by it.
+        """
+        rollouts = list(self._open.values()) if rollouts is None else rollouts
+        rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
+        results = await asyncio.gather(*map(self._close_one, rollouts), return_exceptions=True)
+        return [error for error in results if isinstance(error, BaseException)]
+
+    async def _close_one(self, rollout: Rollout) -> None:
+        if hasattr(rollout.environment, "close"):
+            await self.call(rollout, "close")
+        elif not rollout.abandoned and rollout.error is None:
+            self._free[type(rollout.environment)].append(rollout.environment)
+
+    def _close_now(self, rollout: Rollout) -> None:
+        """Close an environment, unless that was done, in a thread without a loop. Nobody is left to hear of errors."""
+        if self._open.pop(id(rollout), None) is not None:
+            with suppress(Exception):
+                closing = getattr(rollout.environment, "close", lambda: None)()
+                if inspect.isawaitable(closing):
+                    asyncio.run(_awaited(closing))
+
+    def _close_at_exit(self) -> None:
+        """What an error or a signal left open, each in a thread: one that hangs leaves no other one open."""
+        threads = [threading.Thread(target=self._close_now, args=(r,), daemon=True) for r in self._open.values()]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + self.timeout
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

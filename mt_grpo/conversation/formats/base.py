@@ -1,0 +1,293 @@
+"""What all tool formats share: where a turn ends, what is thinking, and which ids follow a turn."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
+from mt_grpo.conversation.tools.results import cut_to_tokens
+from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
+
+SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
+
+
+def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]:
+    """(value, error) of the JSON of a call."""
+    try:
+        return json.loads(text), None
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text[error.pos :].lstrip().startswith("{"):
+            return None, several
+        return None, f"the call is not valid JSON ({error.msg} at character {error.pos})"
+    except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of brackets
+        return None, "the call holds a number that is too long, or is nested too deeply"
+
+
+def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS) -> ToolCall:
+    """The JSON of one call. The error texts are read by the policy: short, and they say how to mend it.
+
+    Args:
+        body: The text between the tags of a call.
+        key: Of the arguments.
+        several: The error where there is more than one call.
+    """
+    call, error = load_json(body, several)
+    if error:
+        return ToolCall(None, {}, error)
+    if isinstance(call, list):
+        return ToolCall(None, {}, several)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(None, {}, f'the call must be a JSON object with "name" (a string) and "{key}" (an object)')
+    arguments = call.get(key, {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, f'"{key}" must be a JSON object, got {type(arguments).__name__}')
+    if unknown := set(call) - {"name", key}:
+        return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "{key}"')
+    return ToolCall(call["name"], arguments)
+
+
+def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
+    """How many characters of a turn's text are thinking; None if the thinking is still open at its end.
+
+    Args:
+        text: Of the turn.
+        before: What the prompt holds of the same assistant message: what the generation prompt writes for the model,
+            or the text that this turn goes on.
+
+    >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
+    (16, 9)
+    >>> thinking_length("so <think>a", ""), thinking_length("<think>a", "<think>\\n\\n</think>\\n")  # text; thinking
+    (0, None)
+    """
+    if before.lstrip().startswith(opening) and closing not in before:
+        end = text.find(closing)
+    elif text.lstrip().startswith(opening) and not before.rpartition(closing)[2].strip():
+        end = text.find(closing, text.index(opening) + len(opening))
+    else:
+        return 0
+    return end + len(closing) if end >= 0 else None
+
+
+class ChatFormat:
+    """What formats share. Subclasses say how calls, answers and results are written.
+
+    Args:
+        tokenizer: Whose chat template renders conversations.
+        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+        extra_ends: Further ids that end a turn, such as those of the model's generation config.
+
+    Raises:
+        ValueError: the chat template loses a result, or does not append it.
+    """
+
+    call_format: str  # an example of a call, for a policy that wrote it wrong
+    stops: tuple[str, ...] = ()
+    thinking: tuple[str, str] = ("<think>", "</think>")
+    headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        extra_ends: Iterable[int] = (),
+    ):
+        self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
+        self.setup()
+        try:
+            closings = self.closings()
+            asked = self._render([{"role": "user", "content": self._sentinel}])
+        except Exception as error:
+            raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
+        # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
+        self._closing = frozenset(i for text in closings for i in self._end_of_turn(self.text_ids(text))[-1:])
+        inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
+        self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
+        ids = self.text_ids(asked.rpartition(self._sentinel)[2].partition(self.thinking[0])[0])
+        header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
+        self._headers = [text for text in (header, *self.headers) if text]
+        self.check()
+
+    def setup(self) -> None:
+        """What a subclass does before the template is looked at."""
+
+    def closings(self) -> list[str]:
+        """What the template writes behind an assistant's messages, one text per kind of message."""
+        return [self.suffix([], [{"role": "user", "content": "."}])]
+
+    # -- what the model reads --
+
+    def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
+        """Arguments of `apply_chat_template`, which gives ids, for messages that the model answers next."""
+        return {
+            "conversation": messages, "add_generation_prompt": True, "tokenize": True, "return_dict": False,
+            **self.chat_template_kwargs,
+        }  # fmt: skip
+
+    def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
+        """Messages without the control tokens that those of this origin may not hold."""
+        return neutralise_messages(messages, self.tokenizer, origin, self.ends)
+
+    def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
+        """The messages with the results of a turn's calls."""
+        raise NotImplementedError
+
+    def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
+        """Ids from the end of the model's turn, over the messages behind it, to the next generation prompt.
+
+        A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
+        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
+        """
+        ids = self.text_ids(self.suffix(calls, messages))
+        # The end of turn is there already if the model sampled one, be it another than the template's.
+        closing = self._end_of_turn(ids)
+        there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
+        return ids[len(closing) :] if there else ids
+
+    def fit(
+        self, turn: Turn, further: list[Message], most: float, limit: int
+    ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
+        """(results, messages, ids) behind a turn in at most `most` tokens, each result cut to at most `limit`.
+
+        None if they do not fit: further messages are not cut.
+        """
+        # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
+        texts = [neutralise(result.text[: 64 * limit + 1], self.tokenizer) for result in turn.results]
+        while None not in (cuts := [cut_to_tokens(text, limit, self.tokenizer) for text in texts]):
+            results = [dataclasses.replace(result, text=cut) for result, cut in zip(turn.results, cuts)]
+            messages = self.results(turn.calls, results) + further
+            ids = self.suffix_ids(turn.calls, messages, turn.token_ids)
+            if len(ids) <= most:
+                return results, messages, ids
+            if not texts:
+                return None
+            # What is too much goes; the chat template's ids are in it too. Smaller each time, so that the loop ends.
+            limit = min(limit - 1, limit - int(len(ids) - most) // len(texts), len(ids))
+        return None
+
+    def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
+        """The text of `suffix_ids`, its end of turn included."""
+        return self._behind_content(messages)
+
+    def check(self) -> None:
+        """Raise `ValueError` unless results reach the model, and as the chat template would write them."""
+        self.check_results([ToolCall("add", {"a": 2})])
+
+    def check_results(self, calls: list[ToolCall]) -> None:
+        """`check` with these calls."""
+        texts = [f"result-{secrets.token_hex(4)}" for _ in calls]
+        messages = self.results(calls, [ToolResult(text) for text in texts])
+        try:
+            suffix = self.suffix(calls, messages)
+            whole = self._render([{"role": "user", "content": "."}, self.turn_message(calls), *messages])
+        except Exception as error:
+            raise self.refusal(f"cannot render a turn with {len(calls)} results: {error}") from error
+        if not all(text in suffix for text in texts):
+            raise self.refusal(f"leaves out a result: it writes {suffix!r} behind a turn with {len(calls)} results")
+        if not whole.endswith(suffix):
+            raise self.refusal(
+                f"writes results differently behind different turns: {suffix!r} is not the end of {whole!r}"
+            )
+
+    def turn_message(self, calls: list[ToolCall]) -> Message:
+        """A turn with these calls, as a message for the chat template."""
+        return {"role": "assistant", "content": "A turn."}
+
+    def refusal(self, what: str) -> ValueError:
+        """The error for a chat template that this format cannot use."""
+        name = self.tokenizer.name_or_path or "this tokenizer"
+        return ValueError(
+            f"The chat template of {name} {what}. Choose another tool_format, or give the tokenizer a chat template "
+            "that takes such conversations."
+        )
+
+    # -- what the model writes --
+
+    def next_stops(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, ...]:
+        """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
+        open_thinking = bool(self.stops and ids) and self.length_of_thinking(ids, prompt_ids) is None
+        return self.thinking[1:] if open_thinking else self.stops
+
+    def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
+        """Whether a request that stopped at a stop text did so inside thinking, or at its close: the turn goes on."""
+        if not self.stops or not ids or self.cut(ids, prompt_ids)[1]:
+            return False
+        # The request that stops at the end of the thinking is over, and the turn is not.
+        return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
+
+    def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
+        """How many of the sampled ids make the turn, and whether something in them ends it."""
+        end = next((k for k, token in enumerate(ids) if token in self.ends), None)
+        return (len(ids), False) if end is None else (end + 1, True)
+
+    def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
+        """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
+
+        `tools` tell numbers from text in formats that write both the same way.
+        """
+        text = self.text(ids)
+        start = thinking_length(text, self._before(prompt_ids), *self.thinking)
+        if start is None:
+            return Parsed(text, [], None, open_thinking=True)
+        return Parsed(text, *self.parse_text(text[start:], tools or {}))
+
+    def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
+        """The calls and the answer of a turn's text behind its thinking."""
+        raise NotImplementedError
+
+    def text(self, ids: list[int]) -> str:
+        """A turn's text, without the token that ended it."""
+        return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
+    def length_of_thinking(self, ids: list[int], prompt_ids: list[int]) -> int | None:
+        return thinking_length(self._decode(ids), self._before(prompt_ids), *self.thinking)
+
+    def _before(self, prompt_ids: list[int]) -> str:
+        """What stands behind the last generation prompt: its opened thinking, or a turn that goes on."""
+        start = next((k for k in reversed(range(len(prompt_ids))) if prompt_ids[k] in self.ends), -1) + 1
+        text = self._decode(prompt_ids[start:])
+        found = max((text.rfind(header) + len(header) for header in self._headers if header in text), default=0)
+        return text[found:]
+
+    # -- rendering and tokenising --
+
+    def _render(self, messages: list[Message], **kwargs: Any) -> str:
+        arguments = {"add_generation_prompt": True, **self.chat_template_kwargs, **kwargs, "tokenize": False}
+        return self.tokenizer.apply_chat_template(messages, **arguments)
+
+    def _behind_content(self, messages: list[Message]) -> str:
+        """What the template writes behind an assistant's message that these messages follow."""
+        stand_in = {"role": "assistant", "content": self._sentinel}
+        rendered = self._render([{"role": "user", "content": "."}, stand_in, *messages])
+        if self._sentinel not in rendered:
+            raise ValueError(f"the assistant's message is not in {rendered!r}")
+        return rendered.rpartition(self._sentinel)[2]
+
+    def _end_of_turn(self, ids: list[int]) -> list[int]:
+        """The ids of a suffix up to its end of turn, blanks before it included. Not all templates have one."""
+        added = self.tokenizer.added_tokens_decoder
+        end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), len(ids))
+        return ids[: end + 1] if end < len(ids) and ids[end] in added else []
+
+    def text_ids(self, suffix: str) -> list[int]:
+        """Ids of a text that stands behind other text: some tokenizers begin a text with a blank of their own."""
+        before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
+        text = before + suffix
+        if self.tokenizer.is_fast:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts = [start for start, _ in encoded["offset_mapping"]]
+            first = bisect.bisect_left(starts, len(before))
+            if first < len(starts) and starts[first] == len(before):
+                return encoded["input_ids"][first:]
+        return self.tokenizer(suffix, add_special_tokens=False)["input_ids"]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)

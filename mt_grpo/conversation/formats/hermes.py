@@ -1,0 +1,250 @@
+"""Calls as the chat template writes them: several in one turn, the results in messages of role `tool`.
+
+Hermes is the syntax of many models: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS, ChatFormat, parse_call
+from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
+from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.rollout import Message, ToolCall, ToolResult
+
+
+class CallText(NamedTuple):
+    """The text of one call."""
+
+    text: str  # with what opens and closes it
+    body: str  # what stands between
+    name: str | None  # of the tool, where what opens a call says it
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How calls are written. `opening`, `closing`, `tail` and `answer` are regular expressions."""
+
+    name: str
+    opening: str
+    closing: str
+    read: Callable[[CallText, dict[str, Callable]], list[ToolCall]]
+    tail: str = ""  # what the template writes behind the last argument of the last call; empty: `closing`
+    answer: str = ""  # where a turn's answer stands; empty: the text beside thinking and calls
+    thinking: tuple[str, str] = ("<think>", "</think>")
+    headers: tuple[str, ...] = ()  # as in `ChatFormat`
+
+    def split(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
+        """The calls of a text, and the text beside them. Each call is read alone: a broken one costs no other."""
+        calls, beside, start, tried = [], [], 0, None
+        opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
+        closed = closing.search(text)
+        while (opened := opening.search(text, start)) is not None:
+            beside.append(text[start : opened.start()])
+            name = opened.groupdict().get("name")
+            following = opening.search(text, max(opened.end(), opened.start() + 1))
+            if closed and closed.start() < opened.end():
+                closed = closing.search(text, opened.end())
+            # What opens a call can stand in an argument of it. Tried once per closing: a text may open thousands.
+            nested = closed and following and following.start() < closed.start()
+            read, start = [], following.start() if following else len(text)
+            if closed and not (nested and tried == closed.start()):
+                whole = CallText(text[opened.start() : closed.end()], text[opened.end() : closed.start()], name)
+                read, tried = self.read(whole, tools), closed.start()
+                if nested and any(call.error for call in read):
+                    read = []  # this call was never closed
+                else:
+                    start = max(closed.end(), opened.start() + 1)
+            calls += read or [ToolCall(name, {}, "the call is not closed")]
+        return calls, "".join([*beside, text[start:]])
+
+    def example(self, text: str) -> str:
+        """The first call in a text, as it stands there."""
+        opened = re.search(self.opening, text, re.DOTALL)
+        closed = re.compile(self.closing, re.DOTALL).search(text, opened.end())
+        return text[opened.start() : closed.end()].strip()
+
+
+HERMES = CallSyntax(
+    "hermes (Qwen 2.5, Qwen 3)",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    read=lambda call, tools: [
+        parse_call(call.body, "arguments", "several calls in one <tool_call>; write one <tool_call> for each")
+    ],
+)
+
+
+class HermesFormat(ChatFormat):
+    """Several calls in a turn, which only an end id or the budget ends. The first syntax that fits is taken.
+
+    INVARIANT: what the chat template writes for a call is read as that call; `setup` tries it.
+    """
+
+    syntaxes: tuple[CallSyntax, ...] = (HERMES,)
+    probes = (ToolCall("get_total", {"first": 2, "second": "a b"}), ToolCall("get_name", {"key": "x"}))
+
+    def setup(self) -> None:
+        """Choose the syntax: the one in which the template's own calls are read as what they are."""
+        written = self._write_calls()
+        self.call_format = self.syntax.example(written)
+        self.thinking, self.headers = self.syntax.thinking, self.syntax.headers
+        try:
+            prompt = self._render([{"role": "user", "content": "."}], tools=[tool_schema("get_total", get_total)])
+        except Exception as error:
+            raise self.refusal(f"cannot render tools: {error}") from error
+        self.describes_tools = "get_total" in prompt
+        self.keeps_results = self._keeps_results(self.syntax.example(written))
+
+    def _render(self, messages: list[Message], **kwargs: Any) -> str:
+        # Some tokenizers have a template of their own for conversations with tools.
+        template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"), tools=[])
+        return super()._render(messages, **{**kwargs, "chat_template": template})
+
+    def _write_calls(self) -> str:
+        """A conversation with calls. Sets `syntax`, `several` (calls in one turn) and `arguments` to what fits."""
+        written, problem = "", None
+        # Some templates take one call per turn, and some take arguments as text.
+        for number, self.arguments in ((2, dict), (2, json.dumps), (1, dict), (1, json.dumps)):
+            probes = list(self.probes[:number])
+            try:
+                written = self._render([{"role": "user", "content": "."}, self.turn_message(probes)])
+            except Exception as error:  # whatever a template raises
+                problem = error
+                continue
+            fits = [syntax for syntax in self.syntaxes if syntax.split(written, {})[0] == probes]
+            if fits:
+                self.syntax, self.several = fits[0], number > 1
+                return written
+        if not written:
+            raise self.refusal(f"cannot render a turn with calls: {problem}") from problem
+        if "get_total" not in written:
+            raise self.refusal("has no tool support: it leaves calls out")
+        raise self.refusal(f"writes calls in another syntax than this tool_format reads: ...{written[-300:]!r}")
+
+    def _keeps_results(self, call: str) -> bool:
+        """Whether results reach the model behind a turn whose call is written in its text alone."""
+        turn, results = {"role": "assistant", "content": call}, self.results(self.probes[:1], [ToolResult("result-1")])
+        try:
+            return "result-1" in self._render([{"role": "user", "content": "."}, turn, *results])
+        except Exception:  # whatever a template raises
+            return False
+
+    def closings(self) -> list[str]:
+        results = self.results(self.probes[:1], [ToolResult("0")])
+        return [*super().closings(), self.suffix(self.probes[:1], results)]
+
+    def check(self) -> None:
+        self.check_results(list(self.probes[: 1 + self.several]))
+
+    def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
+        said = "" if self.describes_tools else str([message["content"] for message in messages])
+        if missing := [name for name in tools if not self.describes_tools and name not in said]:
+            raise ValueError(
+                f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
+                f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
+            )
+        schemas = [self.clean_schema(name, tool) for name, tool in tools.items()]
+        messages = messages if self.keeps_results else self.with_calls(messages, tools)
+        return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
+
+    def clean_schema(self, name: str, tool: Callable) -> dict[str, Any]:
+        """A tool's schema as the model reads it, without control tokens. Raises `ValueError` for one in a name."""
+        return clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
+
+    def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
+        """The messages for a template that loses results behind calls in a text: those go into `tool_calls`.
+
+        Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
+        """
+        messages, written = list(messages), []
+        for k, message in enumerate(messages):
+            count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
+            if message["role"] == "assistant" and count and "tool_calls" not in message:
+                calls, beside = self.syntax.split(message["content"], tools)
+                calls = (calls + [ToolCall(None, {})] * count)[:count]
+                message = {**self.turn_message(calls), "content": beside.strip()}
+            written.append(message)
+        return written
+
+    def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
+        return [
+            {"role": "tool", "name": plain_name(call), "tool_call_id": call_id(k), "content": result.text}
+            for k, (call, result) in enumerate(zip(calls, results))
+        ]
+
+    def turn_message(self, calls: list[ToolCall]) -> Message:
+        """A turn with these calls and no text, as a message for the chat template."""
+        functions = [{"name": plain_name(call), "arguments": self.arguments(call.arguments)} for call in calls]
+        written = [{"id": call_id(k), "type": "function", "function": f} for k, f in enumerate(functions)]
+        return {"role": "assistant", "content": "", "tool_calls": written}
+
+    def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
+        """Behind results, the stand-in holds one call for each: as content, some templates lose them."""
+        results = [message for message in messages if message["role"] == "tool"]
+        if not results:
+            return super().suffix(calls, messages)
+        stand_in = self.turn_message([ToolCall(result["name"], {"key": self._sentinel}) for result in results])
+        rendered = self._render([{"role": "user", "content": "."}, stand_in, *messages])
+        behind = rendered.rpartition(self._sentinel)[2]
+        closed = re.search(self.syntax.tail or self.syntax.closing, behind, re.DOTALL)
+        if rendered.count(self._sentinel) != len(results) or closed is None:
+            raise ValueError(f"{len(results)} calls are not in {rendered!r}")
+        return behind[closed.end() :]
+
+    def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
+        calls, beside = self.syntax.split(text, tools)
+        if len(calls) > 1 and not self.several:
+            return [ToolCall(None, {}, SEVERAL_CALLS)], None
+        return calls, None if calls else self.answer(beside)
+
+    def good_calls(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
+        """The calls that can be read, and the text without them: for programs that take a broken call as text."""
+        good = []
+
+        def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
+            found = self.syntax.read(call, tools)
+            if not any(each.error for each in found):
+                good.append(call.text)
+            return found
+
+        calls, _ = dataclasses.replace(self.syntax, read=read).split(text, tools)
+        if len(calls) > 1 and not self.several:
+            return [], text
+        for written in good:
+            text = text.replace(written, "", 1)
+        return [call for call in calls if not call.error], text
+
+    def content(self, text: str) -> str:
+        """What a turn says beside its thinking and its calls."""
+        return "".join(re.findall(self.syntax.answer, text, re.DOTALL)) if self.syntax.answer else text
+
+    def answer(self, text: str) -> str | None:
+        """What is inside `<answer>`, else all of the text, unless it is blank."""
+        text = self.content(text)
+        written = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.DOTALL)
+        return written[1].strip() if written else text.strip() or None
+
+
+def get_total(first: int, second: str) -> str:
+    """Get a total.
+
+    Args:
+        first: A number.
+        second: A text.
+    """
+
+
+def call_id(index: int) -> str:
+    """An id of a call in its turn: nine letters and digits, which all templates take."""
+    return f"call{index:05d}"
+
+
+def plain_name(call: ToolCall) -> str:
+    """The name of a call's tool as a result gives it. What a model wrote as a name may be anything."""
+    return call.name if call.name and re.fullmatch(r"[\w.-]{1,64}", call.name) else "unknown"

@@ -1,0 +1,95 @@
+"""The sampling parameters that a request may contain, and the room that it has."""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+import typing
+from typing import Any
+
+from mt_grpo.rollout import StopReason
+
+
+def plain_content(content: Any, where: str) -> Any:
+    """A message's content. A list of text parts becomes one text; other parts, as images, raise `ValueError`."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
+            raise ValueError(
+                f"{where}: a message has the part {part!r:.100}. Rollouts are text only: expected text parts."
+            )
+    return "".join(part["text"] for part in content)
+
+
+def sampling_defaults() -> dict[str, Any]:
+    """Defaults of the sampling fields. The server takes a field that is not sent from generation_config.json."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+SAMPLING_KEYS = {  # keys that a request may contain besides the prompt; a server silently ignores unknown keys
+    *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",
+    "structured_outputs", "response_format", "thinking_token_budget", "spaces_between_special_tokens", "vllm_xargs",
+    "cache_salt", "user",
+}  # fmt: skip
+CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
+
+
+def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
+    """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
+    for key in sampling_params or {}:
+        if key not in known and key in ("max_tokens", "max_completion_tokens"):
+            raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
+
+
+def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
+    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
+
+    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`.
+    """
+    expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
+        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. For one, write [...] around it.")
+    prompts = list(prompts)
+    for k, prompt in enumerate(prompts):
+        if isinstance(prompt, dict):
+            raise ValueError(f"{name} is one conversation's messages, expected {expected}: write [...] around it.")
+        messages = [] if texts and isinstance(prompt, str) else prompt
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
+        ):
+            raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
+        if texts and not all(isinstance(message["content"], str) for message in messages):
+            prompts[k] = [{**message, "content": message_text(message, name)} for message in messages]
+    return prompts
+
+
+def message_text(message: dict[str, Any], name: str) -> str:
+    """The content of a message as text: a chat template would write Python's form of anything else."""
+    content = plain_content(message["content"], name)
+    content = "" if content is None and message.get("tool_calls") else content
+    if not isinstance(content, str):
+        raise ValueError(f"{name} holds a message with the content {content!r:.80}, expected text.")
+    return content
+
+
+class Room(typing.NamedTuple):
+    """Tokens that are left."""
+
+    completion: float  # of max_completion_length
+    context: float  # of the model's context
+
+    @property
+    def tokens(self) -> float:
+        """Of both."""
+        return min(self)
+
+    @property
+    def reason(self) -> StopReason:
+        """Why a conversation ends that lacks room."""
+        return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS

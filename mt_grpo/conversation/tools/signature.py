@@ -1,0 +1,362 @@
+"""Functions as tools: the description that the model reads, and the check of a call against the signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import keyword
+import operator
+import re
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+from mt_grpo.base.json_types import is_json_type, type_name
+from mt_grpo.conversation.formats.base import load_json
+from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise
+from mt_grpo.conversation.tools.arguments import (
+    ArgumentReader,
+    argument_mistake,
+    cached_by_function,
+    default_text,
+    hints_of,
+    json_schema,
+    parameters_schema,
+    read_argument,
+    readers_of,
+)
+from mt_grpo.conversation.tools.results import ADDRESS, error_text
+from mt_grpo.rollout import ToolCall, ToolResult
+
+
+def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
+    """A tool as the JSON schema that chat templates take. Its types are pydantic's, by which its calls are checked.
+
+    What a docstring in Google's style says of a parameter stands beside its type. A tool that is an object brings its
+    own schema.
+    """
+    if given := getattr(tool, "json_schema", None):
+        return {"type": "function", "function": {**given, "name": name}}
+    return {"type": "function", "function": {"name": name, **described(tool)}}
+
+
+@cached_by_function
+def described(tool: Callable) -> dict[str, Any]:
+    """Description, parameters and, where its type has a schema, result of a function."""
+    text = (inspect.getdoc(tool) or "").strip()
+    description, notes, returns = parse_google_format_docstring(text)
+    parameters = parameters_schema(tool)
+    if parameters["properties"].keys() <= notes.keys():
+        pairs = parameters["properties"].items()
+        parameters = {**parameters, "properties": {key: with_note(each, notes[key]) for key, each in pairs}}
+    else:  # then the model reads all of the docstring, whatever its style
+        description = text
+    result = result_schema(tool)
+    if result is not None and returns is not None:
+        result = {**result, "description": returns}
+    return {"description": description, "parameters": parameters, **({} if result is None else {"return": result})}
+
+
+def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
+    """A parameter's schema with its description, whose end may list its choices, as transformers reads them.
+
+    >>> with_note({"type": "string"}, 'A drink (choices: ["tea", "water"])')
+    {'type': 'string', 'enum': ['tea', 'water'], 'description': 'A drink'}
+    """
+    listed = re.search(r"\(choices:\s*(\[.*\])\)\s*$", note, re.IGNORECASE | re.DOTALL)
+    choices = load_json(listed[1])[0] if listed else None
+    if not isinstance(choices, list):
+        return {**schema, "description": note}
+    return {**schema, "enum": choices, "description": note[: listed.start()].strip()}
+
+
+def result_schema(tool: Callable) -> dict[str, Any] | None:
+    """The JSON schema of what a tool returns; None where it says nothing, or what has none."""
+    hints = typing.get_type_hints(tool, include_extras=True)
+    if "return" not in hints:
+        return None
+    if hints["return"] is ToolResult:  # what the model reads of it
+        return {"type": "string"}
+    try:
+        return json.loads(json_schema(hints["return"], "serialization"))
+    except Exception:  # a class's own hooks may raise anything
+        return None
+
+
+CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
+
+TYPES_THAT_WORK = (
+    "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, Any, and what pydantic "
+    "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
+)
+
+
+class Shown(str):
+    """A text that stands in a signature without quotes."""
+
+    __repr__ = str.__str__
+
+
+LEFT_OUT = Shown("...")  # the default of a parameter that may be left out, and whose schema has no default
+OTHERS = "others"  # stands in a signature for parameters whose names Python does not take
+
+
+def named_tools(tools: Iterable) -> dict[str, Callable]:
+    """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
+    named: dict[str, Callable] = {}
+    for tool in map(as_tool, tools):
+        check_tool(tool)
+        if tool.__name__ in named:
+            raise ValueError(f"Two tools are called {tool.__name__!r}: the model could not tell them apart.")
+        named[tool.__name__] = tool
+    return named
+
+
+def as_tool(tool: Any) -> Callable:
+    """A tool as a function; one that is a function already stays as it is.
+
+    Args:
+        tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
+            and `run(**arguments)`, which may be async.
+
+    Raises:
+        ValueError: the schema describes no function.
+    """
+    if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
+        return tool
+    schema = tool.schema() if callable(tool.schema) else tool.schema
+    try:
+        function = dict(schema.get("function", schema))
+        described = function.get("parameters") or {}
+        properties, required = described.get("properties", {}), described.get("required", [])
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=inspect.Parameter.empty if name in required else schema_default(each),
+                annotation=hint_of(each),
+            )
+            for name, each in sorted(properties.items(), key=lambda item: item[0] not in required)
+            if is_name(name)
+        ]
+        others = {name: name in required for name in properties if not is_name(name)}
+        if others:
+            parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=Any))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
+            f"and parameters: {error}."
+        ) from None
+
+    def call(**arguments: Any) -> Any:
+        return tool.run(**arguments)
+
+    async def call_async(**arguments: Any) -> Any:
+        return await tool.run(**arguments)
+
+    made = call_async if inspect.iscoroutinefunction(tool.run) else call
+    told = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
+    notes = [f"    {name}: {note}" for name, note in told.items() if note]
+    made.__name__, made.__qualname__ = tool.name, tool.name
+    made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
+    made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    made.__signature__ = inspect.Signature(parameters, return_annotation=returned_by(tool.run))
+    made.json_schema = {**function, "name": tool.name}
+    made.others = others
+    return made
+
+
+def returned_by(run: Callable) -> Any:
+    """The type of what a function or another callable returns, without quotes where its names are known here."""
+    try:
+        return typing.get_type_hints(run).get("return", inspect.Signature.empty)
+    except (NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
+        returned = inspect.signature(run).return_annotation
+        return Shown(returned) if isinstance(returned, str) else returned
+
+
+def schema_default(schema: Any) -> Any:
+    """The default of a parameter that may be left out, as a JSON schema says it."""
+    return schema.get("default", LEFT_OUT) if isinstance(schema, dict) else LEFT_OUT
+
+
+def is_name(name: str) -> bool:
+    """Whether Python takes it as a parameter's name. Others have, for example, `from` or `user-id`."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS
+
+
+def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    """Raise `TypeError` for arguments that are unknown or missing, where Python takes not all of the names."""
+    if others := getattr(tool, "others", None):
+        unknown = [name for name in arguments if name not in signature.parameters and name not in others]
+        missing = [name for name, required in others.items() if required and name not in arguments]
+        if unknown:
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        if missing:
+            raise TypeError(f"missing a required argument: {missing[0]!r}")
+
+
+def hint_of(schema: dict[str, Any]) -> Any:
+    """The type of a parameter that a JSON schema describes; `Any` for what Python's types do not say.
+
+    >>> hint_of({"type": "array", "items": {"enum": ["a", "b"]}})
+    list[typing.Literal['a', 'b']]
+    >>> hint_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), hint_of({"$ref": "#/x"})
+    (int | None, typing.Any)
+    """
+    if not isinstance(schema, dict):  # `true` allows everything
+        return Any
+    plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
+    kind, options = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    if "enum" in schema:
+        return typing.Literal[tuple(schema["enum"])]
+    if isinstance(kind, list):
+        options = [{**schema, "type": each} for each in kind]
+    if options:
+        return functools.reduce(operator.or_, map(hint_of, options))
+    if kind == "array":
+        return list[hint_of(schema.get("items", {}))]
+    return dict[str, Any] if kind == "object" else plain.get(kind, Any)
+
+
+def check_tool(tool: Callable) -> None:
+    """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
+    name = getattr(tool, "__name__", None)
+    if not callable(tool) or not name or name == "<lambda>":
+        raise ValueError(f"A tool must be a named function, got {tool!r}.")
+    if not inspect.getdoc(tool):
+        raise ValueError(f"Tool {name} has no docstring. Write one: it is what the model reads to use the tool.")
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ValueError(f"Tool {name} is a generator function. Expected `return` with all of it, not `yield`.")
+    try:
+        hints = hints_of(tool)
+    except Exception as error:
+        raise ValueError(f"Tool {name} has type hints that cannot be read: {error_text(error)}.") from error
+    for parameter in inspect.signature(tool).parameters.values():
+        check_parameter(name, parameter, hints)
+
+
+def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
+    """Raise `ValueError` for a parameter that no call can pass: a call is a JSON object of named arguments."""
+    name = parameter.name
+    if name not in hints:
+        raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
+        raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
+    try:
+        ArgumentReader(hints[name]), json_schema(hints[name])
+    except Exception as error:  # a class's own hooks may raise anything
+        known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
+        reason = "" if known else f" ({getattr(error, 'message', error_text(error)).rstrip('.')})"
+        raise ValueError(
+            f"Tool {tool}: parameter {name!r} is {type_name(hints[name])}, which no argument from JSON can "
+            f"be{reason}. Types that work: {TYPES_THAT_WORK}."
+        ) from None
+    if re.search(ADDRESS, repr(parameter.default)):
+        raise ValueError(
+            f"Tool {tool}: the default of {name!r} is {parameter.default!r}, whose address the model would read, "
+            "another one in every process. Write None, and make the object inside the tool."
+        )
+
+
+def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt.
+
+    With a tokenizer no text is a control token, and a name that holds one raises `ValueError`.
+    """
+    described = []
+    for name, tool in tools.items():
+        text = "\n".join([f"{name}{signature_of(tool)}", *schema_lines(tool), inspect.getdoc(tool)])
+        if tokenizer is not None:
+            forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
+            check_names([name, *inspect.signature(tool).parameters, *getattr(tool, "others", ())], forbidden)
+            text = neutralise(text, tokenizer, forbidden)
+        described.append(text)
+    return "\n\n".join(described)
+
+
+def schema_lines(tool: Callable) -> list[str]:
+    return [f"{name}: {json_schema(reader.hint)}" for name, reader in readers_of(tool)[0].items() if not reader.plain]
+
+
+def fill_in_tools(
+    system_prompt: str, tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None
+) -> str:
+    """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace.
+
+    Its own text stays as it is, and that of the tools is as `describe_tools` gives it.
+    """
+    described = describe_tools(tools, tokenizer)
+    try:
+        return system_prompt.format(tool_descriptions=described)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
+            "Write literal braces twice: {{ and }}."
+        ) from None
+
+
+@cached_by_function
+def signature_of(tool: Callable) -> inspect.Signature:
+    """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
+    signature, hints = inspect.signature(tool), hints_of(tool)
+
+    def shown_type(hint: Any) -> Any:
+        return None if hint is type(None) else hint if is_json_type(hint) else Shown(type_name(hint))
+
+    def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+        hint, default = hints.get(parameter.name, Any), parameter.default
+        if not is_json_type(hint) and default is not parameter.empty and default is not None:
+            default = Shown(default_text(default))
+        return parameter.replace(annotation=shown_type(hint), default=default)
+
+    returned = hints.get("return", signature.return_annotation)
+    returned = str if returned is ToolResult else returned
+    return signature.replace(
+        parameters=[shown(parameter) for parameter in signature.parameters.values()],
+        return_annotation=returned if returned is signature.empty else shown_type(returned),
+    )
+
+
+def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
+    """What is wrong with a call that is no call, and an example of the tool format."""
+    return f"{call.error}. Expected: {call_format}"
+
+
+def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
+    """Why this call cannot be run (the policy's mistake), or None."""
+    return read_call(call, tools)[1]
+
+
+def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
+    """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
+
+    It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
+    """
+    if call.error:
+        return {}, unreadable(call)
+    if call.name not in tools:
+        return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
+    tool, arguments = tools[call.name], {}
+    signature = signature_of(tool)
+    try:
+        signature.bind(**call.arguments)
+        check_others(tool, signature, call.arguments)
+    except TypeError as error:
+        return {}, f"{error}. Usage: {call.name}{signature}"
+    if getattr(tool, "as_written", False):
+        return call.arguments, None
+    for name, value in call.arguments.items():
+        try:
+            arguments[name] = read_argument(tool, name, value)
+        except (Exception, SystemExit) as error:  # a validator may raise anything
+            readers, rest = readers_of(tool)
+            mistake = argument_mistake(readers.get(name) or rest, name, value, error)
+            return {}, f"{mistake}. Usage: {call.name}{signature}"
+    # A tool's process reads JSON, and makes its own objects of it.
+    return (call.arguments if hasattr(tool, "prepare") else arguments), None

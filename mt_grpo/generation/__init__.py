@@ -1,0 +1,11 @@
+"""What generates, and the policy's weights on their way there. It stands below training, which only asks for rollouts.
+
+versions         names of pushed weights: which a server reports, which sampled a turn
+connection       the connection to a server: its address and answers, retries, time limits
+server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
+weights          iteration over the policy's parameters
+weight_transfer  weights to servers: by disk, by NCCL
+weight_sync      push, prove, push again after a restart
+in_process       generation in this process, with TRL's own
+rollout_batch    a batch of running conversations
+"""

@@ -1,0 +1,420 @@
+"""The HTTP connection of `VLLMServerClient`: retries, time limits, and proof of the weights' version."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import concurrent.futures
+import functools
+import json
+import logging
+import os
+import random
+import re
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import (
+    CONTROL_THREAD,
+    allow_many_open_files,
+    background_loop,
+    close_on,
+    gather_all,
+    run_async,
+)
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.conversation.sampling import sampling_defaults
+from mt_grpo.generation.versions import SharedQuestion, continues
+from mt_grpo.rollout import Generation
+
+logger = logging.getLogger(__name__)
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
+    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
+def not_an_id(value: Any, vocab_size: int | None) -> bool:
+    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model.
+
+    >>> [not_an_id(value, 400) for value in (0, 399, 400, -1, True, 1.0, "1")]
+    [False, False, True, True, True, True, True]
+    """
+    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
+
+
+def hide_password(url: str) -> str:
+    """`url` with user and password replaced, for messages.
+
+    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
+    ('http://...@gpu1:8000', 'http://gpu1:8000')
+    """
+    return re.sub(r"//.*@", "//...@", url)
+
+
+def split_server_url(url: str) -> tuple[str, str | None]:
+    """(`url` without user and password, the header `Authorization` made from them or None).
+
+    Raises `ServerError` for an address that can never work.
+
+    >>> split_server_url("http://ann:secret@gpu1:8000/")
+    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        fits = fits and not re.search(r"[\s?#]", url)
+    except ValueError:  # a port that is no number or above 65535, brackets that do not match
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
+            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
+        )
+    user, found, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    return parts._replace(netloc=host).geturl().rstrip("/"), header
+
+
+def server_urls(value: str | list[str] | None) -> list[str]:
+    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
+
+    Raises `ValueError` for something else, and `ServerError` for no address or one that is named twice.
+
+    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
+    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
+    """
+    if not value:
+        return []
+    urls = value.split(",") if isinstance(value, str) else list(value)
+    if not all(isinstance(url, str) for url in urls):
+        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
+    urls = [url.strip() for url in urls]
+    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
+    if twice := [url for url in plain if plain.count(url) > 1]:
+        raise ServerError(f"vllm_server_base_url names {twice[0]} twice. Name each server once.")
+    return urls
+
+
+def read_completion(
+    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
+) -> Generation:
+    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
+
+    Args:
+        answer: The server's.
+        num_prompt_tokens: That were sent.
+        max_tokens: That were asked for.
+        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
+    """
+    try:
+        choice = answer["choices"][0]
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+        counts = len(token_ids), len(logprobs)
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if type(token_ids) is not list or type(logprobs) is not list:
+        raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
+    if wrong := [i for i in token_ids if not_an_id(i, vocab_size)]:
+        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
+        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
+    if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
+        raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
+    if seen != num_prompt_tokens:
+        raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
+    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
+        raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
+    read = choice.get("prompt_token_ids")
+    try:
+        saw = None if read is None else hash_of_ids(read)
+    except (TypeError, OverflowError, ValueError):
+        raise BadAnswer(f"prompt_token_ids are no token ids: {str(read)[:100]}") from None
+    return Generation(token_ids, logprobs, finish_reason, saw)
+
+
+class ServerConnection:
+    """Connections to one `vllm serve` in development mode: control calls, retries, health checks, logprobs.
+
+    Args:
+        base_url: The address, such as `http://127.0.0.1:8000`. A user and password in it are sent, but never shown.
+        api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
+        timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
+        request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
+    """
+
+    BAD_ANSWERS = 3  # in a row, after which a request fails
+    NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
+    NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
+    VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
+    WATCH_SECONDS = 1.0  # between two reads of the server's version; no server restarts within this time
+
+    def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
+        self.base_url, credentials = split_server_url(base_url)
+        self.timeout, self.request_timeout = timeout, request_timeout
+        self.retries = 0  # requests that were sent again, since a reader last set it to 0
+        self.lineage = 0  # restarts that pushes found out; the same on all ranks after a push
+        self.policy_version = 0  # weight changes before the weights of the last push
+        self.newest_version, self.pushing = 0, False  # of the last push that was begun; whether one is under way
+        self._reached = False  # whether the server has ever answered
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
+        if api_key and credentials:
+            got = "got a password in vllm_server_base_url, and VLLM_API_KEY"
+            raise ServerError(f"{self.base_url}: {got}. A request has room for one of them: remove the other.")
+        credentials = f"Bearer {api_key}" if api_key else credentials
+        self._headers = {"Authorization": credentials} if credentials else {}
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self.held_version = SharedQuestion(self._ask_version).answer
+        allow_many_open_files()
+
+    @property
+    def sends_credentials(self) -> bool:
+        """Whether requests carry an API key or a password."""
+        return bool(self._headers)
+
+    # -- control calls (synchronous) --
+
+    def request(
+        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] = lambda answer: answer,
+        **kwargs,
+    ) -> Any:  # fmt: skip
+        """One control call. Returns `read` of the JSON answer. Raises `ServerError` with URL, status and body.
+
+        It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
+        """
+        url = f"{self.base_url}{path}"
+        loop = background_loop(CONTROL_THREAD)
+        future = asyncio.run_coroutine_threadsafe(self._call(method, url, timeout, kwargs), loop)
+        try:
+            status, body = future.result()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            problem = f"{type(error).__name__}: {error}" if str(error) else f"no whole answer within {timeout:g} s"
+            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
+            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
+                raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
+            raise ServerLost(f"{method} {url}: {problem}. Is the vLLM server running?") from error
+        except BaseException:
+            future.cancel()
+            raise
+        self._reached = True
+        text = body.decode("utf-8", "replace")
+        if not 200 <= status < 300:
+            kind = ServerLost if status == 429 or status >= 500 else ServerError
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self._advice(status, path)}")
+        try:
+            return read(json.loads(body) if body else {})
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
+
+    def _advice(self, status: int, path: str) -> str:
+        """The advice for an answer's status, for the end of an error message."""
+        if status in (401, 403):
+            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
+        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
+            return f". {self.NO_VLLM}"
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1." if status == 404 else ""
+
+    async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
+        """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10.0)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=limits) as session:
+            async with session.request(method, url, **kwargs) as response:
+                return response.status, await response.read()
+
+    def healthy(self) -> bool:
+        """Whether the server answers its health check now."""
+        with suppress(ServerError):
+            return self.request("GET", "/health", timeout=10.0) is not None
+        return False
+
+    def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
+        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
+
+        Raises `ServerError` after this time, or at once if another service answers or the address cannot work.
+        """
+        began, said = time.monotonic(), float("-inf")
+        while not unless():
+            left = began + self.timeout - time.monotonic()
+            try:
+                self.request("GET", "/health", timeout=min(10.0, max(left, 1.0)))
+                return
+            except ServerLost as error:
+                if left <= 0:
+                    raise ServerError(
+                        f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
+                        "`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
+                        f"vllm_server_timeout. The last try: {str(error)[:500]}"
+                    ) from None
+                if time.monotonic() - said >= self.NOTICE_SECONDS:
+                    said = time.monotonic()
+                    logger.warning(f"Waiting up to {left:.0f} s more for a vLLM server: {str(error)[:500]}")
+            time.sleep(1.0)
+
+    @functools.cached_property
+    def model_card(self) -> dict[str, Any]:
+        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            card = answer["data"][0]
+            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
+
+        return self.request("GET", "/v1/models", read=read)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The served model's context in tokens; None if the server does not report it."""
+        return self.model_card.get("max_model_len")
+
+    def server_info(self) -> dict[str, Any]:
+        """vLLM's configuration as nested dicts. The server must have its development endpoints."""
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
+            return answer["vllm_config"]
+
+        return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that determine its samples, their length, and how weights get there."""
+        info, keys = self.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
+        backend = (info.get("weight_transfer_config") or {}).get("backend")
+        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend}
+
+    def weight_version(self) -> str:
+        """The version that the last push set. A restarted server has lost it."""
+        return self.request("GET", "/weight_info", timeout=30.0, read=lambda answer: answer["weight_version"])
+
+    def score(self, token_ids: list[int], rank: int | None = None) -> list[float]:
+        """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        payload = {
+            **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
+            "prompt_logprobs": 0,
+        }  # fmt: skip
+
+        def read(answer: dict[str, Any]) -> list[float]:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+        return self.request("POST", "/v1/completions", json=payload, headers=headers, read=read)
+
+    # -- requests of conversations (async) --
+
+    async def _session(self) -> aiohttp.ClientSession:
+        """The session of the running event loop. Sessions of closed loops are closed."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
+            self._sessions[loop] = aiohttp.ClientSession(
+                # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
+            )  # fmt: skip
+            for session in ended:
+                await session.close()
+        return self._sessions[loop]
+
+    async def _post(
+        self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    ) -> Any:
+        """POST a request. Returns `read` of the JSON answer.
+
+        The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
+        `self.timeout` seconds after its first failure. It is also sent again after an answer that is no JSON, or that
+        `read` refuses with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
+        """
+        url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
+        while True:
+            try:
+                async with (await self._session()).post(url, json=payload) as response:
+                    if response.status == 200:
+                        return read(json.loads(await response.read()))
+                    problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
+                    if response.status not in (429, 500, 502, 503, 504):
+                        raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
+            except aiohttp.ClientError as error:
+                problem = f"{type(error).__name__}: {error}"
+            except TimeoutError:
+                problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
+            except ValueError as error:
+                problem, bad_answers = f"{type(error).__name__}: {error}", bad_answers + 1
+                if bad_answers == self.BAD_ANSWERS:
+                    raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
+            give_up = give_up or time.monotonic() + self.timeout
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+            self.retries += 1
+            logger.debug("POST %s: %s; sending it again", url, problem)
+            await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
+            wait = min(2 * wait, 10.0)
+
+    async def _ask_version(self) -> str | None:
+        """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
+            async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:
+                return (await response.json())["weight_version"] if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
+        """The results proven to come from the weights `version` and those pushed since; None for all others.
+
+        A result is proven if the server, asked after the end, reports a version that `continues` this one; a restarted
+        server has none. If it reports another, what is open is cancelled. Raises the first error of a coroutine, and
+        `ServerLost` if no version is reported within `self.timeout` after the last result, pushes apart.
+        """
+        finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
+
+        async def finish(index: int, coroutine: Awaitable) -> None:
+            result = await coroutine
+            finished[index] = time.monotonic(), result
+
+        running = asyncio.ensure_future(gather_all([finish(i, c) for i, c in enumerate(coroutines)]))
+        lineage, confirmed, give_up = self.lineage, float("-inf"), None
+        try:
+            while True:
+                await asyncio.wait({running}, timeout=self.WATCH_SECONDS)
+                asked, done = time.monotonic(), running.done()
+                if done:
+                    running.result()
+                holds = continues(await self.held_version(), version, lineage)
+                if self.lineage != lineage or holds is False:
+                    break
+                if holds:
+                    confirmed = asked
+                    if done:
+                        break
+                elif done:
+                    give_up = None if self.pushing else give_up or asked + self.timeout
+                    if give_up is not None and asked > give_up:
+                        raise ServerLost(f"{self.base_url} does not say which weights it holds: see its log.")
+                    await asyncio.sleep(self.WATCH_SECONDS)
+        finally:
+            running.cancel()
+        ended = [finished.get(i, (float("inf"), None)) for i in range(len(coroutines))]
+        return [result if when <= confirmed else None for when, result in ended]
+
+    async def _close_session(self) -> None:
+        if session := self._sessions.pop(asyncio.get_running_loop(), None):
+            await session.close()
+
+    def close(self) -> None:
+        """Close the connections. A later request opens new ones."""
+        with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
+            run_async(self._close_session(), timeout=5.0)
+        for loop in list(self._sessions):  # of the caller's own loops, which may be closed
+            session = self._sessions.pop(loop)
+            close_on(loop, session.close())

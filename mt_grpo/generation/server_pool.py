@@ -1,0 +1,527 @@
+"""One or several vLLM servers as one backend: their conversations, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from mt_grpo.base.errors import NoServerLeft, ServerError, ServerLost
+from mt_grpo.base.event_loop import at_once, gather_all, start_in_background
+from mt_grpo.generation.versions import continues, tagged
+from mt_grpo.rollout import Generation
+
+logger = logging.getLogger(__name__)
+
+
+# Which of several servers hold the weights: those that are lost are left out, and join again with a push.
+
+
+class ServerMembers:
+    """Servers with the same model. One that is lost is left out; it joins again with the next push of weights.
+
+    The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
+    under a lock, and never changed in place: what was read stays as it was.
+
+    Args:
+        servers: One `VLLMServerClient` per server.
+
+    Attributes:
+        joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
+            loses one meanwhile leaves it out. Conversations go to these alone.
+        joining: Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is
+            at one of them, since they hold the weights of a new process until the push is over.
+        complete: Whether all servers held the first weights. Before that no server may be missing.
+        requests: By server the requests in flight, as tasks.
+    """
+
+    RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
+    MOST_RETRY_SECONDS = 1800.0
+    NOTICE_SECONDS = 10.0  # between two log lines during a wait for any server
+
+    def __init__(self, servers: list[Any]):
+        self.servers = list(servers)
+        self.joined = list(range(len(servers)))
+        self.joining: list[int] = []
+        self.complete = False
+        self.requests: list[set] = [set() for _ in servers]
+        self._not_before: dict[int, float] = {}  # of servers that were left out
+        self._losses = [0] * len(servers)  # in a row
+        self._lock = threading.Lock()
+
+    @property
+    def base_url(self) -> str:
+        """The addresses, for messages."""
+        return ", ".join(server.base_url for server in self.servers)
+
+    @property
+    def members(self) -> list[int]:
+        """The servers that get pushes: those that hold the weights, and those that join."""
+        return sorted({*self.joined, *self.joining})
+
+    @property
+    def pushing(self) -> bool:
+        """Whether a push is under way. A server that loads does not say which weights it holds."""
+        return any(server.pushing for server in self.servers)
+
+    @pushing.setter
+    def pushing(self, value: bool) -> None:
+        for server in self.servers:
+            server.pushing = value
+
+    def leave(self, number: int, why: Any, joining: bool = False) -> None:
+        """Leave a server out. Its open requests are cancelled, and so asked of another one.
+
+        Args:
+            number: The server's.
+            why: For the log.
+            joining: Also if it is joining. A conversation's watch must not say this of a server that it met before.
+        """
+        with self._lock:
+            if number not in (self.members if joining else self.joined):
+                return
+            self._move([number])
+            wait = min(self.RETRY_SECONDS * 2 ** self._losses[number], self.MOST_RETRY_SECONDS)
+            self._not_before[number] = time.monotonic() + wait
+            self._losses[number] += 1
+            left = len(self.members)
+        if len(self.servers) > 1:
+            rest = f"goes on with {left} of {len(self.servers)} servers" if left else "waits for one"
+            logger.warning(
+                f"The vLLM server at {self.servers[number].base_url} is left out. The run {rest}, and asks this one "
+                f"again in {wait:g} s. The reason: {str(why)[:500]}"
+            )
+
+    def _move(self, numbers: list[int], joining: bool = False) -> None:
+        """Take servers out of both lists, or into `joining`. Their open requests are cancelled. Under the lock."""
+        self.joined = [n for n in self.joined if n not in numbers]
+        self.joining = sorted({n for n in self.joining if n not in numbers} | set(numbers if joining else []))
+        for number in numbers:
+            for request in list(self.requests[number]):
+                request.get_loop().call_soon_threadsafe(request.cancel)
+
+    def admit(self) -> list[int]:
+        """What joins has the weights now, and gets conversations. Returns who holds the weights. On rank 0."""
+        with self._lock:
+            self.joined, self.joining = self.members, []
+            return self.joined
+
+    async def another_answers(self) -> bool:
+        """Whether a server that was left out says which weights it holds."""
+        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
+        return any(v is not None for v in await asyncio.gather(*(server.held_version() for server in others)))
+
+    def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
+        """The answers of all members, which are asked at the same time. One that fails is left out.
+
+        Raises the error of a server if none answers, or if not all of them held the first weights yet.
+        """
+
+        def answer(number: int) -> Any:
+            try:
+                return question(self.servers[number])
+            except ServerError as error:
+                return error
+
+        numbers = self.members
+        if not numbers:
+            raise ServerLost(f"None of the vLLM servers at {self.base_url} answers.")
+        return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
+
+    def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
+        """The answers that are no errors. Servers with an error are left out, but for the last ones: it is raised."""
+        errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
+        if errors and (len(errors) == len(answers) or not self.complete):
+            raise next(iter(errors.values()))
+        for number, error in errors.items():
+            self.leave(number, error, joining=True)
+        return {number: answer for number, answer in answers.items() if number not in errors}
+
+    def find_restarted(self, held: str | None) -> bool:
+        """Whether any server holds other weights than `held`: it restarted, or is back.
+
+        Those join with this push, and begin a new lineage: what they sampled and nobody proved yet is lost. On rank 0.
+        `ServerLost` if no server answers.
+        """
+        new = self._find_back()
+        with self._lock:
+            self._move(new, joining=True)
+        versions = self.ask(lambda server: server.weight_version())
+        new += [n for n in versions if held is None or versions[n] != tagged(held, self.servers[n].lineage)]
+        new = sorted(set(new) & set(versions))
+        with self._lock:  # the lineage is new before a conversation may go there, and after none does
+            self._move(new, joining=True)
+            for number in new:
+                self.servers[number].transfer.held = None
+                self.servers[number].lineage += int(self.complete)  # before that nothing was sampled
+        return bool(new)
+
+    def _find_back(self) -> list[int]:
+        """The servers that were left out, and answer."""
+        now, members = time.monotonic(), self.members
+        for number in members:
+            self._losses[number] = 0
+        away = [n for n in range(len(self.servers)) if n not in members and self._not_before.get(n, 0.0) <= now]
+        healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
+        for number in away:
+            if healthy[number]:
+                logger.warning(f"The vLLM server at {self.servers[number].base_url} is back.")
+            else:
+                self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
+        return [number for number in away if healthy[number]]
+
+    def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
+        """Wait for all servers before they held the first weights, then for any. As `ServerConnection` does."""
+        if not self.complete or len(self.servers) == 1:
+            for server in self.servers:
+                server.wait_until_healthy(unless)
+            return
+        began, said, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
+        self._not_before.clear()
+        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
+            now = time.monotonic()
+            if now - began > timeout:
+                raise ServerError(f"None of the vLLM servers at {self.base_url} answers after {timeout:g} s.")
+            if now - said >= self.NOTICE_SECONDS:
+                said = now
+                logger.warning(f"Waiting up to {began + timeout - now:.0f} s more for one of {self.base_url}.")
+            time.sleep(1.0)
+
+
+# Conversations over several servers: which server answers, what moves when one is lost, and what is proven.
+
+
+class Group:
+    """The open conversations of one prompt. They are at one server, which computes their prompt once."""
+
+    def __init__(self, pool: Any, number: int, size: int):
+        self.pool, self.number, self.size = pool, number, size
+        self.server: int | None = None
+
+    def choose(self) -> int:
+        """The group's server; where that is lost, another one: the one with the fewest open conversations.
+
+        Raises `NoServerLeft` where none holds the weights.
+        """
+        pool, joined = self.pool, self.pool.joined
+        if self.server not in joined:
+            if not joined:
+                raise NoServerLeft(f"None of the vLLM servers at {pool.base_url} is left.")
+            # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
+            place = {n: (n - self.number) % len(pool.servers) for n in joined}
+            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
+            if self.server is not None:
+                pool.load[self.server] -= self.size
+            pool.load[chosen] += self.size
+            self.server = chosen
+        return self.server
+
+    def end_conversation(self) -> None:
+        """One conversation less."""
+        self.size -= 1
+        if self.server is not None:
+            self.pool.load[self.server] -= 1
+
+
+class Route:
+    """The backend of one conversation: its group's server, and another one where that is lost.
+
+    Args:
+        pool: The servers (`ServerPool`).
+        group: The conversation's group.
+
+    Attributes:
+        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
+    """
+
+    def __init__(self, pool: Any, group: Group):
+        self.pool, self.group = pool, group
+        self.sampled: dict[tuple[int, int], float] = {}
+        self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """As `VLLMServerClient.generate`. What a lost server leaves unanswered is asked of another one.
+
+        Raises `ServerError` if no server is left.
+        """
+        pool, cancelled_before = self.pool, asyncio.current_task().cancelling()
+        while True:
+            number = self.group.choose()
+            asked = number, pool.servers[number].lineage
+            request = asyncio.ensure_future(
+                pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
+            )
+            pool.requests[number].add(request)
+            try:
+                generation = await request
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
+                    raise  # the conversation itself is cancelled
+            except ServerError as error:
+                is_last = pool.joined in ([], [number])
+                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
+                    raise
+                pool.leave(number, error)
+            else:
+                self.sampled[asked] = time.monotonic()
+                return generation
+            finally:
+                pool.requests[number].discard(request)
+            pool.moved += 1
+
+
+async def gather_proven(pool: Any, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
+    """The results that are proven to come from the weights `version` and those pushed since; None for all others.
+
+    A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
+    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
+    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
+    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
+    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
+    loads has none.
+
+    Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
+    `timeout` after the last result.
+    """
+    results: dict[int, Any] = {}
+    confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
+    misses = dict.fromkeys(range(len(pool.servers)), 0)
+    tasks = [asyncio.ensure_future(conversation) for conversation in conversations]
+    for task, route in zip(tasks, routes):  # also of a task that is cancelled before it begins
+        task.add_done_callback(lambda _, group=route.group: group.end_conversation())
+    given_up: set[int] = set()
+
+    async def finish(index: int) -> None:
+        try:
+            results[index] = await tasks[index]
+        except NoServerLeft:  # also where one has joined again by now
+            given_up.add(index)
+        except (Exception, asyncio.CancelledError):  # one that is given up may fail as it is cancelled
+            if index not in given_up:
+                raise
+
+    def unproven(index: int) -> set[tuple[int, int]]:
+        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
+        return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
+
+    running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
+    give_up = None
+    try:
+        while True:
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
+            if running.done() and pool.joined:
+                running.result()
+            asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
+            numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
+            held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
+            for n, answer in zip(numbers, held):
+                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
+                holds = continues(answer, version, lineages[n])
+                if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
+                    continue
+                if holds:
+                    confirmed[n, lineages[n]] = asked
+                elif holds is False:
+                    pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
+                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
+                    pool.leave(n, f"it did not answer {misses[n]} times in a row.")
+            kept = {(n, pool.servers[n].lineage) for n in pool.joined}
+            for index in range(len(tasks)):
+                if index not in results and index not in given_up and unproven(index) - kept:
+                    given_up.add(index)
+                    tasks[index].cancel()
+            if not pool.joined:
+                break
+            if done:
+                if not any(unproven(index) & kept for index in results):
+                    break
+                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
+                if give_up is not None and asked > give_up:
+                    raise ServerLost(f"{pool.base_url}: a server does not say which weights it holds: see its log.")
+                await asyncio.sleep(pool.WATCH_SECONDS)
+    finally:
+        running.cancel()
+        for task in tasks:
+            task.cancel()
+    return [None if i not in results or unproven(i) else results[i] for i in range(len(tasks))]
+
+
+def engine_ranks(server: Any) -> list[int | None]:
+    """The data-parallel ranks behind a server's address; `[None]` where there is one engine.
+
+    Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them.
+    """
+    config = server.server_info().get("parallel_config") or {}
+    if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+        raise ServerError(
+            f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. Start "
+            "vLLM without them, or several servers, and name them all in vllm_server_base_url."
+        )
+    count = config.get("data_parallel_size", 1)
+    return list(range(count)) if count > 1 else [None]
+
+
+class ServerPool(ServerMembers):
+    """Servers with the same model as one backend. Each conversation is at one of those that hold the weights.
+
+    Args:
+        servers: One `VLLMServerClient` per server.
+
+    Attributes:
+        load: Open conversations by server, of this process.
+        moved: Requests asked of another server, since a reader last set it to 0.
+    """
+
+    LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
+    WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
+
+    def __init__(self, servers: list[Any]):
+        super().__init__(servers)
+        self.load = [0] * len(servers)
+        self.moved = 0
+        self._settings: dict[str, Any] | None = None
+
+    # -- what a single client has, too --
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.servers[0].tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest context of all servers, in tokens."""
+        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
+
+    @property
+    def transfer(self) -> Any:
+        """What writes the weights, once for all servers."""
+        return self.servers[0].transfer
+
+    @property
+    def instance(self) -> str:
+        """As a client's: tells this run's pushes from another run's."""
+        return self.servers[0].instance
+
+    @instance.setter
+    def instance(self, value: str) -> None:
+        for server in self.servers:
+            server.instance = value
+
+    @property
+    def retries(self) -> int:
+        """As a client's."""
+        return self.moved + sum(server.retries for server in self.servers)
+
+    @retries.setter
+    def retries(self, value: int) -> None:
+        self.moved = value
+        for server in self.servers:
+            server.retries = value
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    # -- conversations --
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """As `VLLMServerClient.generate`, by the server whose turn it is. Nothing is proven of its weights."""
+        route = Route(self, Group(self, index, 1))
+        try:
+            return await route.generate(prompt_ids, max_tokens, sampling_params, index)
+        finally:
+            route.group.end_conversation()
+
+    def routes(self, numbers: list[int]) -> list[Route]:
+        """A backend for each conversation, of the groups with these numbers."""
+        groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
+        for group in groups.values():
+            with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
+                group.choose()
+        return [Route(self, groups[number]) for number in numbers]
+
+    def start_conversations(
+        self, conversations: list[Coroutine], version: str, routes: list[Route]
+    ) -> concurrent.futures.Future:
+        """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
+        return start_in_background(gather_proven(self, version, routes, conversations))
+
+    # -- what a push of weights needs; called on rank 0 --
+
+    def weight_version(self) -> str:
+        """The version of the weights, where all that answer hold the same; else a text with all versions.
+
+        Each is without its server's lineage. Raises `ServerLost` if none answers.
+        """
+        versions = self.ask(lambda s: s.weight_version().removesuffix(tagged("", s.lineage)))
+        if len(set(versions.values())) == 1:
+            return next(iter(versions.values()))
+        return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
+
+    def check_settings(self) -> None:
+        """Compare the servers' settings with each other and with those of before.
+
+        Raises `ServerError` for another setting; where other servers are left, theirs is left out instead.
+        """
+        found = self.ask(lambda server: server.settings())
+        before = self._settings
+        expected = before or next(iter(found.values()))
+        problems, first = {}, self.servers[0].base_url
+        for number, settings in found.items():
+            url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
+            if others and before:
+                changed = "; ".join(f"{k}={settings[k]!r}, before {expected[k]!r}" for k in others)
+                problems[number] = ServerError(
+                    f"The vLLM server at {url} came back with {changed}. Start it as before."
+                )
+            elif others:
+                key = others[0]
+                problems[number] = ServerError(
+                    f"The vLLM servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at {first}. Start "
+                    "them with the same --model, --dtype, --max-model-len, --logprobs-mode, --weight-transfer-config."
+                )
+        self.without_errors({**found, **problems})
+        self._settings = expected
+
+    def dtype(self) -> str:
+        """The type in which the servers compute, such as `torch.bfloat16`."""
+        return next(iter(self.ask(lambda server: server.settings()["dtype"]).values()))
+
+    def leave_nccl_groups(self) -> None:
+        """Close the NCCL groups of the servers that join: a restarted one is in none. The push makes new ones."""
+        for number in self.joining:
+            self.servers[number].transfer.leave_nccl()
+
+    def update_weights(
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None,
+        device: torch.device,
+    ) -> dict[str, float]:  # fmt: skip
+        """As `VLLMServerClient.update_weights`: the weights are written once, and all servers load them at once.
+
+        A server that is lost meanwhile is left out. Raises the error of one if none is left. Always exhausts the
+        weights, as other ranks gather them too.
+        """
+        numbers = self.members  # once: the background loop may leave one meanwhile
+        transfers = [self.servers[number].transfer for number in numbers]
+        seconds, failed = self.transfer.push(named_weights, version, expected, device, transfers)
+        self.without_errors(dict(zip(numbers, failed)))
+        return seconds
+
+    def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
+        """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
+        return self.ask(lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)])
+
+    def refuse(self, problems: dict[int, ServerError]) -> None:
+        """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""
+        self.without_errors({**dict.fromkeys(self.members), **problems})

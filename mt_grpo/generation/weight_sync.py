@@ -1,0 +1,232 @@
+"""Pushes changed weights to the server, checks that they arrived, and pushes again after a restart."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.ranks import on_main_process
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weights import GatherFailed, PolicyWeights
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync:
+    """Keeps the servers' weights equal to the policy's. Every method is collective: all ranks call it together.
+
+    Args:
+        servers: The server, or several.
+        model: The policy as the trainer trains it (wrapped, sharded or with adapters).
+        weights: The iterator over the policy's parameters.
+        accelerator: The trainer's accelerator.
+        probe_ids: Token ids whose logprobs are compared, (T,).
+        check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
+    """
+
+    MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        model: Any,
+        weights: PolicyWeights,
+        accelerator: Any,
+        probe_ids: list[int],
+        check_every: int,
+    ):
+        self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
+        self.check_every, self._probe_ids = check_every, probe_ids
+        self.pushed: str | None = None  # the version that the servers hold
+        self.doubted = False  # a server was lost: it is asked whether it holds this version before the next rollouts
+        self.num_syncs = 0  # pushes so far
+
+    def sync(
+        self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
+    ) -> dict[str, float]:
+        """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
+
+        Conversations may run meanwhile: their requests wait, and go on with the new weights.
+
+        Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
+        no rank samples before the push is over, and all ranks then know which servers hold the weights.
+
+        Args:
+            version: The name of the current weights.
+            stop_requested: Returns whether this rank got a signal.
+            stop_if_requested: Raises on all ranks if any rank got a signal.
+
+        Returns:
+            Metrics: seconds by phase, and the difference of logprobs if it was compared.
+
+        Raises:
+            ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
+        """
+        started, number = time.perf_counter(), int(version.rpartition("-")[2])
+        for server in self.servers.servers:
+            server.newest_version = number  # before ranks meet: from here on an answer may be of the new weights
+        self.servers.pushing = True
+        try:
+            seconds, gap = self._push_until_it_arrives(version, stop_requested, stop_if_requested)
+            self.servers.complete = True
+            joined, lineages = on_main_process(
+                lambda: (self.servers.admit(), [server.lineage for server in self.servers.servers])
+            )
+            for server, lineage in zip(self.servers.servers, lineages):
+                server.lineage, server.policy_version = lineage, number
+            self.servers.joined = joined  # INVARIANT: behind the lineages, with which requests are marked
+        finally:
+            self.servers.pushing = False
+        self.num_syncs += 1
+        self.pushed, self.doubted = version, False
+        metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(joined)}
+        metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
+        return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
+
+    def _push_until_it_arrives(
+        self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
+    ) -> tuple[dict[str, float], float | None]:
+        """As `_push_and_check`, again where the servers are lost meanwhile. Arguments and errors as `sync`."""
+        held, self.pushed = self.pushed, None
+        joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
+        for lost in set.union(*joined) - set.intersection(*joined):
+            self.servers.leave(lost, "a rank lost it.")
+        for attempt in range(1, self.MAX_ATTEMPTS + 1):
+            try:
+                # Asked even if all get the weights anyway: it finds out who is there.
+                new_server = on_main_process(functools.partial(self.servers.find_restarted, held))
+                if new_server:
+                    on_main_process(self.servers.leave_nccl_groups)
+                return self._push_and_check(version, new_server)
+            except ServerLost as error:  # on all ranks
+                if attempt == self.MAX_ATTEMPTS:
+                    raise
+                logger.warning(f"{error}. Waiting for the server, then pushing again.")
+                held = None
+                on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
+                stop_if_requested()
+
+    def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
+        """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""
+        if new_server:
+            on_main_process(self.servers.check_settings)
+        if self.num_syncs == 0:
+            self._check_that_pushes_arrive(version)
+        seconds, every = self._push(version), self.check_every
+        if not new_server and (not every or self.num_syncs % every):
+            return seconds, None
+        pushed = time.perf_counter()
+        try:
+            gap = self._check_logprobs()
+        except ServerLost:
+            raise
+        except ServerError:
+            if on_main_process(self.servers.weight_version) != version:
+                raise ServerLost(f"{self.servers.base_url} restarted between the push and the check of it") from None
+            raise
+        return {**seconds, "check": time.perf_counter() - pushed}, gap
+
+    def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
+        weights = self.weights.named_weights(norm_scale)
+
+        def push() -> dict[str, float]:
+            device = self.accelerator.device
+            return self.servers.update_weights(weights, version, self.weights.expected, device)
+
+        if not self.accelerator.is_main_process and self.weights.sharded:
+            with suppress(GatherFailed):  # rank 0 has the same error, and raises it on all ranks
+                for _ in weights:  # gathering is collective
+                    pass
+        return on_main_process(push)
+
+    def _check_that_pushes_arrive(self, version: str) -> None:
+        """Push once with a scaled final norm. Raise unless the server's logprobs change as the trainer's do.
+
+        A comparison with unchanged weights proves nothing: a server that ignores every push would pass it.
+        """
+        scale = 1.5
+        norm_name = self.weights.final_norm
+        if norm_name is None or "Gemma" in type(self.model.get_submodule(norm_name)).__name__:
+            logger.warning("The first weight sync is checked without a changed weight: no final norm w * x was found.")
+            return
+        true, scaled = self._probe_logprobs(), self._probe_logprobs(scale)
+        self._push(f"{version}-probe", scale)
+        expected = (scaled - true).abs().mean().item()
+        distances = self._distances(scaled)
+        expected = on_main_process(lambda: expected)
+        number, missed = max(distances.items(), key=lambda item: item[1])
+        if missed > max(0.2 * expected, self._logprob_tolerance()):
+            url = self.servers.servers[number].base_url
+            if on_main_process(self.servers.weight_version) != f"{version}-probe":
+                raise ServerLost(f"{url} restarted between the first push and the check of it")
+            raise ServerError(
+                f"A changed weight did not arrive at {url}: the trainer's logprobs moved by "
+                f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
+            )
+
+    def _check_logprobs(self) -> float:
+        """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
+
+        A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
+        """
+        gaps, tolerance = self._distances(self._probe_logprobs()), self._logprob_tolerance()
+        problems = {
+            number: ServerError(
+                f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
+                f"disagree: mean difference of logprobs {gap:.2e}, allowed {tolerance:g}. Is the server running "
+                "another model, dtype or adapter?"
+            )
+            for number, gap in gaps.items()
+            if not gap <= tolerance
+        }
+        if problems:
+            on_main_process(lambda: self.servers.refuse(problems))
+        return max(gap for number, gap in gaps.items() if number not in problems)
+
+    def _distances(self, ours: torch.Tensor) -> dict[int, float]:
+        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks."""
+        theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
+        local = {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
+        ranks = gather_object([local])
+        return {
+            number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
+            for number in theirs
+        }
+
+    def _logprob_tolerance(self) -> float:
+        # Measured (docs/speed.md, bf16): right weights 1.3e-6 at most in float32, 0.026 in bf16 (0.084 with logits of
+        # standard deviation 7); a head or a layer that is 20 steps of 3e-4 old, 0.12 and more. Above it a run ends.
+        return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
+
+    @functools.cached_property
+    def _server_dtype(self) -> str:
+        dtype = on_main_process(self.servers.dtype)
+        return dtype.removeprefix("torch.")
+
+    @torch.no_grad()
+    def _probe_logprobs(self, norm_scale: float = 1.0) -> torch.Tensor:
+        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded."""
+        training, handle = self.model.training, None
+        if norm_scale != 1.0:
+            norm_module = self.model.get_submodule(self.weights.final_norm)
+            handle = norm_module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
+        try:
+            self.model.eval()  # LoRA's dropout
+            ids = torch.tensor([self._probe_ids], device=self.accelerator.device)
+            with self.accelerator.autocast():
+                logits = self.model(input_ids=ids).logits[0, :-1]
+            logprobs = logits.float().log_softmax(-1)
+            return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()
+        finally:
+            self.model.train(training)
+            if handle is not None:
+                handle.remove()

@@ -1,0 +1,456 @@
+"""Transfers weights to the server: by files in a shared directory, or over an NCCL group."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import at_once
+from mt_grpo.base.files import open_lock
+from mt_grpo.generation.connection import ServerConnection
+from mt_grpo.generation.versions import tagged
+
+# Whether the server sees the directory through which it gets weights, found out before weights are loaded.
+
+
+FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
+OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
+
+
+def error_of_worker(answer: str) -> str | None:
+    """What a worker raised, by vLLM's answer to a failed `/collective_rpc`. None: the answer says something else.
+
+    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
+
+    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
+    'No "x".'
+    """
+    if not (found := FAILED_CALL.search(answer)):
+        return None
+    said = found[1]
+    with suppress(ValueError):  # of an answer that was cut off
+        said = json.loads(f'"{said}"')
+    quoted = OF_SEVERAL_WORKERS.search(said)
+    return quoted[1] if quoted else said
+
+
+def check_shared_directory(client: Any, directory: str | None) -> None:
+    """Raise `ServerError` unless the server reads what this process writes into the directory of the disk transport.
+
+    The server is asked to load a file without any tensor, which changes none of its weights. With
+    `is_checkpoint_format=False` vLLM opens the file before it touches the model. (By default it would first move all
+    weights away, and a file that it cannot open would leave it without weights.)
+
+    Args:
+        client: The client of the server (`ServerConnection`).
+        directory: The setting `weight_sync_dir`. None: /dev/shm, else the temporary directory.
+    """
+    default = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    root, folder = Path(directory or default), None
+    said = f"weight_sync_dir={str(root)!r}" + ("" if directory else " (the default)")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-probe-", dir=root))  # its name is new: nobody has cached it
+        folder.chmod(0o755)
+        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)
+        load = {"weights_path": str(folder), "is_checkpoint_format": False}
+        client.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
+    except OSError as error:
+        raise ServerError(f"{said}: {error}. Expected a writable directory that the vLLM server sees too.") from error
+    except ServerLost as error:
+        if (said_there := error_of_worker(str(error))) is None:
+            raise
+        if "unexpected keyword argument" in said_there:  # an older vLLM cannot be asked: the first push shows it
+            return
+        raise ServerError(
+            f"The vLLM server at {client.base_url} cannot read what the trainer writes. {said}: the trainer wrote "
+            f"{folder / 'model.safetensors'}, and the server cannot open it: {said_there} Set weight_sync_dir to a "
+            "directory that both see under the same path, such as one of a shared file system, or, on GPUs, "
+            "weight_sync: nccl."
+        ) from error
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# Weights sent to one server over NCCL, by TRL's client, within a time limit.
+
+
+class NCCLGroup:
+    """A group of this process and the workers of one server.
+
+    NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
+    NCCL's calls run in a thread of their own. It is given up, and the group aborted, where the server is not healthy
+    any more, or after the server's `request_timeout`.
+
+    Args:
+        server: The client of the server.
+        port: Where this process listens for the workers.
+        device: This process's GPU.
+
+    Raises:
+        ServerLost: The group cannot be made.
+    """
+
+    LOST_AFTER = 3  # health checks without an answer, in a row
+    WATCH_SECONDS = 5.0  # between two health checks
+    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
+
+    def __init__(self, server: ServerConnection, port: int, device: torch.device):
+        self.server, self.port, self.device = server, port, device
+        self._client: Any = None  # TRL's, which holds the communicator
+        self._within_limits(self._join, f"forms no NCCL group on port {port} (vllm_group_port)")
+
+    def send(self, metadata: list[tuple], tensors: dict[str, torch.Tensor]) -> None:
+        """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
+
+        Args:
+            metadata: (name, dtype, shape) of each.
+            tensors: By name, on the CPU. Each is on the GPU only while it is packed.
+        """
+
+        def send() -> None:
+            self._client.update_named_params(metadata, ((name, t.to(self.device)) for name, t in tensors.items()))
+
+        if self._client is None:
+            raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
+        self._within_limits(send, "did not take the weights")
+
+    def _join(self) -> None:
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
+
+        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
+        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
+        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        client.session.request = functools.partial(client.session.request, timeout=limits)
+        self._client = client
+        client.init_communicator(device=self.device)
+
+    def _within_limits(self, function: Callable[[], None], what: str) -> None:
+        """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
+        ended, errors = threading.Event(), []
+
+        def run() -> None:
+            try:
+                if self.device.index is not None:  # which device is the current one is a thread's own
+                    torch.cuda.set_device(self.device)
+                function()
+            except Exception as error:  # TRL's client raises whatever its requests do
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="mt-grpo-nccl", daemon=True).start()
+        began, misses, problem = time.monotonic(), 0, None
+        try:
+            while not ended.wait(self.WATCH_SECONDS):
+                misses = 0 if self.server.healthy() else misses + 1
+                if misses == self.LOST_AFTER:
+                    problem = f"it did not answer {misses} health checks in a row"
+                    break
+                if time.monotonic() - began > self.server.request_timeout:
+                    problem = f"it took more than vllm_request_timeout={self.server.request_timeout:g} s"
+                    break
+        except BaseException:
+            self.close()
+            raise
+        if errors or problem:
+            self.close()
+            cause = errors[0] if errors else None
+            raise ServerLost(f"{self.server.base_url} {what}: {problem or cause}") from cause
+
+    def close(self) -> None:
+        """Abort the group: what waits in it ends, on both sides."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
+        if client.communicator is not None:
+            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
+        client.close_communicator()
+
+
+def check_group_port(server: ServerConnection, port: int) -> None:
+    """Raise `ServerError` if this process cannot listen on the port for the workers of the server.
+
+    Else the first push would find it, after weights are loaded. Another program may still take the port until then.
+    """
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group does: of an ended run
+            listener.bind(("", port))
+            listener.listen()
+    except OSError as error:
+        raise ServerError(
+            f"vllm_group_port: the weights would go to {server.base_url} by port {port} of this machine, which cannot "
+            f"be listened on: {error.strerror}. Set vllm_group_port to a free one; each further server has the next."
+        ) from error
+
+
+Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, and per server its error or None
+
+
+class WeightTransfer:
+    """Pushes weights to a server, or one copy of them to several. A server samples nothing while it loads.
+
+    Args:
+        server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
+        transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
+        sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
+        group_port: Port of the NCCL group.
+    """
+
+    SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers
+
+    def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
+        self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
+        self.pause_timeout = server.request_timeout  # seconds that a pause may take
+        self.held: str | None = None  # the version that the last whole push set; None: not known
+        self._nccl: NCCLGroup | None = None
+        self._folder: Path | None = None  # this client's own folder in `sync_dir`
+
+    def resolve(self, device: torch.device) -> str:
+        """The transport: `disk` or `nccl`. Raises `ServerError` for `nccl` if the server was not started for it."""
+        config = (self.server.server_info().get("weight_transfer_config") or {}).get("backend")
+        if self.transport == "nccl" and config != "nccl":
+            raise ServerError(
+                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+            )
+        if self.transport == "nccl" and self.server.sends_credentials:
+            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
+        if self.transport != "auto":
+            return self.transport
+        able = device.type == "cuda" and config == "nccl" and not self.server.sends_credentials
+        return "nccl" if able else "disk"
+
+    def resolve_or_error(self, device: torch.device) -> str | ServerError:
+        """`resolve`, or its error."""
+        try:
+            return self.resolve(device)
+        except ServerError as error:
+            return error
+
+    def push(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        device: torch.device,
+        transfers: list[WeightTransfer] | None = None,
+    ) -> Pushed:
+        """Push the weights to this server, or to those of `transfers`. Other arguments as in `update_weights`.
+
+        Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
+        """
+        transfers = [self] if transfers is None else transfers
+        for transfer in transfers:
+            several = len(transfers) > 1  # one that hangs must not hold up the others
+            transfer.pause_timeout = self.SEVERAL_PAUSE_SECONDS if several else transfer.server.request_timeout
+        try:
+            kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
+            able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
+            if not able:
+                raise next(iter(kinds), ServerLost("None of the vLLM servers is left to push weights to."))
+            if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
+                seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
+            else:
+                seconds, errors = self.push_disk(named_weights, version, expected, able)
+            by_server = dict(zip(able, errors))
+            return seconds, [by_server.get(transfer, kind) for transfer, kind in zip(transfers, kinds)]
+        finally:
+            for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
+                pass
+
+    def push_disk(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        transfers: list[WeightTransfer],
+    ) -> Pushed:
+        """Write all weights into one file, and let all servers load it at the same time.
+
+        The seconds are `gather` (to the CPU), `write` (the file), `load` (pause to resume, of the slowest). Raises
+        `ServerError` if a weight is missing, or if the file cannot be written.
+        """
+        start = time.perf_counter()
+        # Each tensor is copied before the next one is requested, because the iterator may change it in place.
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        gathered = time.perf_counter()
+        folder = None
+        try:
+            folder = self._versions_folder(sum(t.nbytes for t in tensors.values())) / version
+            partial = folder.with_name(f"partial-{version}")
+            try:
+                partial.mkdir()
+                save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+                del tensors
+                (partial / "model.safetensors").chmod(0o644)
+                partial.rename(folder)  # INVARIANT: a folder with a version's name is complete
+                written = time.perf_counter()
+                errors = at_once(lambda transfer: transfer._load_file(version, folder), transfers)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
+            raise ServerError(
+                f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
+                f"{error}.{advice}"
+            ) from error
+        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+        return seconds, errors
+
+    def _load_file(self, version: str, folder: Path) -> ServerError | None:
+        """Let the server load a version's file. Returns its error, if it has one."""
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        try:
+            self._while_paused(
+                version, lambda: self.server.request("POST", "/collective_rpc", timeout=600.0, json=load)
+            )
+        except ServerError as error:
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            return kind(f"Weight push to {self.server.base_url} through {folder} failed: {error}.")
+        return None
+
+    def _versions_folder(self, size: int) -> Path:
+        """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
+
+        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
+        """
+        if self._folder is not None and not self._holds_its_folder():
+            self._leave_folder()
+        if self._folder is None:
+            shared = [Path(d) for d in ([self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()])]
+            shared = [d for d in shared if self.sync_dir or os.access(d, os.W_OK)]
+            for root in shared:
+                for folder in root.glob("mt-grpo-weights-*"):
+                    self._remove_if_dead(folder)
+            free = {root: shutil.disk_usage(root).free for root in shared}
+            root = next((root for root in shared if free[root] > 1.05 * size), None)
+            if root is None:
+                raise OSError(
+                    f"the weights need {size / 2**30:.2f} GiB, and there are "
+                    + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
+                )
+            folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
+            self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
+            if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
+                folder.chmod(0o755)
+            self._folder = folder.rename(root / f"mt-grpo-weights-{self.server.instance}")
+        return self._folder
+
+    def push_nccl(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        device: torch.device,
+        transfers: list[WeightTransfer],
+    ) -> Pushed:
+        """Send all weights over NCCL, to one server after the other. The first push makes a group with each server.
+
+        The seconds are `gather` (to the CPU) and `load` (pause to resume, of all). A server's error is `ServerLost` if
+        the group cannot be created, or if the server does not take the weights.
+        """
+        start = time.perf_counter()
+        # All weights are collected on the CPU first: NCCL needs their names and shapes before the first is sent.
+        tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        gathered = time.perf_counter()
+        errors = [transfer._send(metadata, tensors, version, device) for transfer in transfers]
+        return {"gather": gathered - start, "load": time.perf_counter() - gathered}, errors
+
+    def _send(
+        self, metadata: list[tuple], tensors: dict[str, torch.Tensor], version: str, device: torch.device
+    ) -> ServerError | None:
+        """Send weights to the server over NCCL. Returns its error, if it has one."""
+        try:
+            self._nccl = self._nccl or NCCLGroup(self.server, self.group_port, device)
+            self._while_paused(version, lambda: self._nccl.send(metadata, tensors))
+        except ServerError as error:
+            return error
+        return None
+
+    def leave_nccl(self) -> None:
+        """Close the NCCL group, which a restarted server cannot rejoin. The next push creates a new group."""
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
+
+    @staticmethod
+    def _check_names(names: typing.Iterable[str], expected: set[str] | None) -> None:
+        if missing := sorted((expected or set()) - set(names)):
+            raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
+
+    def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
+        version, held, self.held = tagged(version, self.server.lineage), self.held, None
+        try:
+            # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
+            self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "keep"})
+            # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
+            if held is not None and self.server.weight_version() != held:
+                raise ServerLost(
+                    f"{self.server.base_url} restarted before the push: it does not hold {held!r} any more"
+                )
+            # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
+            self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
+            load()
+            answer = self.server.request("POST", "/reset_prefix_cache")
+            if answer.get("success") is False:  # its status is 200 even then
+                raise ServerError(
+                    f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
+                )
+            self.server.request("POST", "/update_weight_version", json={"new_version": version})
+            self.held = version
+        finally:
+            self.server.request("POST", "/resume")
+
+    @staticmethod
+    def _remove_if_dead(folder: Path) -> None:
+        """Remove a folder of weights, unless another user owns it or a running client holds its lock."""
+        with suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                with open_lock(folder / "lock") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _holds_its_folder(self) -> bool:
+        """Whether the folder is still the one that this client created: the system may clean temporary directories."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._folder_lock.fileno()), (self._folder / "lock").lstat())
+        return False
+
+    def _leave_folder(self) -> None:
+        if self._holds_its_folder():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder_lock.close()
+        self._folder = None
+
+    def close(self) -> None:
+        """Remove the folder of the weights."""
+        if self._folder is not None:
+            self._leave_folder()

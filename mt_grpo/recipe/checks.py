@@ -1,0 +1,339 @@
+"""Checks that need the tools, the data, the model's configuration or the server, but no weights."""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import logging
+import os
+import re
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jinja2
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer
+from trl import GRPOConfig
+
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
+from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.generation.server_pool import engine_ranks
+from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
+from mt_grpo.recipe.data import check_prompt, empty_prompts
+from mt_grpo.recipe.keys import RANGES, default_of, in_range
+from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
+from mt_grpo.training.rewards import REWARD_COLUMNS
+
+logger = logging.getLogger(__name__)
+
+
+def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
+    """Raise `ValueError` if a reward function needs a column that the data lacks, or a column's name is reserved."""
+    columns = [column for column in columns if column != "prompt"]
+    if taken := [column for column in columns if column in REWARD_COLUMNS]:
+        raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
+    for func in funcs:
+        for name, parameter in inspect.signature(func).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and parameter.default is parameter.empty and name not in (*columns, *REWARD_COLUMNS):
+                raise ValueError(
+                    f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
+                    f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."
+                )
+
+
+def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
+    """One finite weight per function, 1.0 by default. Raises `ValueError` for other weights."""
+    if weights is not None and len(weights) != len(funcs):
+        names = ", ".join(f.__name__ for f in funcs)
+        raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
+    if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
+        raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
+    return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
+
+
+def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
+    """Raise `ValueError` unless a dataset has rows, and a list of messages as the prompt of each row.
+
+    With environments a row needs no prompt. Where there are several, its column `environment` must name one.
+    """
+    columns = getattr(dataset, "column_names", None)
+    environments = getattr(env, "environments", None)
+    if images := [key for key in IMAGE_COLUMNS if key in (columns or ())]:
+        for i, row in enumerate(dataset.select_columns(images)):
+            check_images(row, f"{name}, row {i}")
+    if environments is not None and columns is not None:
+        environments.check_rows(dataset)
+        if "prompt" not in columns and len(dataset):
+            return
+    if columns is None or "prompt" not in columns:
+        raise ValueError(f"{name} has columns {columns}, expected at least 'prompt' (a list of messages).")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty.")
+    for i, row in enumerate(dataset.select_columns(["prompt"])):
+        if row.get("prompt") or environments is None:
+            check_prompt(row.get("prompt"), f"{name}, row {i}")
+
+
+def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
+    """What a run without data steps through: empty prompts for one batch of rollouts, as in TRL.
+
+    Raises `ValueError` unless an environment brings the prompts and `max_steps` says where the run ends.
+    """
+    if env.environments is None:
+        raise ValueError("train_dataset is None, and there is no environment whose reset brings the prompts.")
+    if args.max_steps <= 0:
+        raise ValueError(f"max_steps={args.max_steps}, expected at least 1: without a dataset it says where to end.")
+    return empty_prompts(args.generation_batch_size // args.num_generations)
+
+
+def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
+    """Raise `ValueError` if the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training data has {num_prompts} prompts, but one batch of rollouts needs {needed} "
+            f"({args.generation_batch_size} rollouts / num_generations={args.num_generations}), so that no step would "
+            f"be taken. Set dataset_size to {needed} or more, or lower per_device_train_batch_size or "
+            "gradient_accumulation_steps."
+        )
+
+
+def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
+    """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
+    tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
+    prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
+    messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
+    return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
+
+
+def longest_prompt(env: Any, dataset: Any) -> int:
+    """The length of the longest prompt in tokens. Only the 32 prompts with the most characters are tokenised.
+
+    Raises `ValueError` if the chat template refuses one of them.
+    """
+    columns = [c for c in ("prompt", "environment") if c in dataset.column_names]
+    rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
+    rows = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
+    rows = heapq.nlargest(32, rows, key=lambda row: sum(len(m["content"]) for m in row["prompt"]))
+    try:
+        return max(len(prompt_ids_of(env, row)) for row in rows)
+    except jinja2.TemplateError as error:
+        roles = sorted({message["role"] for row in rows for message in row["prompt"]})
+        raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
+
+
+def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
+    """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
+    forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
+    found = {}  # row -> its first control token
+    for row, columns in enumerate(dataset.select_columns(["prompt"]) if "prompt" in dataset.column_names else []):
+        contents = [m["content"] for m in columns.get("prompt") or [] if isinstance(m["content"], str)]
+        if token := next(filter(None, map(forbidden.search, contents)), None):
+            found[row] = token[0]
+    if found:
+        row, token = next(iter(found.items()))
+        logger.warning(
+            f"{name}, row {row}{f' (and {len(found) - 1} more)' if found.keys() - {row} else ''}: the prompt holds "
+            f"the control token {token!r} as text, and it begins or ends a message. The model "
+            f"reads {neutralise(token, env.tokenizer)!r} instead. What has to stay one belongs into system_prompt."
+        )
+
+
+def model_error(name: str, error: Exception) -> str:
+    """The message for a model that does not exist or cannot be loaded."""
+    if name.startswith((".", "/", "~")) and not os.path.exists(name):
+        return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
+    return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
+
+
+def check_env(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
+    for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
+        "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools",
+        "max_parallel_calls", "tool_format", "environment_timeout"))):  # fmt: skip
+        if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
+            raise ValueError(
+                f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
+                f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
+            )
+    if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
+        raise ValueError(
+            "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
+            "which run there, from load_tools(path, isolate=True)."
+        )
+
+
+def load_model_config(name: str, args: GRPOConfig) -> Any:
+    """The configuration of the model that the trainer is going to load. Raises `ValueError` if it cannot be loaded."""
+    revision = (args.model_init_kwargs or {}).get("revision") or "main"
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(name, error)) from error
+
+
+def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -> int | None:
+    """The model's context in tokens; None if it is not known.
+
+    Raises `ValueError` if the longest prompt and `max_completion_length` do not fit into it.
+    """
+    max_completion_length = args.max_completion_length
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
+    prompt = longest_prompt(env, dataset)
+    if context is not None and prompt + max_completion_length > context:
+        raise ValueError(
+            f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
+            f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
+            f"set max_completion_length to at most {max(context - prompt, 0)}."
+        )
+    return context
+
+
+def limit_context(env: Any, context: int | None, limit: str) -> None:
+    """Make a context the environment's, if it is shorter than what it has. `limit` says what to raise then."""
+    if context is not None and context < (env.max_model_len or float("inf")):
+        env.max_model_len, env.context_limit = context, limit
+
+
+def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
+    """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
+
+    A server's context becomes an upper limit of `env.max_model_len`.
+    """
+    if hasattr(client, "servers"):
+        for server in client.servers:
+            check_server(server, env, model_config, args, dataset)
+        return client.check_settings()
+    client.wait_until_healthy()
+    card, info = client.model_card, client.server_info()
+    where = f"The vLLM server at {client.base_url}"
+    served = info["model_config"]
+    if args.vllm_importance_sampling_correction and served["logprobs_mode"] != "processed_logprobs":
+        raise ServerError(
+            f"{where} runs with --logprobs-mode {served['logprobs_mode']}: its logprobs are not those of the sampled "
+            "distribution, which biases the importance-sampling correction. Start it with --logprobs-mode "
+            "processed_logprobs, or set vllm_importance_sampling_correction: false."
+        )
+    ours = model_config.get_text_config()
+    try:
+        theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
+    except (OSError, ValueError):  # a path on the server's machine; a wrong model then fails at the first push
+        logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read here to compare it.")
+        theirs = ours
+    for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if getattr(ours, key, None) != getattr(theirs, key, None):
+            raise ServerError(
+                f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
+                f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
+            )
+    client.vocab_size = getattr(ours, "vocab_size", None)
+    text = '<tool>{"name": "x"}</tool> Ünï 123'
+    payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
+    tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
+    if tokens != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
+    needed = longest_prompt(env, dataset) + args.max_completion_length
+    if card["max_model_len"] < needed:
+        raise ServerError(
+            f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
+            f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
+        )
+    limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
+    engine_ranks(client)  # raises if a push would not reach all engines
+    client.weight_version()  # raises if the server has no development endpoints
+    if client.transfer.resolve(args.device) == "disk":
+        on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
+    else:
+        on_main_process(lambda: check_group_port(client, client.transfer.group_port))
+
+
+def prepare_env(
+    env: Any,
+    args: GRPOConfig,
+    model: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    tokenizer: Any,
+    funcs: list[Callable],
+) -> tuple[Any, Any]:
+    """Check settings, environment and data against each other and against the model, and set the environment's limits.
+
+    Returns:
+        The tokenizer (the model's own if none was given) and the model's configuration.
+
+    Raises:
+        ValueError: Two of them do not fit each other.
+    """
+    if not hasattr(args, "credit_assignment"):
+        raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
+    check_ddp_timeout(args, args.world_size)
+    check_sharding(args)
+    name = model if isinstance(model, str) else model.config._name_or_path
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+    splits = [split for split in splits if split is not None]
+    named = [(train_dataset, "train_dataset"), *((split, "eval_dataset") for split in splits)]
+    for split, where in named:
+        check_dataset(split, where, env)
+        check_reward_columns(funcs, split.column_names, where)
+    check_num_prompts(len(train_dataset), args)
+    check_env(args, env)
+    env.tokenizer = env.tokenizer or tokenizer
+    env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
+    env.max_completion_length = args.max_completion_length
+    model_config = load_model_config(name, args) if isinstance(model, str) else model.config
+    for split, where in named:
+        context = check_context(env, model_config, split, args)
+        own = getattr(args, "vllm_max_model_length", None) if backend_of(args) == "colocate" else None
+        model = "the context by a model with a longer one (max_position_embeddings)"
+        limit_context(env, context, "vllm_max_model_length" if own is not None and own == context else model)
+        warn_of_control_tokens(env, split, where)
+    return tokenizer, model_config
+
+
+def load_tokenizer(model_args: Any, trust_remote_code: bool) -> Any:
+    """The tokenizer of a recipe's model. Raises `ValueError` with the recipe key if it cannot be loaded."""
+    name = model_args.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, LookupError) as error:
+        raise ValueError(model_error(name, error)) from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one without files
+        raise ValueError(f"model_name_or_path: {name!r} has no tokenizer that reads text.")
+    return tokenizer
+
+
+@contextmanager
+def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
+    """Turn the errors of missing, damaged or mismatched weights, and of the Hub, into `ValueError` with the key."""
+    try:
+        yield
+    except Exception as error:
+        if push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
+            raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
+        keys = "ignore_mismatched_sizes|unexpected keyword argument"
+        if not isinstance(error, (OSError, ImportError, SafetensorError)) and not re.search(keys, str(error)):
+            raise
+        raise ValueError(model_error(name, error)) from error
+
+
+def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
+    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
+    classes = env.environments.by_name.values() if env.environments is not None else []
+    if env.state_key is not None or any(hasattr(cls, "state_key") for cls in classes):
+        return
+    logger.warning(
+        f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so far, "
+        "so turn 0 is credited as by turn_return, and a later turn by the outcome alone unless another rollout has "
+        "the very same tokens before it. Define STATE_KEY = function_of_the_turns in tools_script, or use turn_return."
+    )

@@ -1,0 +1,218 @@
+"""Reads a recipe (YAML) and the command line into the dataclasses of the settings, and checks them."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import ModelConfig, TrlParser
+
+from mt_grpo.base.files import absolute
+from mt_grpo.base.json_types import fits_type
+from mt_grpo.recipe.data import GENERATED_DATASETS
+from mt_grpo.recipe.keys import Classes, check_ranges, choices_of, default_of, known_keys
+from mt_grpo.recipe.refusals import REFUSED_KEYS
+from mt_grpo.rollout import join
+
+logger = logging.getLogger(__name__)
+
+
+Choices = dict[str, tuple[str, ...]]
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if isinstance(key, collections.abc.Hashable) and lines.setdefault(key, line) != line:
+                raise yaml.YAMLError(
+                    f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
+                )
+        return super().construct_mapping(node, deep)
+
+
+class RecipeParser(TrlParser):
+    """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
+
+
+def read_recipe(path: str, classes: Classes, choices: Choices) -> dict[str, Any]:
+    """The YAML mapping of a recipe file. Raises `ValueError` for an unknown key or a value of a wrong type."""
+    try:
+        recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
+    except OSError as error:
+        raise ValueError(
+            f"The recipe {path!r} cannot be read: {error.strerror}. See hf_recipes/ for examples."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The recipe {path!r} is not UTF-8 text ({error}). Expected lines of `key: value`.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
+    known = known_keys(classes)
+    for key, value in recipe.items():
+        if key == "env":
+            check_variables(value, path)
+            continue
+        if key not in known:
+            raise ValueError(unknown_key(key, f"in {path}", known))
+        if not fits_type(value, known[key], from_yaml=True):
+            name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
+            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
+        allowed = choices.get(key) or choices_of(key, classes)
+        if allowed and value not in (*allowed, default_of(key, classes)):
+            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(allowed)}.")
+        if key in REFUSED_KEYS and value != default_of(key, classes):
+            raise ValueError(f"{key}: {value!r} in {path} is not supported: {REFUSED_KEYS[key]}.")
+    return recipe
+
+
+def check_variables(variables: Any, path: str) -> None:
+    """Raise `ValueError` unless the `env` of a recipe can be set as environment variables."""
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"env: {variables!r} in {path} is {type(variables).__name__}, expected lines of `NAME: value`."
+        )
+    for name, value in variables.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
+            raise ValueError(
+                f"env: {name!r} in {path} is no name of an environment variable. Expected text without =."
+            )
+        if not isinstance(value, (str, int, float)) or "\0" in str(value):
+            raise ValueError(f'env: {name}: {value!r} in {path}, expected text or a number (quote what is empty: "").')
+
+
+def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
+    """The message for an unknown key, with the most similar known key."""
+    near = difflib.get_close_matches(str(key), known, n=1)
+    return f"Unknown key {key!r} {where}." + (
+        f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
+    )
+
+
+def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> tuple:
+    """(script_args, args, model_args) from a recipe (`--config x.yaml`) and the command line (`--max_steps 5`).
+
+    A value on the command line replaces the recipe's. Nothing is loaded here. Raises `ValueError` for unknown keys
+    (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
+    if "--config" in argv:
+        position = argv.index("--config") + 1
+        if argv.count("--config") > 1:
+            raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
+        if position == len(argv) or argv[position].startswith("--") or not argv[position]:
+            raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
+        read_recipe(argv[position], classes, choices)
+    given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
+    for key in given:
+        if key not in ("config", "help") and key.removeprefix("no_") not in known_keys(classes):
+            raise ValueError(unknown_key(key, "on the command line", known_keys(classes)))
+    for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
+        if count > 1:
+            logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
+    if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # then no server is used
+        address = {"vllm_server_host", "vllm_server_port"} - set(given)
+        argv += [f"--{key}={default_of(key, classes)}" for key in address]
+    parser = RecipeParser(classes)
+    try:
+        script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
+        raise ValueError(f"The settings cannot be used: {type(error).__name__}: {error}") from error
+    if rest:
+        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
+    check_ranges(script_args)
+    check_ranges(model_args)
+    for key, reason in REFUSED_KEYS.items():
+        for parsed in (script_args, model_args):
+            if getattr(parsed, key, default_of(key, classes)) != default_of(key, classes):
+                raise ValueError(f"{key}={getattr(parsed, key)!r} is not supported: {reason}.")
+    for key in (
+        f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
+    ):
+        if not model_args.use_peft and getattr(model_args, key) != default_of(key, classes):
+            raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
+    for key, value in (
+        ("dataset_name", script_args.dataset_name or args.max_steps > 0),  # an environment may bring the prompts
+        ("tools_script", any(getattr(script_args, each) for each in CONVERSATIONS)),
+        ("model_name_or_path", model_args.model_name_or_path),
+    ):
+        if not value:
+            raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
+    check_moved(script_args)
+    make_paths_absolute(script_args, model_args)
+    return script_args, args, model_args
+
+
+FILES = (
+    "tools_config_file", "tool_config_path", "function_tool_path", "mcp_config_file", "interaction_config_file",
+    "interaction_config_path",
+)  # fmt: skip
+# Keys of which one says what the conversation is.
+CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env", *FILES)
+
+
+# Folders of samples that have moved.
+MOVED_SAMPLES = {
+    "agent_programs": "tools/agents",
+    "gym_texts": "tools/gym",
+    "mcp_programs": "tools/mcp",
+    "swift_plugins": "tools/ms_swift",
+    "verl_tools": "tools/verl",
+}
+
+
+def check_moved(script_args: Any) -> None:
+    """Raise `ValueError` for a key that names a sample where it stood before, and where nothing stands now."""
+    for key, value in vars(script_args).items():
+        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            if not isinstance(text, str) or not (found := re.search(rf"\b({'|'.join(MOVED_SAMPLES)})/[\w.]+", text)):
+                continue
+            new = MOVED_SAMPLES[found[1]] + found[0].removeprefix(found[1])
+            if not os.path.exists(found[0].partition(":")[0]):
+                raise ValueError(f"{key}: {found[0]!r} is now {new!r}. Name the new path.")
+
+
+def make_paths_absolute(script_args: Any, model_args: Any) -> None:
+    """Make relative paths absolute, as seen from the folder where the run starts.
+
+    The paths of `GRPOConfig`'s settings are absolute already.
+    """
+    for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
+        setattr(config, key, absolute(getattr(config, key)))
+    for key in FILES:
+        setattr(script_args, key, absolute(getattr(script_args, key)))
+    if script_args.external_plugins:
+        script_args.external_plugins = [absolute(path) for path in script_args.external_plugins]
+    for key in ("gym_env", "gym_text"):
+        if ".py:" in (getattr(script_args, key) or ""):
+            path, _, name = getattr(script_args, key).rpartition(":")
+            setattr(script_args, key, f"{absolute(path)}:{name}")
+    if script_args.environment:
+        path, separator, name = script_args.environment.rpartition(":")
+        script_args.environment = f"{absolute(path)}{separator}{name}"
+    for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or a Hub name
+        value = getattr(config, key)
+        if value and value not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(value)):
+            setattr(config, key, absolute(value))
+    if folder := os.environ.get("TENSORBOARD_LOGGING_DIR"):
+        os.environ["TENSORBOARD_LOGGING_DIR"] = absolute(folder)

@@ -1,0 +1,175 @@
+"""Tools and rewards from files that a recipe names by path."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import types
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.files import absolute
+from mt_grpo.conversation.environments import check_environment
+from mt_grpo.conversation.tools.processes import ToolProcesses
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.tools.signature import named_tools
+from mt_grpo.rollout import Turn
+from mt_grpo.training.rewards import check_rewards, named_apart
+
+
+def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
+    """Import a file and return what it defines under these names; a missing list is empty.
+
+    The first `of_lists` of them must be lists.
+
+    Raises `ValueError` with the recipe key if all of them are missing, or if the file cannot be imported.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
+    module = import_file(path, key)
+    if not any(hasattr(module, name) for name in names):
+        raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
+    lists = [getattr(module, name, []) for name in names]
+    for name, value in zip(names, lists[:of_lists]):
+        if not isinstance(value, list):
+            raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
+    return lists
+
+
+def import_file(path: str, key: str) -> types.ModuleType:
+    """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if the import fails."""
+    if not path.endswith(".py"):
+        raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
+    spec = importlib.util.spec_from_file_location(module_name(path, key), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the run without a word
+        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error_text(error)}") from error
+    return module
+
+
+def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
+    """What a recipe says of the conversation: its class, and the classes of environments, if there are any.
+
+    Args:
+        reference: `path.py:Class`, a subclass of `base` or the class of an environment.
+        tools_script: A file that may define `ENVIRONMENT`, a class or a dict of classes.
+        base: The class of conversations.
+    """
+    declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
+    found = load_class(reference, "environment") if reference else base
+    if declared is not None:
+        check_declared(declared, f"tools_script: ENVIRONMENT of {tools_script!r}")
+    if issubclass(found, base):
+        return found, declared
+    if declared is not None:
+        raise ValueError(
+            f"environment: {reference!r} is the class of an environment, and {tools_script!r} defines ENVIRONMENT as "
+            "well. Expected one of them."
+        )
+    return base, found
+
+
+def check_declared(declared: Any, where: str) -> None:
+    """Raise `ValueError` unless what a file calls ENVIRONMENT is the class of an environment, or a dict of some."""
+    if declared == {}:
+        raise ValueError(f"{where} is an empty dict, expected a class for each name in the column environment.")
+    for name, cls in declared.items() if isinstance(declared, dict) else [("", declared)]:
+        check_environment(cls, f"{where}[{name!r}]" if name else where)
+
+
+def load_class(reference: str, key: str) -> type:
+    """The class that `path.py:Class` names. Raises `ValueError` where there is none."""
+    found, name, path = load_named(reference, key, "ClassName")
+    if not isinstance(found, type):
+        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
+    return found
+
+
+def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
+    """(what `path.py:name` names, None if it is not there; the name; the path). Raises `ValueError` without a file."""
+    path, _, name = reference.rpartition(":")
+    path = absolute(path)
+    if not path or not Path(path).is_file():
+        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
+    known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
+    return getattr(known or import_file(path, key), name, None), name, path
+
+
+def module_name(path: str, key: str) -> str:
+    """The module name of a recipe's file. It contains a hash of the path, so that two `tools.py` do not collide."""
+    return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
+
+
+def tools_module(path: str) -> types.ModuleType:
+    """The module of a tools file, which `load_tools` has imported or imports now."""
+    name = module_name(absolute(path), "tools_script")
+    if name not in sys.modules:
+        load_tools(path)
+    return sys.modules[name]
+
+
+def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
+    """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
+
+    The function takes the turns so far and returns the key of the current state, for `gigpo`.
+    """
+    state_key = getattr(tools_module(path), "STATE_KEY", None) if path else None
+    if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
+        raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
+    return state_key
+
+
+def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
+    """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
+
+    A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
+    Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
+    """
+    if path is None:
+        return []
+    path = absolute(path)  # tool processes import the file later
+    tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
+    tools = list(named_tools(tools).values())
+    if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
+        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
+    check = getattr(tools_module(path), "CHECK_TOOLS", lambda: None)
+    if inspect.iscoroutinefunction(check):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
+    try:
+        check()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the run without a word
+        text = error_text(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error_text(error)}"
+        raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
+    if isolate:
+        processes = ToolProcesses(path, tools)
+        try:
+            run_async(processes.try_one())
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"tools_script: {path!r} can be imported here, but not in a process beside this one (isolate_tools): "
+                f"{error_text(error)}. See above, or set isolate_tools: false."
+            ) from error
+        tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
+    return tools
+
+
+def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
+    """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
+    if not path and optional:
+        return [], []
+    if not path:
+        raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
+    turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
+    check_rewards(turn_funcs, outcome_funcs)
+    return tuple(named_apart(turn_funcs, outcome_funcs))

@@ -1,0 +1,354 @@
+"""Settings that are refused before a model is loaded: they cannot work, or they would have no effect."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, get_scheduler
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from trl import GRPOConfig
+
+from mt_grpo.base.json_types import fits_type
+from mt_grpo.generation.connection import hide_password
+from mt_grpo.recipe.keys import RANGES, default_of, in_range, range_text
+
+# Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
+
+
+# What changes the distribution that is sampled beside the temperature, and the value that does not.
+CUTS = {
+    "top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None),
+    "presence_penalty": (0.0, None), "frequency_penalty": (0.0, None), "min_tokens": (0, None),
+    "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
+}  # fmt: skip
+
+
+def check_staleness(args: GRPOConfig) -> None:
+    """Set `max_staleness` where `overlap_rollouts` asks for it. Raise `ValueError` if the settings do not allow it."""
+    if args.overlap_rollouts and args.max_staleness > 1:
+        raise ValueError(f"overlap_rollouts is max_staleness: 1, got max_staleness={args.max_staleness}: remove one.")
+    args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
+    if args.late_groups == "admit" and not args.max_staleness:
+        raise ValueError("late_groups: admit has no effect without max_staleness. Set max_staleness: 2, or remove it.")
+    if not args.max_staleness:
+        return
+    key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"
+    if not args.vllm_importance_sampling_correction:
+        raise ValueError(
+            f"{key} trains on rollouts of the weights before earlier steps, which needs their importance ratio. Set "
+            f"vllm_importance_sampling_correction: true, or remove {key.partition('=')[0]}."
+        )
+    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(
+            f"{key} with several batches of rollouts in one optimizer step "
+            f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
+            f"steps_per_generation to a multiple of gradient_accumulation_steps."
+        )
+
+
+def cuts_of(args: GRPOConfig) -> dict[str, Any]:
+    """The settings that make the distribution that is sampled from another one than the policy's.
+
+    >>> from types import SimpleNamespace
+    >>> cuts_of(SimpleNamespace(top_p=0.8, top_k=0, generation_kwargs={"presence_penalty": 0.5, "min_p": 0.0}))
+    {'top_p': 0.8, 'presence_penalty': 0.5}
+    """
+    given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
+    return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
+
+
+def text_of_cuts(args: GRPOConfig) -> str:
+    """Those settings where they bias a ratio, as text; empty without importance-sampling correction."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return ""
+    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
+
+
+def check_old_logps(args: GRPOConfig) -> None:
+    """Raise `ValueError` where the loss cannot clip around the sampled logprobs, or a setting has no effect then.
+
+    The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
+    weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
+    """
+    if args.old_logps != "sampled":
+        return
+    if not args.vllm_importance_sampling_correction:
+        raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
+    for key, value in cuts_of(args).items():
+        raise ValueError(
+            f"old_logps: sampled clips around the sampled logprobs, which {key}={value!r} makes other than those of "
+            f"the policy. Remove {key}, or set old_logps: policy."
+        )
+    for key in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
+        if args.vllm_importance_sampling_mode.endswith("truncate") and getattr(args, key) != default_of(
+            key, (type(args),)
+        ):
+            raise ValueError(
+                f"{key}={getattr(args, key)} has no effect with old_logps: sampled and vllm_importance_sampling_mode: "
+                f"{args.vllm_importance_sampling_mode}: no ratio is left to be cut. Remove it, or use a _mask mode; "
+                "epsilon and delta bound the ratio of the loss."
+            )
+
+
+CHOICES = {
+    "weight_sync": ("auto", "nccl", "disk"),
+    "scale_rewards": ("group", "batch", "none"),
+    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_mode": ("server", "colocate"),
+    "tool_format": ("xml", "hermes", "native"),
+    "print_metrics": ("line", "all"),
+    "late_groups": ("wait", "admit"),
+    "old_logps": ("policy", "sampled"),
+    "tokenization_sanity_check_mode": ("strict", "ignore_strippable", "off", "disable"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+
+# TRL settings that have no effect, or another meaning, in a multi-turn rollout. They are refused, so that every line
+# of a recipe has its effect. Key -> the reason, and what to do.
+REFUSED_KEYS = {
+    "reward_weights": "turn and outcome rewards are weighted apart: use turn_ and outcome_reward_weights",
+    "max_tool_calling_iterations": "this trainer runs its own conversations: use max_env_steps",
+    "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
+    "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
+    "log_multimodal": "rollouts are text only: remove this key",
+    "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
+    "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
+    **dict.fromkeys(
+        ("label_smoothing_factor", "label_names", "average_tokens_across_devices", "prediction_loss_only",
+         "eval_do_concat_batches", "include_for_metrics", "batch_eval_metrics"),
+        "rewards take the place of labels here, and nothing reads it: remove this key",
+    ),
+    **dict.fromkeys(
+        ("train_sampling_strategy", "length_column_name", "data_seed"),
+        "TRL's own sampler keeps the rollouts of a prompt together and reads only `seed`: remove this key",
+    ),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict", "local_rank"),
+        "nothing reads it, training always runs and eval_strategy says when to evaluate: remove this key",
+    ),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        "quantised policies are not supported either: remove this key",
+    ),
+    "enable_jit_checkpoint": "SIGTERM saves the run by itself, between two optimizer steps: remove this key",
+    "load_in_8bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+    "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
+}  # fmt: skip
+SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
+# Settings that only one backend reads. They are refused with another backend, where they would have no effect.
+COLOCATE_KEYS = (
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
+    "vllm_model_impl",
+)  # fmt: skip
+SERVER_KEYS = (
+    "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
+    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "max_staleness",
+    "overlap_rollouts", "late_groups",
+)  # fmt: skip
+VLLM_KEYS = (
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min", "old_logps",
+)  # fmt: skip
+TRANSFORMERS_KEYS = (
+    "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+)  # fmt: skip
+
+
+def backend_of(args: GRPOConfig) -> str:
+    """The backend that samples the tokens: `server`, `colocate` or `transformers`."""
+    return args.vllm_mode if args.use_vllm else "transformers"
+
+
+def check_batch_arithmetic(args: GRPOConfig) -> None:
+    """Raise `ValueError` with the nearest valid values if `num_generations` does not divide the batch."""
+    if args.num_generations is None:
+        raise ValueError("num_generations is None. Expected the number of rollouts per prompt, such as 8.")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    per_step = args.per_device_train_batch_size * world_size
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    batch = args.generation_batch_size or per_step * steps
+    if batch % args.num_generations:
+        divisors = [g for g in range(2, batch + 1) if batch % g == 0]
+        nearest = sorted(divisors, key=lambda g: abs(g - args.num_generations))[:2]
+        sizes = [s for s in range(1, 10_000) if s * world_size * steps % args.num_generations == 0]
+        size = min(sizes, key=lambda s: abs(s - args.per_device_train_batch_size), default=None)
+        raise ValueError(
+            f"num_generations={args.num_generations} does not divide the {batch} rollouts of a batch "
+            f"({args.per_device_train_batch_size} per device x {world_size} processes x {steps} steps). "
+            f"Expected whole groups. Set num_generations to {' or '.join(map(str, nearest)) or 'a divisor'}"
+            + (f", or per_device_train_batch_size to {size}." if size and not args.generation_batch_size else ".")
+        )
+
+
+def check_scheduler(args: GRPOConfig) -> None:
+    """Raise `ValueError` for settings that no learning rate schedule can be made from. `Trainer` makes it late."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} do not fit lr_scheduler_type="
+            f"{str(args.lr_scheduler_type.value)!r}: {error}. Expected the arguments of that schedule in transformers."
+        ) from error
+
+
+def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
+    """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
+    kinds = (type(args),)
+    for key, allowed in {**CHOICES, "credit_assignment": tuple(estimators)}.items():
+        if getattr(args, key) not in allowed:
+            raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
+    for key, reason in REFUSED_KEYS.items():
+        if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
+            raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
+    backend = backend_of(args)
+    inert = {
+        "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
+        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
+        "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
+    }[backend]
+    for key in inert:
+        if getattr(args, key) != default_of(key, kinds):
+            raise ValueError(
+                f"{key}={hide_password(repr(getattr(args, key)))} has no effect with the {backend} backend "
+                f"(use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode}). Remove it, or choose the backend that reads "
+                "it."
+            )
+    if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
+            "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
+        )
+    check_generation_kwargs(args, backend)
+    check_report_to(args.report_to)
+    check_save_points(args)
+    check_scheduler(args)
+    if args.max_completion_length is None:
+        raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
+    check_staleness(args)
+    check_old_logps(args)
+    estimator = estimators[args.credit_assignment]
+    if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
+        readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)
+        raise ValueError(
+            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
+            f"only {readers} sum what comes after a turn. Remove it, or use one of them."
+        )
+    if args.turn_advantage_coef != 1.0 and "turn_advantage_coef" not in estimator.reads:
+        raise ValueError(
+            f"turn_advantage_coef={args.turn_advantage_coef} has no effect with "
+            f"credit_assignment={args.credit_assignment!r}, which has no turn's own term. Set it to 1.0 or remove it."
+        )
+    if estimator.per_turn:
+        # Both settings decide per sequence, by one advantage. Advantages per token would make them decide per token.
+        if args.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold masks whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Remove it, or use outcome or merged."
+            )
+        if args.loss_type == "vespo":
+            raise ValueError(
+                f"loss_type='vespo' weighs whole sequences by the sign of their advantage, which "
+                f"credit_assignment={args.credit_assignment!r} gives per turn. Use another loss, or outcome or merged."
+            )
+
+
+def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
+    """Raise `ValueError` if a rank may wait for rewards or the server as long as `ddp_timeout` or longer.
+
+    The other ranks would then stop with an error, although that rank still waits within its own time limit.
+    """
+    # The longest wait: a first request gets no answer, the server is retried, and the last request gets no answer.
+    answer = 2 * args.vllm_request_timeout + args.vllm_server_timeout
+    waits = {"reward_timeout": args.reward_timeout}
+    waits |= {"2 * vllm_request_timeout + vllm_server_timeout": answer} if backend_of(args) == "server" else {}
+    for what, seconds in waits.items():
+        if num_processes > 1 and seconds >= args.ddp_timeout:
+            raise ValueError(
+                f"{what} = {seconds:g} s: a rank that waits so long would be given up by the others after "
+                f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            )
+
+
+def check_sharding(args: GRPOConfig) -> None:
+    """Raise `ValueError` where accelerate 1.15 would train otherwise than it was launched, without a word."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != args.world_size:  # each would take itself for the only one
+        raise ValueError(
+            f"{launched} processes were launched, and accelerate finds no way between them: it counts "
+            f"{args.world_size}. Set use_cpu: true on a machine without GPUs."
+        )
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or args.fsdp
+    if asked and args.device.type == "cpu":
+        raise ValueError(
+            "FSDP is asked for, but accelerate shards nothing on a CPU: every process would hold all weights. Launch "
+            "with hf_recipes/accelerate/cpu.yaml, or remove fsdp, or set use_cpu: false on a machine with GPUs."
+        )
+
+
+def check_save_points(args: GRPOConfig) -> None:
+    """Raise `ValueError` if a checkpoint would be saved between two optimizer steps on the same rollouts.
+
+    A resumed run samples new rollouts. So it continues exactly only from between two batches of rollouts. `eval_steps`
+    is checked too: a run that is interrupted in an evaluation saves a checkpoint, and so does `save_strategy: best`.
+    """
+    per_batch = args.steps_per_generation * args.num_iterations  # forward passes that one batch of rollouts serves
+    every = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
+    for key, strategy in (("save_steps", args.save_strategy), ("eval_steps", args.eval_strategy)):
+        given = getattr(args, key)
+        if strategy != "steps" or not given or every == 1:
+            continue
+        if given < 1 and args.max_steps <= 0:
+            raise ValueError(
+                f"{key}={given}, a share of all steps, needs max_steps. Set {key} to a multiple of {every}."
+            )
+        steps = given if given >= 1 else math.ceil(args.max_steps * given)
+        if steps % every:
+            below = int(steps // every * every)
+            what = "save" if key == "save_steps" else "evaluate, and save where it is interrupted,"
+            raise ValueError(
+                f"{key}={given} would {what} in the middle of a batch of rollouts, from where a run cannot "
+                f"be resumed exactly: a batch lasts {every} optimizer steps "
+                f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations} / "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}). "
+                f"Set {key} to {f'{below} or ' if below else ''}{below + every}"
+                + (" (without it, logging_steps counts)." if key == "eval_steps" else ".")
+            )
+
+
+def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
+    """Raise `ValueError` for keys that the backend does not know, or that the conversation sets itself."""
+    ours = {"n", "max_tokens", "max_new_tokens", "num_return_sequences", "stop", "prompt", "model", "logprobs",
+            "stream", "seed", "stop_token_ids", "eos_token_id", "return_token_ids",
+            "include_stop_str_in_output"}  # fmt: skip
+    known = {"presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids",
+             "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}  # fmt: skip
+    for key in args.chat_template_kwargs or {}:
+        if not isinstance(key, str) or key in ("conversation", "tokenize", "add_generation_prompt", "return_dict"):
+            raise ValueError(f"chat_template_kwargs: {key!r} is set by the conversation, or no text. Remove it.")
+    for key, value in (args.generation_kwargs or {}).items():
+        if key in ours:
+            raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
+        if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
+            raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
+        if key in RANGES and not (fits_type(value, float) and in_range(value, RANGES[key])):
+            raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(RANGES[key])}.")
+
+
+def check_report_to(names: list[str]) -> None:
+    """Raise `ValueError` for a logger that transformers does not know, or whose package is not installed."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to: {name!r} is not known. Expected none, or some of: {known}.")
+        if name not in (*available, "azure_ml", "flyte"):  # transformers may not list these two
+            raise ValueError(
+                f"report_to: the package of {name!r} is not installed. Run `pip install {name}`, or remove it."
+            )

@@ -1,0 +1,8 @@
+"""What people see of a run. Nothing here changes what is trained.
+
+metrics       metrics of rollouts and of credit
+rollout_log   rows of whole conversations, in segments
+progress      one line per log, and a row of metrics.jsonl
+troubles      readings that mean trouble, of the first rollouts and of a running job
+preflight     the first batch, and what a run will do before it starts
+"""

@@ -1,0 +1,303 @@
+"""Metrics of conversations and of credit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from mt_grpo.conversation.tools.threads import HUNG
+from mt_grpo.generation.versions import versions_of
+from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.training.records import trained_records
+from mt_grpo.training.tensors import nanstd, nansum
+
+
+def conversation_columns(rollouts: list[Rollout], accelerator: Any) -> torch.Tensor:
+    """What `conversation_metrics` is made of, (N, 12), over all ranks. Collective.
+
+    One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks.
+    """
+    reasons = list(StopReason)
+    columns = torch.tensor(
+        [
+            [
+                len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),
+                sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
+                reasons.index(r.stop_reason),
+                sum(len(t.calls) for t in r.turns), *num_errors(r),
+                sum(t.tool_seconds for t in r.turns), len(trained_records(r)), sum(t.open_thinking for t in r.turns),
+            ]
+            for r in rollouts
+        ],
+        device=accelerator.device, dtype=torch.float32,
+    )  # fmt: skip
+    return accelerator.gather(columns)
+
+
+def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
+    """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
+    reasons = list(StopReason)
+    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records, unclosed = columns.T
+    truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
+    ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
+    metrics = {}
+    for suffix, values in (("", trained), ("terminated_", ended)):
+        metrics[f"completions/mean_{suffix}length"] = values.mean().item()
+        metrics[f"completions/min_{suffix}length"] = values.min().item()
+        metrics[f"completions/max_{suffix}length"] = values.max().item()
+    attempted = calls.sum().clamp(min=1)
+    metrics |= {
+        "completions/clipped_ratio": truncated.float().mean().item(),
+        "completions/mean_total_length": total.mean().item(),
+        "turns/mean": num_turns.mean().item(),
+        "turns/max": num_turns.max().item(),
+        "turns/unclosed_thinking": (unclosed.sum() / num_turns.sum().clamp(min=1)).item(),
+        "records/mean": records.mean().item(),
+        "tools/call_frequency": calls.mean().item(),
+        "tools/failure_frequency": (failed.sum() / attempted).item(),
+        "tools/malformed_frequency": (malformed.sum() / attempted).item(),
+        "tools/timeout_frequency": (timeouts.sum() / attempted).item(),
+        "tools/mean_seconds": (seconds.sum() / attempted).item(),
+        "tools/hung_threads": sum(t.name.startswith(HUNG) for t in threading.enumerate()),
+        **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
+    }
+    return metrics, int(prompt.sum() + trained.sum())
+
+
+class EvaluationMetrics:
+    """The metrics of an evaluation as of all its rollouts at once.
+
+    TRL logs the mean of what its batches gave, and the last batch is often smaller: 4 rollouts with the rewards 1, 0,
+    0 and 1 in batches of 3 and 1 give 0.667 in place of 0.5. Rewards and conversations are counted anew here, over all
+    rollouts; other metrics of batches are weighted by their number of rollouts.
+    """
+
+    def __init__(self):
+        self.columns: list[torch.Tensor] = []  # of each batch, (N, 12)
+        self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
+
+    def add(self, metrics: dict[str, list[float]], columns: torch.Tensor, rewards: torch.Tensor, total: int | None):
+        """Add a batch, whose metrics TRL has added to `metrics`.
+
+        With several ranks accelerate fills the last batch up with rows of the first one. They are left out here.
+
+        Args:
+            metrics: The trainer's, of evaluation.
+            columns: `conversation_columns` of the batch, (N, 12).
+            rewards: What the functions gave, (N, F).
+            total: The number of rollouts of the whole evaluation; None if it is not known.
+        """
+        if len(metrics["reward"]) == 1:  # the first batch of an evaluation, which begins without metrics
+            self.columns, self.rewards = [], []
+        real = None if total is None else max(total - sum(map(len, self.rewards)), 0)
+        self.columns.append(columns[:real].cpu())
+        self.rewards.append(rewards[:real].cpu())
+
+    def finish(self, metrics: dict[str, list[float]], names: list[str], weights: torch.Tensor) -> None:
+        """Replace the values of all batches by one value of the whole evaluation.
+
+        Args:
+            metrics: The trainer's, a value per batch. Metrics that have another number of values stay as they are.
+            names: Of the F reward functions.
+            weights: Of them, (F,).
+
+        >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
+        >>> whole.rewards = [torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([[1.0]])]
+        >>> whole.columns = [torch.zeros(3, 12), torch.zeros(1, 12)]
+        >>> whole.finish(metrics, ["match"], torch.ones(1))
+        >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
+        {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}
+        """
+        sizes = [len(batch) for batch in self.rewards]
+        if not sizes or len(metrics.get("reward", ())) != len(sizes):
+            return
+        for name, values in metrics.items():
+            there = [(value, size) for value, size in zip(values, sizes) if not math.isnan(value)]
+            if len(values) != len(sizes) or name == "num_tokens" or name.startswith("rollout/") or not there:
+                continue
+            if name.endswith(("/max", "_max", "/min", "_min")):
+                metrics[name] = [(max if name.endswith("max") else min)(value for value, _ in there)]
+            else:
+                metrics[name] = [sum(value * size for value, size in there) / sum(size for _, size in there)]
+        metrics |= {name: [value] for name, value in conversation_metrics(torch.cat(self.columns))[0].items()}
+        rewards = torch.cat(self.rewards)  # (N, F)
+        for name, column in zip(names, rewards.T):
+            metrics[f"rewards/{name}/mean"] = [column.nanmean().item()]
+            metrics[f"rewards/{name}/std"] = [nanstd(column, 0).item()]
+        total = nansum(rewards * weights.cpu(), 1)  # (N,), NaN where no function gave a number
+        metrics |= {"reward": [total.nanmean().item()], "reward_std": [nanstd(total, 0).item()]}
+        self.columns, self.rewards = [], []
+
+
+def staleness_metrics(
+    rollouts: list[Rollout], version: int, metrics: dict[str, list[float]], stale: Counter[int]
+) -> None:
+    """Set the metrics of staleness: of all turns since the last log, over all ranks. Collective.
+
+    Staleness is how many weight changes lie between the weights that sampled a turn and `version`. A turn during
+    which weights were pushed counts from the older ones. TRL logs the mean of a metric's values: each has only one.
+
+    Args:
+        rollouts: Of this rank, in this batch.
+        version: The weight changes before the weights that are trained.
+        metrics: Of the trainer. A log empties them.
+        stale: How many turns had which staleness, over all ranks. This batch is added.
+
+    >>> from mt_grpo.rollout import Generation, Turn
+    >>> def turn(*versions):
+    ...     return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, versions)])
+    >>> metrics, stale = {}, Counter()
+    >>> staleness_metrics([Rollout([], [], turns=[turn(5, 5), turn(5, 6), turn(7, 7)])], 7, metrics, stale)
+    >>> metrics["rollout/staleness_max"], stale
+    ([2], Counter({2: 2, 0: 1}))
+    """
+    if "rollout/staleness" not in metrics:
+        stale.clear()
+    turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.turns]
+    for of_rank in gather_object([Counter(version - sampled for sampled in turns)]):
+        stale.update(of_rank)
+    counts = stale or Counter([0])
+
+    def quantile(percent: int) -> int:
+        """The smallest staleness that `percent` of 100 turns do not exceed."""
+        below = itertools.accumulate(count for _, count in sorted(counts.items()))
+        return next(value for value, n in zip(sorted(counts), below) if 100 * n >= percent * counts.total())
+
+    metrics |= {
+        "rollout/staleness": [sum(value * count for value, count in counts.items()) / counts.total()],
+        "rollout/staleness_p50": [quantile(50)], "rollout/staleness_p99": [quantile(99)],
+        "rollout/staleness_max": [max(counts)],
+    }  # fmt: skip
+
+
+def num_errors(rollout: Rollout) -> tuple[int, int, int]:
+    """How many of a rollout's calls failed, ran out of time, and could not be run."""
+    errors = [result.error for turn in rollout.turns for result in turn.results if result.error is not None]
+    return len(errors), errors.count("timeout"), errors.count("call")
+
+
+class RewardUse:
+    """How many numbers each reward function gave in training, and how many of them moved no advantage.
+
+    What an estimator does not use is said once per function, so that no reward is dropped in silence.
+
+    Args:
+        names: Of the F functions, turn functions first.
+        weights: Of them. A function of weight 0 is left out: somebody chose that.
+        setting: What the advantages are computed with, for the message.
+
+    >>> use = RewardUse(["tool", "match"], [1.0, 1.0], "credit_assignment=outcome")
+    >>> whole = torch.tensor([[0.5, 1.0], [0.1, 0.0]])  # (N, F): both functions gave one number per rollout
+    >>> counts = {"outcome": torch.tensor([True, True]), "rollout_turn": torch.tensor([False, False])}
+    >>> counts["turn"] = torch.zeros(2, 3, dtype=torch.bool)
+    >>> metrics, [text] = use.add(whole, torch.full((2, 3, 1), float("nan")), counts)
+    >>> metrics, text[:53], use.unused
+    ({'credit/frac_rewards_unused': 0.5}, 'Reward tool: none of the 2 numbers that it gave moves', ['tool'])
+    """
+
+    def __init__(self, names: list[str], weights: list[float], setting: str):
+        self.names, self.weights, self.setting = names, weights, setting
+        self.given, self.moved = [0] * len(names), [0] * len(names)
+        self._said: set[tuple[int, bool]] = set()
+
+    @property
+    def unused(self) -> list[str]:
+        """The functions that gave numbers of which none has moved an advantage so far."""
+        return [name for name, given, moved in zip(self.names, self.given, self.moved) if given and not moved]
+
+    def add(
+        self, whole: torch.Tensor, per_turn: torch.Tensor, counts: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, float], list[str]]:
+        """(metrics of this batch, what is to be said for the first time).
+
+        Args:
+            whole: (N, F), the numbers per rollout, NaN where there is none.
+            per_turn: (N, K, F_turn), the numbers per turn.
+            counts: Which numbers move an advantage: `outcome` and `rollout_turn` (N,), `turn` (N, K).
+        """
+        num_turn_funcs, texts, all_given, all_moved = per_turn.shape[2], [], 0, 0
+        for f, (name, weight) in enumerate(zip(self.names, self.weights)):
+            if weight == 0:
+                continue
+            there = ~whole[:, f].isnan()  # (N,)
+            moves = there & counts["rollout_turn" if f < num_turn_funcs else "outcome"]
+            given, moved = int(there.sum()), int(moves.sum())
+            if f < num_turn_funcs:
+                there = ~per_turn[:, :, f].isnan()  # (N, K)
+                given, moved = given + int(there.sum()), moved + int((there & counts["turn"]).sum())
+            self.given[f], self.moved[f] = self.given[f] + given, self.moved[f] + moved
+            all_given, all_moved = all_given + given, all_moved + moved
+            if moved < given and (f, moved == 0) not in self._said:
+                self._said.add((f, moved == 0))
+                texts.append(self._text(name, given, moved, f < num_turn_funcs))
+        return {"credit/frac_rewards_unused": 1 - all_moved / all_given if all_given else 0.0}, texts
+
+    def _text(self, name: str, given: int, moved: int, of_turns: bool) -> str:
+        if moved:
+            return (
+                f"Reward {name}: {given - moved} of the {given} numbers that it gave move no advantage with "
+                f"{self.setting}: they are compared with no other number of their group, or their rollout has no "
+                "outcome. It is said once; "
+                "credit/frac_rewards_unused counts such numbers."
+            )
+        move = "move it to OUTCOME_REWARD_FUNCS, " if of_turns else ""
+        return (
+            f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
+            "rewards is not trained so. Where it stays so (credit/frac_rewards_unused; numbers that are compared with "
+            f"no other count, too), choose another credit_assignment, {move}or set its weight to 0."
+        )
+
+
+def credit_metrics(
+    output: dict[str, Any], owners: list[int], count: int, group_size: int, accelerator: Any, ratio_limit: float
+) -> dict[str, float]:
+    """Metrics of the advantages and importance ratios that the loss uses. Collective.
+
+    Args:
+        output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
+        owners: The rollout of each record.
+        count: B.
+        group_size: G.
+        accelerator: Of the trainer.
+        ratio_limit: Where importance ratios are cut.
+    """
+    loss_mask = output["completion_mask"] * output["tool_mask"]
+    # INVARIANT: what is called a signal is an advantage that a token is trained with.
+    largest = (output["advantages"].abs() * loss_mask).amax(1)  # (M,)
+    largest = largest.new_zeros(count).scatter_reduce(0, torch.tensor(owners, device=largest.device), largest, "amax")
+    no_signal = (accelerator.gather(largest).view(-1, group_size) < 1e-8).all(1)
+    sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
+    if "importance_sampling_ratio" in output:
+        ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
+        sums.append((((ratio == 0) | (ratio >= ratio_limit)) * loss_mask).sum())
+        own = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).exp()  # NaN where one is not known
+        sums += [(own.nan_to_num(0.0) * loss_mask).sum(), (~own.isnan() * loss_mask).sum()]
+    sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
+    metrics = {
+        "credit/frac_groups_without_signal": no_signal.float().mean().item(),
+        "credit/mean_abs_advantage": sums[0] / max(sums[1], 1),
+    }
+    if len(sums) > 2:
+        metrics["sampling/frac_tokens_ratio_zero_or_clipped"] = sums[2] / max(sums[1], 1)
+        metrics["sampling/token_ratio_mean"] = sums[3] / sums[4] if sums[4] else float("nan")
+    return metrics
+
+
+def mean_per_rollout(output: dict[str, Any], owners: list[int], count: int) -> torch.Tensor:
+    """The mean advantage of each rollout's trained tokens, (B,), over all its records.
+
+    Args:
+        output: TRL's batch of M rows, with advantages (M, C).
+        owners: The rollout of each row.
+        count: B.
+    """
+    loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
+    sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
+    sums = sums.new_zeros(2, count).index_add(1, torch.tensor(owners, device=sums.device), sums)
+    return sums[0] / sums[1].clamp(min=1)

@@ -1,0 +1,513 @@
+"""The first batch of rollouts, looked at: a few lines when a run begins, and the whole screen of `--preflight`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import logging
+import math
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from transformers import TrainerCallback
+
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
+from mt_grpo.recipe.refusals import backend_of, text_of_cuts
+from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
+from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
+from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
+from mt_grpo.run.snapshots import get_rng_state, set_rng_state
+from mt_grpo.training.token_checks import squeezed
+
+logger = logging.getLogger(__name__)
+
+
+def run_reports(trainer: Any) -> list[TrainerCallback]:
+    """What tells people about a run: its first batch, a line per log, alarms, the file of metrics."""
+    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer), MetricsLog()]
+
+
+# What a run will do, as text: model, data, prompt, tools, batches, context, memory, backend, versions.
+
+
+PROMPT_SHOWN = 2000  # characters of the first prompt: its beginning and its end
+GIB = 2**30
+
+
+def plan(trainer: Any) -> list[tuple[str, str]]:
+    """(what, text) of the lines of the screen, without the first prompt."""
+    args, env = trainer.args, trainer.env
+    return [
+        ("model", model_line(trainer)), ("data", data_line(trainer)), ("tools", tools_line(env)),
+        ("a batch", batch_line(args)), ("an epoch", epoch_line(len(trainer.train_dataset), args)),
+        ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
+                   f"{', '.join(trainer.reward_func_names) or 'none'}"),
+        ("context", context_line(trainer)), ("memory", memory_line(trainer)), ("backend", backend_line(trainer)),
+        ("versions", versions_line()),
+    ]  # fmt: skip
+
+
+def model_line(trainer: Any) -> str:
+    """Name, size and dtypes of the model."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad, p.dtype) for p in trainer.model.parameters()]
+    total, trained = sum(size for size, _, _ in sizes), sum(size for size, trains, _ in sizes if trains)
+    dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, _, dtype in sizes}))
+    kind = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else dtypes
+    name = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
+    return f"{name}: {total:,} parameters, {trained:,} of them trained, kept as {dtypes}, computed in {kind}"
+
+
+def data_line(trainer: Any) -> str:
+    """Rows and columns."""
+    train, test = trainer.train_dataset, trainer.eval_dataset
+    tests = sum(map(len, test.values())) if isinstance(test, dict) else len(test) if test is not None else 0
+    return f"{len(train):,} training rows, {tests:,} test rows; columns {', '.join(train.column_names)}"
+
+
+def tools_line(env: Any) -> str:
+    """Names of the tools and classes."""
+    classes = [] if env.environments is None else [cls.__name__ for cls in env.environments.by_name.values()]
+    return (
+        f"{', '.join(env.tools) or 'none of a file'}, in the format {env.tool_format}"
+        + (f"; environment {', '.join(classes)}" if classes else "")
+    )  # fmt: skip
+
+
+def batch_line(args: Any) -> str:
+    """The arithmetic of a batch of rollouts.
+
+    >>> from types import SimpleNamespace as S
+    >>> batch_line(S(generation_batch_size=96, num_generations=8, per_device_train_batch_size=8, world_size=3,
+    ...              gradient_accumulation_steps=4, steps_per_generation=4, num_iterations=2))
+    '12 prompts x 8 rollouts = 96 = 8 per device x 3 ranks x 4; 2 optimizer steps from each'
+    """
+    prompts = args.generation_batch_size // args.num_generations
+    steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    ranks = f"{args.world_size} rank{'s' * (args.world_size > 1)}"
+    return (
+        f"{prompts} prompts x {args.num_generations} rollouts = {args.generation_batch_size} = "
+        f"{args.per_device_train_batch_size} per device x {ranks} x {args.steps_per_generation}; {steps:g} optimizer "
+        f"step{'s' * (steps != 1)} from each"
+    )
+
+
+def epoch_line(num_rows: int, args: Any) -> str:
+    """Rollouts and optimizer steps of an epoch and of the run.
+
+    >>> from types import SimpleNamespace as S
+    >>> epoch_line(100, S(generation_batch_size=96, num_generations=8, gradient_accumulation_steps=4,
+    ...                   steps_per_generation=4, num_iterations=2, max_steps=300, num_train_epochs=3))
+    '8 batches = 768 rollouts = 16 optimizer steps; the run: 300 optimizer steps'
+    """
+    batches = num_rows // (args.generation_batch_size // args.num_generations)
+    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+    whole = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+    rollouts = batches * args.generation_batch_size
+    counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
+    return f"{counts}; the run: {whole} optimizer steps"
+
+
+def context_line(trainer: Any) -> str:
+    """What of the context the longest prompt and a completion take."""
+    args, env = trainer.args, trainer.env
+    prompt = longest_prompt(env, trainer.train_dataset)
+    context = f" of {env.max_model_len}" if env.max_model_len else ""
+    return (
+        f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
+        f"{prompt + args.max_completion_length} tokens{context}; a turn has at most "
+        f"{args.max_turn_tokens or args.max_completion_length}, a result {args.max_tool_response_tokens}, a "
+        f"conversation {args.max_env_steps} observations"
+    )
+
+
+def memory_line(trainer: Any) -> str:
+    """Bytes of a rank's weights, gradients and optimizer, and of a pass's logits: what no activation can be below."""
+    args, config = trainer.args, trainer.model.config.get_text_config()
+    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters())
+    trained = sum(
+        getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters() if p.requires_grad
+    )
+    reference = weights if args.beta and getattr(trainer, "ref_model", None) is not None else 0
+    logits = 4 * args.per_device_train_batch_size * args.max_completion_length * config.vocab_size
+    sharded = ", before it is divided among the ranks" if trainer._is_sharded else ""
+    parts = f"weights {size(weights)}, gradients {size(trained)}, Adam {size(2 * trained)}"
+    parts += f", reference model {size(reference)}" if reference else ""
+    return (
+        f"{size(weights + 3 * trained + reference)} per rank ({parts}){sharded}, and activations: the logits of a "
+        f"pass alone are {size(logits)} at most"
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people.
+
+    >>> size(3_600_000), size(7 * 2**30)
+    ('3.4 MiB', '7.0 GiB')
+    """
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def backend_line(trainer: Any) -> str:
+    """Where tokens are sampled, and how the weights get there."""
+    backend, device = backend_of(trainer.args), trainer.accelerator.device
+    if backend == "server":
+        client = trainer.client
+        return f"vLLM server at {client.base_url}, weights by {client.transfer.transport}; training on {device}"
+    name = "vLLM in this process (colocate)" if backend == "colocate" else "this process (transformers)"
+    return f"{name}, on {device}"
+
+
+def versions_line() -> str:
+    """The installed versions of what the package depends on, and which of them were not tested."""
+    try:
+        requirements = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        found = [Requirement(text) for text in requirements["dependencies"]]
+    except (OSError, KeyError):  # the script and the package without the clone
+        found = [Requirement(text) for text in ("torch", "trl", "transformers", "accelerate")]
+    versions = {each.name: importlib.metadata.version(each.name) for each in found}
+    untested = [f"{each.name} {versions[each.name]} (tested: {each.specifier})" for each in found
+                if not each.specifier.contains(versions[each.name], prereleases=True)]  # fmt: skip
+    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "trl", "transformers", "accelerate"))
+    return known + (f"; not tested: {'; '.join(untested)}" if untested else "; all within the tested ranges")
+
+
+def prompt_text(rollout: Any, tokenizer: Any) -> str:
+    """The prompt of a rollout as the model read it."""
+    text = tokenizer.decode(rollout.prompt_ids)
+    half, left_out = PROMPT_SHOWN // 2, len(text) - PROMPT_SHOWN
+    return text if left_out <= 0 else f"{text[:half]}\n... [{left_out} characters] ...\n{text[-half:]}"
+
+
+def seconds_of_run(trainer: Any, batch_seconds: float, step_seconds: float) -> float:
+    """Seconds of the whole run, where every batch and every optimizer step takes as long as the first."""
+    args, steps = trainer.args, trainer.state.max_steps
+    batches = steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
+    return batches * batch_seconds + steps * step_seconds
+
+
+def peak_memory() -> str | None:
+    """What was allocated on the GPU at most; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return size(torch.cuda.max_memory_allocated())
+
+
+# Facts of a recipe and of its first rollouts, which the readings are about.
+
+
+MOST_SHOWN = 160  # characters of an error
+MOST_WEIGHTS = 2**16  # of a parameter, evenly spread, are looked at
+
+
+def facts_of_settings(trainer: Any) -> Facts:
+    """What the recipe says, and whether the first prompt holds what the model must read."""
+    args, env = trainer.args, trainer.env
+    row = trainer.train_dataset[0]
+    tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
+    messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
+    system = "".join(m["content"] for m in messages if m["role"] == "system")
+    read = env.tokenizer.decode(prompt_ids_of(env, row))
+    lacking = [name for name in tools if name not in read]
+    names = ("learning_rate", "max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "max_env_steps",
+             "num_generations")  # fmt: skip
+    return {
+        **{name: getattr(args, name) for name in names}, "optim": str(getattr(args.optim, "value", args.optim)),
+        "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
+        # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
+        "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
+        "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
+        "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
+    """The share of the trained weights that are the same after a step of this size, up or down: rounding undoes it.
+
+    bfloat16 has 8 significant bits: beside 0.02 its numbers are 1.2e-4 apart, beside 1e-4 they are 4.8e-7 apart.
+
+    >>> weights = torch.nn.Parameter(torch.tensor([1e-4, 0.02], dtype=torch.bfloat16))
+    >>> share_stuck([weights], 1e-6), share_stuck([weights.float()], 1e-6)
+    (0.5, 0.0)
+    """
+    stuck, total = 0.0, 0
+    for weights in (p.flatten() for p in parameters if p.requires_grad and p.numel()):
+        some = weights[:: -(-weights.numel() // MOST_WEIGHTS)]
+        up, down = ((some.float() + move).to(some.dtype) for move in (step, -step))
+        stuck += ((up == some) & (down == some)).float().mean().item() * weights.numel()
+        total += weights.numel()
+    return stuck / max(total, 1)
+
+
+def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
+    """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
+
+    INVARIANT: `batches` are all that were rolled out since training began, as the trainer's metrics are.
+    """
+    args, rollouts = trainer.args, [rollout for batch in batches for rollout in batch]
+    facts = {name: mean(values) for name, values in trainer._metrics["train"].items() if values}
+    by_turn = [r for r in rollouts if cut_by_turn(r, args.max_turn_tokens, args.max_completion_length)]
+    cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
+    results = [result for r in rollouts for turn in r.turns for result in turn.results]
+    reached: dict[str, list[ToolResult]] = {}  # by the tool
+    for call, result in ((c, s) for r in rollouts for turn in r.turns for c, s in zip(turn.calls, turn.results)):
+        if result.error != "call":
+            reached.setdefault(str(call.name), []).append(result)
+    enough = {name: of_tool for name, of_tool in reached.items() if len(of_tool) >= MIN_CALLS}
+    failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
+    worst = max(failed, key=failed.get, default=None)
+    uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
+    ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
+    groups = [group for batch in batches for group in whole_groups(batch, args.num_generations)]
+    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist()))
+    means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
+    given = {name: value for name, value in means.items() if value == value}
+    varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
+    unused = trainer._reward_use.unused
+    return {
+        **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
+        "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
+        "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
+        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
+        if groups else None,
+        "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,
+        "credit_assignment": args.credit_assignment,
+        "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
+        "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
+        "tools/broken": failed.get(worst), "tools/all_broken": min(failed.values(), default=0.0),
+        "tools/broken_name": f"the tool {worst}",
+        "first/tool_error": shown(result for result in reached.get(worst, ()) if result.error is not None),
+        "first/call_error": shown(r for r in results if r.error == "call"),
+        "first/environment_error": next(
+            (str(r.error)[:MOST_SHOWN] for r in rollouts if r.stop_reason in FAILURES and r.error is not None), ""
+        ),
+        "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
+        "rewards/varied": varied, "rewards/unused": ", ".join(unused),
+        "rewards/varied_and_used": [name for name in varied if name not in unused],
+        "tokens/differ": sum(facts.get(f"tokens/{check}_differ", 0.0) for check in ("ids", "mask", "text")),
+    }  # fmt: skip
+
+
+def cut_by_turn(rollout: Rollout, max_turn_tokens: int | None, max_completion_length: int) -> bool:
+    """Whether a turn was cut off, in its call or before it, where the completion had room left."""
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= (max_turn_tokens or 0) > 0]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < max_completion_length)
+
+
+def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
+    """The groups that are on this rank as a whole: a rank's rollouts may begin or end within one."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.index // size, []).append(rollout)
+    return [group for group in groups.values() if len(group) == size]
+
+
+def sampled_ids(rollout: Rollout) -> list[int]:
+    """All ids that the model sampled."""
+    return [token for turn in rollout.turns for token in turn.token_ids]
+
+
+def share(flags: Any) -> float:
+    """Of what is true; 0 of nothing.
+
+    >>> share([True, False, False, False]), share([])
+    (0.25, 0.0)
+    """
+    flags = list(flags)
+    return sum(flags) / len(flags) if flags else 0.0
+
+
+def shown(results: Any) -> str:
+    """The text of the first of some results, in one line."""
+    first = next(iter(results), None)
+    return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
+
+
+MOST_BATCHES = 4  # of a preflight in which no group has signal, as with a reward that one rollout of a hundred gets
+PHASES = {
+    "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
+    "_calculate_rewards": "rewards", "training_step": "training",
+}  # fmt: skip
+
+
+class PreflightOver(Exception):
+    """The first batch was seen, and no optimizer step is to be taken."""
+
+
+class FirstBatch(TrainerCallback):
+    """Reports on the first batch of rollouts before the first optimizer step. It draws no random number."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.seen, self.preflight = trainer, False, False
+        self.facts: Facts = {}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self.seen:
+            return
+        self.seen = True
+        if self.preflight:
+            self.look()
+            raise PreflightOver
+        try:
+            self.look()
+            if self.trainer.accelerator.is_main_process:
+                progress = next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
+                progress.say(f"first batch: {summary(self.facts)}")
+                for trouble in troubles(self.facts):
+                    logger.warning(f"{trouble.name}: {trouble.text}")
+        except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
+            logger.warning(f"The first batch cannot be reported on: {type(error).__name__}: {error}")
+
+    def look(self) -> None:
+        """Gather the facts. It calls no collective."""
+        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, [self.trainer._rollouts])}
+
+
+def summary(facts: Facts) -> str:
+    """A line about a batch of rollouts."""
+    cut = facts["completions/clipped_ratio"]
+    functions = ", ".join(
+        f"{name.split('/')[1]} {value:.2f} ± {facts[name.removesuffix('mean') + 'std']:.2f}"
+        for name, value in facts.items() if name.startswith("rewards/") and name.endswith("/mean") and value == value
+    )  # fmt: skip
+    return (
+        f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
+        f"tool, {facts['tools/failure_frequency']:.0%} of the calls fail ({facts['tools/malformed_frequency']:.0%} "
+        f"cannot be run), {facts['rollouts/ended']:.0%} come to an "
+        f"end, {cut:.0%} are cut off; reward {facts['reward']:.2f} ({functions}); "
+        f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
+    )
+
+
+# --- --preflight -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preflight_settings(args: Any) -> Iterator[None]:
+    """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
+    if args.resume_from_checkpoint:
+        raise ValueError(
+            "--preflight looks at the model of model_name_or_path, and not at a checkpoint. Remove "
+            f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
+        )
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
+        args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
+        args.save_on_each_node = None  # nothing is saved, and each node has this folder for itself
+        args.max_staleness, args.eval_on_start = 0, False  # nothing is rolled out that is not looked at
+        args.vllm_server_timeout = min(args.vllm_server_timeout, 20.0)
+        yield
+
+
+def run_preflight(trainer: Any) -> int:
+    """Print what a run will do, roll out its first batch, and say what that means. Returns the exit code.
+
+    The random state is restored, and no optimizer step is taken. 1: training would be pointless, or it failed.
+    """
+    look = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
+    rng, look.preflight, seconds = get_rng_state(), True, dict.fromkeys([*PHASES.values(), "batches"], 0.0)
+    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
+    found = troubles(facts_of_settings(trainer))
+    try:
+        with timed(trainer, seconds):
+            trainer.train()
+    except PreflightOver:
+        pass
+    except (RunError, ServerError) as error:
+        say(trainer, *(verdict(found) if found else []))
+        sys.exit(f"error: {error}")
+    finally:
+        set_rng_state(rng)
+    step_seconds = seconds["training"] - seconds["batch"]  # where two batches are rolled out before the first step
+    batch_seconds = {phase: value / max(seconds["batches"], 1) for phase, value in seconds.items()}
+    facts = look.facts | facts_of_more_batches(trainer, look.facts)
+    trainer.optimizer.zero_grad()
+    set_rng_state(rng)
+    found = on_main_process(lambda: troubles(facts))
+    prompt = prompt_text(trainer._rollouts[0], trainer.env.tokenizer)
+    lines = phases(trainer, facts, batch_seconds, step_seconds)
+    say(trainer, "", "The first prompt, as the model reads it:", prompt, "", summary(facts), *lines, *verdict(found))
+    return int(any(trouble.pointless for trouble in found))
+
+
+def say(trainer: Any, *lines: str) -> None:
+    """Print on rank 0."""
+    if trainer.accelerator.is_main_process:
+        print("\n".join(lines), flush=True)
+
+
+@contextmanager
+def timed(trainer: Any, seconds: dict[str, float]) -> Iterator[None]:
+    """A context in which the time of the trainer's methods is added up."""
+
+    def with_time(method: Any, phase: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                seconds[phase] += time.perf_counter() - began
+                seconds["batches"] += phase == "batch"
+
+        return run
+
+    for name, phase in PHASES.items():
+        setattr(trainer, name, with_time(getattr(trainer, name), phase))
+    try:
+        yield
+    finally:
+        for name in PHASES:
+            delattr(trainer, name)
+
+
+def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
+    """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
+    repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
+    further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
+    batches = [trainer._rollouts]
+    for number in range(2, MOST_BATCHES + 1):
+        if facts["credit/frac_groups_without_signal"] < 1.0:
+            return facts if number > 2 else {}
+        rows = next(further, None)
+        if rows is None:
+            break
+        say(trainer, f"No group has signal. Rolling out batch {number} ...")
+        trainer._generate_and_score_completions(rows)
+        batches.append(trainer._rollouts)
+        facts = {**facts, **facts_of_batches(trainer, batches)}
+    return facts
+
+
+def phases(trainer: Any, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
+    """Lines about the time of a batch and of the run."""
+    whole = duration(seconds_of_run(trainer, seconds["batch"], step_seconds))
+    num_calls = facts["tools/call_frequency"] * trainer.args.generation_batch_size
+    tools = facts["tools/mean_seconds"] * num_calls
+    memory = peak_memory()
+    return [
+        f"seconds: rollouts {seconds['rollouts'] - seconds['sync']:.1f} (tools {tools:.1f} in all, at the same time), "
+        f"sync {seconds['sync']:.1f}, rewards {seconds['rewards']:.1f}, training {step_seconds:.1f} per optimizer "
+        f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout"
+        + (f"; {memory} of GPU memory at most" if memory else ""),
+        f"the run: about {whole}, where every batch takes as long as this first one",
+    ]
+
+
+def verdict(found: list[Trouble]) -> list[str]:
+    """The troubles, causes first."""
+    if not found:
+        return ["", "Nothing here means trouble."]
+    lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]
+    end = ["Training would be pointless."] if any(trouble.pointless for trouble in found) else []
+    return ["", "What means trouble, causes first:", *lines, *end]

@@ -1,0 +1,360 @@
+"""What the first rollouts say about a run: the table of readings that mean trouble, causes before consequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from transformers import TrainerCallback
+
+from mt_grpo.reports.progress import main_outcome
+
+logger = logging.getLogger(__name__)
+
+Facts = dict[str, Any]  # metrics by their names, settings by their keys, and what `first_batch` adds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One line of the table. Texts are filled in with the facts.
+
+    Attributes:
+        name: Short.
+        needs: Facts without which it says nothing.
+        when: Whether it means trouble.
+        says: What is.
+        why: Why it matters.
+        change: What to change.
+        ends: Whether training would be pointless.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    when: Callable[[Facts], bool]
+    says: str
+    why: str
+    change: str
+    ends: Callable[[Facts], bool] = lambda facts: False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A reading that means trouble, with its numbers."""
+
+    name: str
+    text: str
+    pointless: bool
+
+
+LR = 0.01  # AdamW moves every weight by about the learning rate in a step; the highest that a recipe here uses is 6e-4
+ROUNDED = 0.5  # of the weights; in bfloat16 1e-6 moves 0.5% of the tiny model's, 1e-5 4%, 3e-4 91% (docs/speed.md)
+CUT = 0.5  # a model that must learn to be short is cut off in a third of the rollouts; half of them teach nothing else
+CUT_ALL = 0.95  # what is left gives no group two whole rollouts
+FAILS = 0.8  # of the calls; untrained models write one malformed call in three
+FAILS_ALL = 0.98
+FAILS_TOOL = 0.5  # of the calls that reach one tool; arguments on which a tool that is well raises are fewer
+MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chance in one of three first batches
+NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
+SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
+HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no language
+UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained away from the one that is sampled
+ENV_ERRORS = 0.2  # rollouts that are not trained on
+AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
+GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
+
+READINGS = (
+    Reading(
+        "system prompt", ("prompt/lacks_system",), lambda f: f["prompt/lacks_system"],
+        "The model does not read the system prompt: the chat template leaves it out.",
+        "It says what tools there are and how to answer.",
+        "Use a chat template with a system role, or put the text into the prompts and set system_prompt: ''.",
+        lambda f: f["has_tools"],
+    ),
+    Reading(
+        "tools", ("prompt/lacks_tools",), lambda f: bool(f["prompt/lacks_tools"]),
+        "The prompt does not mention the tool {prompt/lacks_tools}.",
+        "A model calls no tool that it was not told of.",
+        "Write {{tool_descriptions}} into system_prompt, or set tool_format to hermes or native, which show the tools "
+        "by the chat template.",
+        lambda f: f["prompt/lacks_all_tools"] and f.get("rollouts/called", 0.0) <= NEVER,
+    ),
+    Reading(
+        "learning rate", ("learning_rate", "optim"),
+        lambda f: f["learning_rate"] >= LR and f["optim"].startswith("adam"),
+        "learning_rate is {learning_rate:g}.",
+        "Adam moves every weight by about so much in one step: the model is gone after the first one.",
+        "Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).",
+        lambda f: True,
+    ),
+    Reading(
+        "learning rate", ("learning_rate",), lambda f: f["learning_rate"] == 0,
+        "learning_rate is 0.",
+        "No weight changes.",
+        "Set learning_rate to 1e-6 (all weights of a pretrained model), or 1e-5 to 1e-4 (LoRA).",
+        lambda f: True,
+    ),
+    Reading(
+        "rounding", ("weights/stuck",),
+        lambda f: f["weights/stuck"] >= ROUNDED and f["learning_rate"] > 0 and f["optim"].startswith("adam"),
+        "A step of learning_rate={learning_rate:g} is lost in rounding for {weights/stuck:.0%} of the weights.",
+        "Adam moves a weight by about so much: what is kept in bfloat16 stays as it was, however many steps follow.",
+        "Set dtype: float32, with bf16: true to compute in bfloat16, or train by ZeRO-3 or FSDP2, which keep float32 "
+        "weights beside.",
+    ),
+    Reading(
+        "temperature", ("temperature",), lambda f: f["temperature"] >= HOT,
+        "temperature is {temperature:g}.",
+        "Above 1 unlikely tokens become likely: calls and answers break, and more so the longer they are.",
+        "Set temperature: 1.0.",
+    ),
+    Reading(
+        "cut sampling", ("sampling/cuts", "sampling/token_ratio_mean"), lambda f: bool(f["sampling/cuts"]),
+        "{sampling/cuts} makes the distribution that is sampled from another one than the policy's. The importance "
+        "ratio of a token is {sampling/token_ratio_mean:.3f} in the mean, with the same weights on both sides.",
+        "It should be 1: the loss is biased, and scaled down where the ratio is below 1.",
+        "Remove {sampling/cuts}, or set vllm_importance_sampling_correction: false where the weights are never older.",
+    ),
+    Reading(
+        "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
+        "In {stop/environment_error:.0%} of the rollouts the environment failed: {first/environment_error}",
+        "These rollouts are not trained on.",
+        "Mend the environment, or raise environment_timeout.",
+        lambda f: f["stop/environment_error"] >= CUT_ALL,
+    ),
+    Reading(
+        "identical rollouts", ("groups/identical",),
+        lambda f: f["groups/identical"] >= SAME and f["temperature"] < UNSURE,
+        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}.",
+        "A group learns from the difference between its rollouts.",
+        "Set temperature: 1.0.",
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
+    ),
+    Reading(
+        "identical rollouts", ("groups/identical",),
+        lambda f: f["groups/identical"] >= SAME and f["temperature"] >= UNSURE,
+        "In {groups/identical:.0%} of the groups all rollouts are the same.",
+        "A group learns from the difference between its rollouts.",
+        "Raise temperature where the model is sure of this task already; look whether top_k, top_p or min_p leave one "
+        "choice.",
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
+    ),
+    Reading(
+        "failing tools", ("tools/broken",), lambda f: f["tools/broken"] >= FAILS_TOOL,
+        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {first/tool_error}",
+        "The model learns not to call it.",
+        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
+        lambda f: f["tools/all_broken"] >= FAILS_ALL,
+    ),
+    Reading(
+        "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,
+        "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}.",
+        "What is cut off is neither a whole call nor an answer, so it gets no reward.",
+        "Raise max_turn_tokens, or ask for shorter turns in system_prompt.",
+        lambda f: f["cut/by_turn"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] >= 0.5,
+        "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}. "
+        "{tokens/read:.0%} of their tokens are what the model reads.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Lower max_tool_response_tokens ({max_tool_response_tokens} now), or raise max_completion_length.",
+        lambda f: f["cut/by_completion"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] < 0.5,
+        "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Raise max_completion_length, or set max_turn_tokens and ask for shorter turns.",
+        lambda f: f["cut/by_completion"] >= CUT_ALL,
+    ),
+    Reading(
+        "context", ("stop/context_length",), lambda f: f["stop/context_length"] >= CUT,
+        "{stop/context_length:.0%} of the rollouts fill the model's context.",
+        "What is cut off has no answer, so it gets no reward for one.",
+        "Lower max_completion_length or shorten the prompts; on a server raise --max-model-len.",
+        lambda f: f["stop/context_length"] >= CUT_ALL,
+    ),
+    Reading(
+        "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
+        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {first/call_error}",
+        "The model does not know this way of writing calls, or these tools.",
+        "Set the tool_format that the model was trained on (native, hermes), show a whole call in system_prompt, or "
+        "lower the temperature ({temperature:g} now) where it is above 1.",
+    ),
+    Reading(
+        "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
+        "{rollouts/called:.0%} of the rollouts call a tool.",
+        "What is never tried is never rewarded.",
+        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
+    ),
+    Reading(
+        "no answers", ("rollouts/ended",), lambda f: f["rollouts/ended"] <= NEVER,
+        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer.",
+        "A reward for the answer is then 0 for all.",
+        "Say in system_prompt how to answer, with an example; raise max_env_steps, max_completion_length.",
+    ),
+    Reading(
+        "turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
+        "{stop/max_turns:.0%} of the rollouts still call tools in the last turn that max_env_steps={max_env_steps} "
+        "allows.",
+        "They have no answer.",
+        "Raise max_env_steps, or tell the model how many calls it has.",
+    ),
+    Reading(
+        "unused rewards", ("rewards/unused", "credit/frac_groups_without_signal"), lambda f: bool(f["rewards/unused"]),
+        "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}.",
+        "What it rewards is not trained.",
+        "Choose another credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
+        lambda f: not f["rewards/varied_and_used"] and f["credit/frac_groups_without_signal"] >= 1.0,
+    ),
+    Reading(
+        "constant rewards", ("rewards/constant", "credit/frac_groups_without_signal"),
+        lambda f: not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0,
+        "The rewards are the same for all rollouts: {rewards/constant}.",
+        "Advantages are differences within a group: all of them are 0.",
+        "Look at the reward functions, and whether an easier task, a part of the reward for a part of the way, or "
+        "another model gives some rollouts more than others.",
+        lambda f: True,
+    ),
+    Reading(
+        "no signal", ("credit/frac_groups_without_signal",),
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
+        "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
+        "counts them.",
+        "Advantages are differences within a group: all of them are 0.",
+        "Raise num_generations or the temperature, or take prompts that are neither always nor never solved.",
+        lambda f: True,
+    ),
+    Reading(
+        "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
+        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above says where.",
+        "Training on other tokens than those of inference is the silent error of this field.",
+        "See docs/tokenization.md.",
+    ),
+    Reading(
+        "logprobs", ("sampling/sampling_logp_difference/mean",),
+        lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} in the mean.",
+        "The server samples from another distribution than the one that is trained.",
+        "Compare dtype, chat template and the model of the two; see docs/faults.md.",
+    ),
+)  # fmt: skip
+
+
+def troubles(facts: Facts) -> list[Trouble]:
+    """The readings that mean trouble, causes first.
+
+    >>> facts = {"learning_rate": 1.0, "optim": "adamw_torch"}
+    >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
+    [('learning rate', True)]
+    """
+    found = []
+    for reading in READINGS:
+        if all(facts.get(name) is not None for name in reading.needs) and reading.when(facts):
+            text = f"{reading.says} {reading.why} {reading.change}".format_map(facts)
+            found.append(Trouble(reading.name, text, reading.ends(facts)))
+    return found
+
+
+# Warnings of a run in trouble, once each: what its metrics say over the last logs, and what to do.
+
+
+WINDOW = 20  # logs: a batch of a hundred rollouts is too few to judge by
+NO_SIGNAL, CLIPPED, CLIPPED_UP, AT_TURN_LIMIT, ENTROPY, UNSOLVED, STUCK = 1.0, 0.3, 0.1, 0.8, 0.01, 0.9, 0.5
+UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
+
+
+class History:
+    """The metrics of a run's logs."""
+
+    def __init__(self, outcome: str | None = None):
+        self.logs: list[dict[str, Any]] = []
+        self.outcome = f"rewards/{outcome}/mean"
+
+    def now(self, name: str) -> float | None:
+        """The mean over the last `WINDOW` logs; None where there are fewer, or one lacks it."""
+        return self._mean(name, self.logs[-WINDOW:])
+
+    def before(self, name: str) -> float | None:
+        """The mean over the `WINDOW` logs before those."""
+        return self._mean(name, self.logs[-2 * WINDOW : -WINDOW])
+
+    @staticmethod
+    def _mean(name: str, logs: list[dict[str, Any]]) -> float | None:
+        values = [log.get(name) for log in logs]
+        if len(values) < WINDOW or any(value is None or value != value for value in values):
+            return None
+        return mean(values)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rule. `says` is filled in with `now` and `before` of the metric `name`."""
+
+    name: str
+    when: Callable[[History, float, float | None], bool]
+    says: str
+
+
+def hacked(history: History, now: float, before: float | None) -> bool:
+    """Whether the reward rises while its main outcome falls."""
+    outcome = history.now(history.outcome), history.before(history.outcome)
+    if before is None or None in outcome:
+        return False
+    up, down = max(UP * abs(before), FLOOR), max(DOWN * abs(outcome[1]), FLOOR)
+    return now > before + up and outcome[0] < outcome[1] - down
+
+
+ALARMS = (
+    Alarm(
+        "credit/frac_groups_without_signal", lambda history, now, before: now >= NO_SIGNAL,
+        "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
+        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
+        "temperature.",
+    ),
+    Alarm(
+        "reward", hacked,
+        "The reward rises ({before:.2f} to {now:.2f}) while its main outcome falls: the policy is paid for something "
+        "else. Compare the reward functions in the metrics, and lower the weight of the one that rises.",
+    ),
+    Alarm(
+        "stop/max_turns", lambda history, now, before: now >= AT_TURN_LIMIT,
+        "{now:.0%} of the rollouts still call tools in their last turn and give no answer. Raise max_env_steps, or "
+        "tell the model how many calls it has.",
+    ),
+    Alarm(
+        "completions/clipped_ratio",
+        lambda history, now, before: before is not None and now >= CLIPPED and now >= before + CLIPPED_UP,
+        "More rollouts are cut off ({before:.0%} before, {now:.0%} now): the policy writes ever more. Raise "
+        "max_completion_length, set max_turn_tokens, or give a reward that falls with the length.",
+    ),
+    Alarm(
+        "entropy",
+        lambda history, now, before: now < ENTROPY and (history.now(history.outcome) or 0.0) < UNSOLVED
+        and (history.now("credit/frac_groups_without_signal") or 0.0) >= STUCK,
+        "The entropy is gone ({now:.2g}) though the task is not solved: all rollouts of a group are the same. Go back "
+        "to an earlier checkpoint, with a lower learning_rate, a beta above 0, or a higher temperature.",
+    ),
+)  # fmt: skip
+
+
+class Watch(TrainerCallback):
+    """Warns on rank 0, once for each alarm."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.history, self.told = trainer, History(), set()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "reward" not in logs or not state.is_world_process_zero:
+            return
+        self.history.outcome = f"rewards/{main_outcome(self.trainer)}/mean"
+        self.history.logs = [*self.history.logs, logs][-2 * WINDOW :]
+        for alarm in ALARMS:
+            now, before = self.history.now(alarm.name), self.history.before(alarm.name)
+            if alarm.name not in self.told and now is not None and alarm.when(self.history, now, before):
+                self.told.add(alarm.name)
+                text = alarm.says.format(now=now, before=before or 0.0, window=WINDOW)
+                logger.warning(f"Step {state.global_step}, {alarm.name}: {text}")

@@ -1,0 +1,318 @@
+"""Whether a folder is a whole checkpoint, and from which checkpoint a run resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.training_args import OptimizerNames
+
+from mt_grpo.base.files import absolute, read_json
+from mt_grpo.training.in_flight import IN_FLIGHT
+
+logger = logging.getLogger(__name__)
+
+
+# Whether the disk has room for what a run saves.
+
+
+def bytes_to_save(model: Any, optim: OptimizerNames, sharded: bool) -> tuple[int, int]:
+    """(bytes of the trained model, bytes of one checkpoint), computed from the parameters.
+
+    With LoRA only the adapter is saved. A sharded checkpoint (FSDP, DeepSpeed) holds the weights twice, and the
+    optimizer's state in float32.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    saved = trained if is_peft_model(model) else model.parameters()
+    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in saved)
+    numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    size = 4 if sharded else 1 if "8bit" in optim.value else max((p.element_size() for p in trained), default=0)
+    moments = 2 if "adam" in optim.value else 0  # others keep less state, which is not counted
+    return weights, weights * (2 if sharded else 1) + numbers * (moments + sharded) * size
+
+
+def check_room(folder: str, least: int, planned: int, what: str, key: str) -> None:
+    """Raise `ValueError` if a directory has no room for `least` bytes and 5 % more; warn if it has none for `planned`.
+
+    A directory that cannot be written raises `ValueError` too. For the message: `what` is saved there, and `key` is
+    the setting that names the directory.
+    """
+    gib = 2.0**30
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            usage = shutil.disk_usage(folder)
+    except OSError as error:
+        raise ValueError(f"{key}={folder!r} cannot be written: {error}. Set {key} to a writable directory.") from None
+    found = f"{key}={folder!r} has {usage.free / gib:.3f} GiB free"
+    if usage.total and usage.free < 1.05 * least:  # some network file systems report a size of 0
+        raise ValueError(f"{found}; {what} needs {1.05 * least / gib:.3f} GiB. Make room there, or set another {key}.")
+    if usage.total and usage.free < 1.05 * planned:
+        logger.warning(
+            f"{found}; all that the run may save needs {1.05 * planned / gib:.3f} GiB. Make room there, or set "
+            "save_total_limit."
+        )
+
+
+# What determines the results of a run, and which settings of a resumed run differ from its checkpoint's.
+
+
+# Prefixes of settings that do not change what is trained. A checkpoint's record leaves such settings out.
+NOT_TRAINED = (
+    "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
+    "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
+    "num_completions_to_print", "print_metrics", "ddp_", "skip_memory_metrics", "debug", "vllm_server_",
+    "vllm_group_port",
+    "vllm_request_timeout", "vllm_gpu_memory_utilization", "weight_sync", "weight_check_every", "load_best_model",
+    "metric_for_best_model", "greater_is_better", "restore_callback", "max_concurrent_tools", "reward_timeout",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
+)  # fmt: skip
+# ORDER_KEYS decide which prompts a step trains on. OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
+ORDER_KEYS = (
+    "world_size", "dataset_rows", "dataset_sha256", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "steps_per_generation", "generation_batch_size", "num_iterations", "num_generations", "seed", "shuffle_dataset",
+    "ignore_data_skip", "dataloader_drop_last",
+)  # fmt: skip
+LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line of text per setting whose value in a resumed run differs from its checkpoint's record.
+
+    >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
+    ['seed: 1 -> 2 (the order of the prompts is another one: some are trained on twice, others not at all)']
+    """
+    notes = dict.fromkeys(
+        ORDER_KEYS, " (the order of the prompts is another one: some are trained on twice, others not at all)"
+    ) | dict.fromkeys(OPTIMIZER_KEYS, " (without effect: the optimizer's saved state keeps the first)")
+    return [
+        f"{key}: {before[key]!r} -> {now[key]!r}{notes.get(key, '')}"
+        for key in now
+        if key in before and before[key] != now[key]
+    ]
+
+
+def sha256(text: str | bytes) -> str:
+    """The first 12 hexadecimal digits of the SHA-256."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
+
+
+def source_sha256(function: Callable) -> str | None:
+    """The `sha256` of the file that defines a function or class; None if there is no such file."""
+    try:
+        return sha256(Path(inspect.getsourcefile(inspect.unwrap(function))).read_bytes())
+    except (TypeError, OSError):  # a built-in one, a callable object, a notebook
+        return None
+
+
+def dataset_sha256(dataset: Any) -> str:
+    """The `sha256` of all rows. It depends neither on the kind of file nor on the order of the columns.
+
+    A column is hashed as the JSON of a list, in which a row that lacks the column has nothing between the commas: a
+    null that is written is another row than one that is not.
+    """
+    hashes = {name: hashlib.sha256(b"[") for name in dataset.column_names}
+    for number, row in enumerate(dataset):
+        for name, digest in hashes.items():
+            value = json.dumps(row[name], default=str) if name in row else ""
+            digest.update(f"{', ' if number else ''}{value}".encode())
+    columns = {}
+    for name in sorted(hashes):
+        hashes[name].update(b"]")
+        columns[name] = hashes[name].hexdigest()[:12]
+    return sha256(json.dumps(columns))
+
+
+# Files that Trainer, FSDP or DeepSpeed save besides the model. A checkpoint of `save_only_model` has none of them.
+STATE_FILES = ("optimizer*", "scheduler.pt", "rng_state*.pth", "latest")
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "adapter_model.*",
+               "pytorch_model_fsdp*", "*/adapter_model.*")  # fmt: skip
+RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that the checkpoint was trained with
+
+
+def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
+    """The folder that `resume_from_checkpoint` means; None if the setting is empty.
+
+    `last` or `true` means the newest checkpoint of `output_dir`. Raises `ValueError` where the folder is no whole
+    checkpoint, or holds only a model.
+    """
+    if not wanted:
+        return None
+    # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
+    # used, not the one of the highest step: an older run in the same folder may have made more steps.
+    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
+    whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
+    newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+    if whole and newest != whole[0]:
+        logger.warning(f"{newest} is the newest checkpoint, written after {whole[0]}.")
+    found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
+    if found is None or not (found / "trainer_state.json").is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
+            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
+        )
+    if not any(path for name in STATE_FILES for path in found.glob(name)):
+        raise ValueError(
+            f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
+            f"set model_name_or_path: {found} instead."
+        )
+    if damage := checkpoint_damage(found):
+        others = [folder for folder in whole if folder.resolve() != found.resolve() and not checkpoint_damage(folder)]
+        before = max(others, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+        raise ValueError(
+            f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a whole checkpoint. "
+            + (f"Set resume_from_checkpoint: {before}" if before else f"There is none in output_dir={output_dir!r}")
+            + ", or put the file back."
+        )
+    return str(found)
+
+
+def checkpoint_damage(folder: Path) -> str | None:
+    """The first file of a checkpoint that is missing or damaged, with its problem, as text; None if there is none.
+
+    Only headers and sizes of files are read. The known layouts are those of `Trainer`, LoRA, FSDP (folders of
+    `.distcp` files, or `.bin`) and DeepSpeed (`latest` names a folder with model, optimizer and scheduler).
+    """
+    record = read_json(folder / RUN_RECORD) or {}
+    if not isinstance((read_json(folder / "trainer_state.json") or {}).get("global_step"), int):
+        return "trainer_state.json cannot be read"
+    deepspeed = (folder / "latest").is_file()
+    expected = [] if deepspeed else ["scheduler.pt"]
+    if deepspeed:
+        states = (folder / "latest").read_text().strip()
+        if not states or not any(folder.glob(f"{states}/*_states.pt")):
+            return f"{states or 'latest'} has no states of the model and the optimizer"
+    else:
+        if not any(path for name in MODEL_FILES for path in folder.glob(name)):
+            is_lora = (folder / "adapter_config.json").is_file()
+            expected.append("adapter_model.safetensors" if is_lora else "model.safetensors")
+        in_fsdp_form = any(path.is_dir() or path.suffix == ".bin" for path in folder.glob("optimizer*"))
+        if in_fsdp_form and not any(folder.glob("pytorch_model_fsdp*")):
+            return "pytorch_model_fsdp* is missing"
+        expected += [] if in_fsdp_form else ["optimizer.pt"]
+    for index in folder.glob("*.index.json"):
+        if not (shards := (read_json(index) or {}).get("weight_map")):
+            return f"{index.name} cannot be read"
+        expected += sorted(set(shards.values()))
+    numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rng_state_*.pth")]
+    world_size = record.get("world_size") or max(numbers, default=0) + 1
+    if not record.get("save_on_each_node"):  # otherwise other nodes hold the files of their ranks
+        alone = world_size == 1 and not numbers
+        expected += ["rng_state.pth"] if alone else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
+    admits = record.get("late_groups") == "admit" and record.get("max_staleness")
+    expected += [IN_FLIGHT] if admits else []
+    for name in expected:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    if admits and not read_json(folder / IN_FLIGHT):
+        return f"{IN_FLIGHT} cannot be read"
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
+            return f"{path.parent.relative_to(folder)}/.metadata is missing"
+        if path.is_file() and (wrong := file_damage(path)):
+            return f"{path.relative_to(folder)} {wrong}"
+    return None
+
+
+def check_tensors(folder: Path, model: Any) -> None:
+    """Raise `ValueError` if a checkpoint lacks a tensor of the model, or has it in another shape.
+
+    transformers only warns of it, and the run would go on with what the model had before. Weights that are tied need
+    be there once. FSDP's and DeepSpeed's own forms are not read: torch and DeepSpeed refuse what is missing there.
+    """
+    files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
+    if not files or (folder / "latest").is_file() or any(folder.glob("pytorch_model_fsdp*")):
+        return
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+    if hasattr(model, "peft_config"):
+        names: dict[str, list[str]] = {}
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    else:
+        names, state = {}, model.state_dict()  # names by the place in memory: those of tied weights
+        for name, tensor in state.items():
+            names.setdefault(f"{tensor.data_ptr()} {tuple(tensor.shape)}", []).append(name)
+        names = {
+            place: [new for name in group for new in as_saved(model, {name: state[name]})]
+            for place, group in names.items()
+            if len(group) > 1
+        }
+        expected = as_saved(model, state)
+    tied = {name: group for group in names.values() for name in group}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    for name, tensor in expected.items():
+        found = [other for other in tied.get(name, [name]) if other in shapes]
+        problem = None if found or name in ignored else "is missing"
+        if found and list(tensor.shape) not in [shapes[other] for other in found]:
+            problem = f"has the shape {shapes[found[0]]}, expected {list(tensor.shape)}"
+        if problem:
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r}: the tensor {name} {problem}. Expected all weights of the "
+                "model that is trained. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
+                "settings of this one."
+            )
+
+
+def as_saved(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors without values, by the names and of the shapes with which transformers saves these tensors of a model.
+
+    They are those of the model's publisher: the experts of a layer, which are one tensor here, are many there.
+    """
+    return dict(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors.items()}))
+
+
+def load_as_saved(folder: Path, model: Any) -> None:
+    """Load the weights of a checkpoint into a model that transformers saves under other names than the model's own.
+
+    Resuming in transformers goes by the model's own names. It warns, and trains on with the layers of the base model.
+    """
+    state = {} if hasattr(model, "peft_config") else model.state_dict()
+    if set(as_saved(model, state)) != set(state):
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
+
+
+def file_damage(path: Path) -> str | None:
+    """The problem of a file of weights or states, found by its header and its size; None if no problem is found."""
+    fsdp = path.name == ".metadata" or path.suffix == ".distcp"
+    if path.name == "training_args.bin" or not (fsdp or path.suffix in (".safetensors", ".bin", ".pt", ".pth")):
+        return None
+    size = path.stat().st_size
+    if size == 0:
+        return "is empty"
+    if path.suffix == ".safetensors":
+        try:
+            with open(path, "rb") as file:
+                header = file.read(min(int.from_bytes(file.read(8), "little"), size))
+            ends = [entry["data_offsets"][1] for n, entry in json.loads(header).items() if n != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "has no readable header"
+        whole = 8 + len(header) + max(ends, default=0)
+        return None if size == whole else f"has {size} bytes, expected {whole}"
+    if fsdp:
+        return None
+    with open(path, "rb") as file:
+        is_pickle = file.read(1) == b"\x80"  # torch's format before its zip format
+    try:
+        if not is_pickle:
+            zipfile.ZipFile(path).close()
+    except zipfile.BadZipFile:
+        return f"is cut off or damaged ({size} bytes)"
+    return None

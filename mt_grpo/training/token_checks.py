@@ -1,0 +1,333 @@
+"""Whether training reads the tokens of inference. Three checks, each with a name.
+
+ids   each turn began with the ids that the backend says it read, and is what it says it sampled
+mask  what is trained of a record is what was sampled for it, and nothing else
+text  a record's text is what the chat template makes of the whole conversation
+
+The first two hold always. Texts may differ where the template says so, as by leaving out earlier thinking: what the
+same comparison finds in a conversation without any fault is listed for the template, and not told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from accelerate.utils import gather_object
+
+from mt_grpo.base.id_hashes import IdHash
+from mt_grpo.base.ranks import RunError
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
+
+logger = logging.getLogger(__name__)
+
+
+# The check `text` of `token_checks`: where a record's text is not what the chat template makes of its messages.
+
+
+WHITE_SPACE, THINKING, TEXT, UNREADABLE = "white space", "thinking", "text", "no rendering"
+SAMPLED, READ = "in a turn", "between turns"
+
+
+class Difference(NamedTuple):
+    """What a check found."""
+
+    check: str  # ids, mask, text
+    kind: str
+    place: str
+    shown: str  # with what stands around it
+    texts: tuple[str, str] = ("", "")  # without white space: of the record, and of the rendering
+
+    @property
+    def key(self) -> tuple:
+        """What makes it one that is listed: between turns the very texts, in a turn, which differs each time, none."""
+        return (self.kind, self.place, *(self.texts if self.place == READ else ()))
+
+
+def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
+    """Where the text of a record is not that of its messages, rendered as a whole."""
+    start = rollout.prompt_messages
+    if record.numbers and record.numbers[0] > 0 and record.turns[0].context is not None:
+        start = record.turns[0].context.messages
+    tokenizer, tools = env.tokenizer, env.tools if rollout.tools is None else rollout.tools
+    written = env.format_of(tokenizer)
+    parts = [(tokenizer.decode(record.prompt_ids), False)]
+    for turn in record.turns:
+        parts += [(said(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
+    # Behind a turn without such ids nothing was read in this record.
+    turns = [turn if turn.observation_ids else dataclasses.replace(turn, messages=[]) for turn in record.turns]
+    arguments = written.prompt(with_turns(start, turns), tools)
+    arguments["add_generation_prompt"] = bool(turns[-1].messages)
+    try:
+        rendered = tokenizer.apply_chat_template(**{**arguments, "tokenize": False})
+    except Exception as error:  # whatever a template raises
+        return [Difference("text", UNREADABLE, READ, f"the template raises: {error}")]
+    ends = [tokenizer.decode([token]) for token in written.ends]
+    return compare(parts, rendered, written.thinking, ends)
+
+
+def said(turn: Turn, written: Any) -> str:
+    """A turn's text. Where it ended by another token than the template's, that one stands in its place."""
+    ids = list(turn.token_ids)
+    if ids and ids[-1] in written.ends and written._closing and ids[-1] not in written._closing:
+        ids[-1] = min(written._closing)
+    text = written.tokenizer.decode(ids)
+    cut = turn.finish_reason == "length" and ids and text == turn.text + written.tokenizer.decode(ids[-1:])
+    return turn.text if cut else text  # a control token at which the budget ended a turn is not in its message
+
+
+def compare(
+    parts: list[tuple[str, bool]], rendered: str, thinking: tuple[str, str], ends: Iterable[str] = ()
+) -> list[Difference]:
+    """How a text, in parts of which is known whether they were sampled, differs from another one.
+
+    What the template writes behind the last turn is no difference.
+
+    >>> parts = [("U: 1? A:", False), ("<think>so</think> 2.", True), (" U: 3? A:", False), (" 4", True)]
+    >>> compare(parts, "U: 1? A:<think>so</think> 2. U: 3? A: 4", ("<think>", "</think>"))
+    []
+    >>> [found[1:3] for found in compare(parts, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
+    [('thinking', 'in a turn'), ('white space', 'between turns')]
+    >>> [found[1:3] for found in compare(parts, "U: 1? A:<think>so</think> 2. U: 5? A: 4", ("<think>", "</think>"))]
+    [('text', 'between turns')]
+    """
+    found: list[Difference] = []
+    for name, kept in variants(parts, thinking):
+        ours = "".join(text for text, _ in kept)
+        theirs = without_end(ours, rendered, ends)
+        if squeezed(ours) == squeezed(theirs):
+            if name:
+                found.append(Difference("text", THINKING, SAMPLED, "the template leaves out thinking"))
+            return found + pieces(kept, ours, theirs)
+    ours = "".join(text for text, _ in parts)
+    return pieces(parts, ours, without_end(ours, rendered, ends))
+
+
+def variants(parts: list[tuple[str, bool]], thinking: tuple[str, str]) -> Iterable[tuple[str, list]]:
+    """The parts as they are, without the thinking of all turns but the last, and without any thinking."""
+    block = re.compile(re.escape(thinking[0]) + ".*?" + re.escape(thinking[1]), re.S)
+    turns = [k for k, (_, sampled) in enumerate(parts) if sampled]
+    yield "", parts
+    for gone in (turns[:-1], turns):
+        # A generation prompt may open the thinking, which then ends in the turn.
+        kept: list[tuple[str, bool]] = []
+        for k, (part, sampled) in enumerate(parts):
+            own = part
+            if k in gone:
+                own = block.sub("", own, count=1)
+                if thinking[1] in own and kept and thinking[0] in kept[-1][0].rpartition(thinking[1])[2]:
+                    head, _, _ = kept[-1][0].rpartition(thinking[0])
+                    kept[-1] = (head, kept[-1][1])
+                    own = own.partition(thinking[1])[2]
+            kept.append((own, sampled))
+        yield THINKING, kept
+
+
+def without_end(ours: str, rendered: str, ends: Iterable[str]) -> str:
+    """A rendering without what it has behind our text: an end of turn that was not sampled, and white space."""
+    text = rendered.rstrip()
+    for end in ends:
+        if end and text.endswith(end) and not ours.rstrip().endswith(end):
+            text = text.removesuffix(end)
+    return text + ours[len(ours.rstrip()) :] if text.endswith(ours.rstrip()[-8:]) else text
+
+
+def squeezed(text: str) -> str:
+    """Without white space."""
+    return "".join(text.split())
+
+
+def pieces(parts: list[tuple[str, bool]], ours: str, theirs: str) -> list[Difference]:
+    """Each place where two texts differ."""
+    flags = join([[sampled] * len(text) for text, sampled in parts])
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (ours, theirs))
+    at, found = 0, []
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        own, other = "".join(a[i1:i2]), "".join(b[j1:j2])
+        if tag != "equal":
+            kind = WHITE_SPACE if squeezed(own) == squeezed(other) else TEXT
+            # Between a turn and what is read behind it, it is the reading's.
+            inside = flags[at : at + len(own)] or [all(flags[max(at - 1, 0) : at + 1])]
+            shown = f"{ours[max(0, at - 10) : at + len(own) + 10]!r}, rendered {other!r} in place of {own!r}"
+            place = SAMPLED if all(inside) else READ
+            found.append(Difference("text", kind, place, shown, (squeezed(own), squeezed(other))))
+        at += len(own)
+    return found
+
+
+def listed(env: Any) -> set[tuple]:
+    """Keys of what differs in conversations without any fault: what the template itself does."""
+    written = env.format_of(env.tokenizer)
+    if not hasattr(written, "listed"):
+        written.listed = set()
+        opening, closing = written.thinking
+        calls = [ToolCall("add", {"a": 2})]
+        asked = written._render([{"role": "user", "content": "A question."}])
+        opened = opening in asked and closing not in asked.rpartition(opening)[2]  # by the generation prompt
+        begun = "" if opened else opening
+        for thought in ("", f"{begun}\nso\n{closing}\n\n", f"{begun}so{closing}"):
+            for texts, called in (
+                ((f"{thought}A turn.", f"{thought}Another."), []),
+                ((f"{thought} A turn. \n", "\n\nB "), []),
+                ((thought + call_text(written, calls), f"{thought}Another."), calls),
+                ((thought + call_text(written, calls), "Another."), calls),
+            ):
+                rollout = faultless(env, texts, called)
+                if rollout is not None:
+                    written.listed |= {found.key for found in check_text(rollout, rollout.records[0], env)}
+    return written.listed
+
+
+def call_text(written: Any, calls: list[ToolCall]) -> str:
+    """A turn's calls as the template writes them; none where it cannot."""
+    asked = [{"role": "user", "content": "A question."}]
+    try:
+        before = written._render(asked)
+        whole = written._render([*asked, written.turn_message(calls)], add_generation_prompt=False)
+    except Exception:  # whatever a template raises
+        return ""
+    text = whole[len(os.path.commonprefix([before, whole])) :].rstrip()
+    for end in written.ends:
+        text = text.removesuffix(written.tokenizer.decode([end]))
+    return text
+
+
+def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollout | None:
+    """A conversation whose turns have these texts, as this trainer makes it; None where the template cannot."""
+    tokenizer, written = env.tokenizer, env.format_of(env.tokenizer)
+    try:
+        messages = env.with_system_prompt([{"role": "user", "content": "A question."}], env.tools)
+        rollout = Rollout(messages, env.prompt_ids(messages, tokenizer), tools=env.tools)
+        for number, text in enumerate(texts):
+            read = written.results(calls, [ToolResult("4") for _ in calls]) if calls else []
+            read = read or [{"role": "user", "content": "And?"}]
+            suffix = written.text_ids(written.suffix(calls, read))
+            ids = [*written.text_ids(text), *(written._end_of_turn(suffix)[-1:] or [tokenizer.eos_token_id])]
+            rollout.turns.append(Turn(ids, None, written.text(ids), "stop"))
+            if number < len(texts) - 1:
+                rollout.turns[-1].messages = read
+                rollout.turns[-1].observation_ids = written.suffix_ids(calls, read, ids)
+    except Exception as error:  # whatever a template raises: nothing is listed
+        logger.debug(f"The chat template cannot render a conversation to compare with: {error}")
+        return None
+    return rollout
+
+
+CHECKS = ("ids", "mask", "text")
+COMPARED = 8  # rollouts per batch and rank whose texts are compared: it takes milliseconds for each
+told: set[tuple] = set()
+
+
+# -- ids and mask --
+
+
+def check_ids(record: Record) -> list[Difference]:
+    """Turns that the backend did not read or sample as the record has them. A turn without its account is not checked.
+
+    >>> from mt_grpo.rollout import Generation, Turn
+    >>> sampled = Generation([5, 6, 7], None, "stop", IdHash([1, 2]).digest())
+    >>> turn = Turn([5, 6], None, "", "stop", generations=[sampled])
+    >>> check_ids(Record([1, 2], [turn])), [found.kind for found in check_ids(Record([1, 3], [turn]))]
+    ([], ['read'])
+    >>> turn.token_ids = [5, 8]
+    >>> [found.kind for found in check_ids(Record([1, 2], [turn]))]
+    ['sampled']
+    """
+    seen = IdHash(record.prompt_ids)
+    for number, turn in zip(record.numbers or range(len(record.turns)), record.turns):
+        before, ids = seen.copy(), []
+        for generation in turn.generations:
+            if generation.saw not in (None, before.digest()):
+                return [Difference("ids", "read", f"before turn {number}", "other ids than the record has")]
+            before.add(generation.token_ids)
+            ids += generation.token_ids
+        if turn.generations and turn.token_ids != ids[: len(turn.token_ids)]:
+            k = next((k for k, (a, b) in enumerate(zip(turn.token_ids, ids)) if a != b), len(ids))
+            shown = f"{turn.token_ids[k : k + 5]} in the record, {ids[k : k + 5]} from the backend"
+            return [Difference("ids", "sampled", f"turn {number}, token {k}", shown)]
+        seen.add(turn.token_ids + turn.observation_ids)
+    return []
+
+
+def check_mask(record: Record, mask: list[int]) -> list[Difference]:
+    """Tokens of a record that are trained and were not sampled for it, or the other way round.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> record = Record([1], [Turn([5, 6], None, "", "stop", observation_ids=[9]), Turn([7], None, "", "stop")])
+    >>> check_mask(record, [1, 1, 0, 1]), check_mask(record, [0, 1, 1, 1])[0].place
+    ([], 'token 0')
+    """
+    expected: list[int] = []
+    for turn in record.turns:
+        own = [1] * len(turn.token_ids) if turn.mask is None else list(turn.mask)
+        expected += own if turn.trained else [0] * len(own)
+        expected += [0] * len(turn.observation_ids)
+    if mask == expected:
+        return []
+    k = next((k for k, (a, b) in enumerate(zip(mask, expected)) if a != b), min(len(mask), len(expected)))
+    return [Difference("mask", "mask", f"token {k}", f"{mask[k : k + 8]}, expected {expected[k : k + 8]}")]
+
+
+# -- a batch --
+
+
+def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, float]:
+    """Share of the rollouts, over all ranks, in which each check found a difference. Collective.
+
+    A kind of difference is told once. Raises `RunError` on all ranks where `tokenization_check_raises` is set.
+    """
+    if args.tokenization_sanity_check_mode in ("off", "disable"):
+        return {}
+    counts, compared, found = check_batch(rollouts, env, args.tokenization_sanity_check_mode)
+    reports = gather_object([(counts, compared, [text_of(each) for each in found[:1]])])
+    errors = join([texts for _, _, texts in reports])
+    if errors and args.tokenization_check_raises:
+        raise RunError(errors[0])
+    for each in found:
+        kind = each[:3] if each.check == "text" else each[:2]
+        if kind not in told:
+            told.add(kind)
+            logger.warning(f"{text_of(each)} Differences of this kind are not told again; tokens/* counts them.")
+    return {
+        f"tokens/{check}_differ": sum(own[check] for own, _, _ in reports)
+        / max(1, sum(own[check] for _, own, _ in reports))
+        for check in CHECKS
+    }
+
+
+def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dict, list[Difference]]:
+    """(rollouts with a difference by check, rollouts that were compared by check, what was found)."""
+    counts, told_of = dict.fromkeys(CHECKS, 0), []
+    # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
+    trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
+    # A format of a fork's own may lack what renders conversations to compare with.
+    compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
+    rendered = min(len(trained), COMPARED) if compares else 0
+    for number, rollout in enumerate(trained):
+        found = join([check_ids(record) + check_mask(record, record.loss_mask) for record in rollout.records])
+        if number < rendered:
+            texts = join([check_text(rollout, record, env) for record in rollout.records])
+            passed = listed(env) if texts else set()
+            found += [
+                each for each in texts
+                if each.key not in passed
+                and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
+            ]  # fmt: skip
+        for check in {each.check for each in found}:
+            counts[check] += 1
+        told_of += found
+    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, told_of
+
+
+def text_of(found: Difference) -> str:
+    """A difference as a sentence."""
+    return (
+        f"Training and inference differ (tokenization_sanity_check_mode, check {found.check}): {found.kind}, "
+        f"{found.place}: {found.shown}."
+    )

@@ -1,0 +1,229 @@
+"""Programs of other houses, unchanged, on a scripted policy: what they ask again must go on token for token."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from test_agents import CALL, run
+
+from mt_grpo.rollout import StopReason
+
+THINKS = "<think>I add.</think>"
+
+
+def add(a: float, b: str) -> str:
+    """Add.
+
+    Args:
+        a: A number.
+        b: A text.
+    """
+    return f"{a:g} and {b}"
+
+
+def test_the_versions_are_those_that_were_tried():
+    """Where everything is pinned, an old version would be taken without a word."""
+    least = {
+        "openai": (3, 50), "langgraph": (1, 2), "langchain-openai": (1, 7), "openai-agents": (0, 24),
+        "pydantic-ai-slim": (2, 66), "smolagents": (1, 26),
+    }  # fmt: skip
+    found = {name: tuple(map(int, version(name).split(".")[:2])) for name in least}
+    assert all(found[name] >= least[name] for name in least), found
+
+
+def one_record(agent, *turns, num_turns):
+    rollout, _ = run(agent, *turns, timeout=60.0, max_completion_length=2000, max_model_len=6000)
+    assert rollout.error is None, rollout.error
+    assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == num_turns
+    assert [record.numbers for record in rollout.records] == [list(range(num_turns))]
+    return rollout
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_langgraph(responses, streaming):
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    async def agent(row, client):
+        model = ChatOpenAI(
+            model="policy", base_url=str(client.base_url), api_key=client.api_key, use_responses_api=responses,
+            streaming=streaming,
+        )  # fmt: skip
+        graph = create_react_agent(model, [tool(add)], prompt="Be brief.")
+        said = await graph.ainvoke({"messages": [("user", row["question"])]})
+        text = said["messages"][-1].text
+        return float((text if isinstance(text, str) else text()) == "3")
+
+    rollout = one_record(agent, CALL, f"{THINKS}Again.\n{CALL}\n{CALL}", "3", num_turns=3)
+    assert rollout.reward == 1.0
+    assert [[result.text for result in turn.results] for turn in rollout.turns] == [
+        ["1 and x y"], ["1 and x y", "1 and x y"], [],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_openai_agents(kind, streaming):
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+
+    set_tracing_disabled(True)
+
+    async def agent(row, client):
+        model = (OpenAIChatCompletionsModel if kind == "chat" else OpenAIResponsesModel)("policy", client)
+        helper = Agent(name="helper", instructions="Be brief.", tools=[function_tool(add)], model=model)
+        if not streaming:
+            return float((await Runner.run(helper, row["question"])).final_output == "3")
+        result = Runner.run_streamed(helper, row["question"])
+        async for _ in result.stream_events():
+            pass
+        return float(result.final_output == "3")
+
+    rollout = one_record(agent, CALL, f"{THINKS}Again.\n{CALL}\n{CALL}", "3", num_turns=3)
+    assert rollout.reward == 1.0
+
+
+def test_pydantic_ai():
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def agent(row, client):
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+        helper = Agent(model, instructions="Be brief.", tools=[add])
+        return float((await helper.run(row["question"])).output == "3")
+
+    rollout = one_record(agent, f"{THINKS}{CALL}", f"{THINKS}Again.\n{CALL}\n{CALL}", f"{THINKS}3", num_turns=3)
+    assert rollout.reward == 1.0
+
+
+CODE = "Thought: I add.\n<code>\nresult = add(1, 'x')\nprint(result)\n</code>"
+FINAL = "Thought: Done.\n<code>\nfinal_answer('3')\n</code>"
+
+
+def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
+    from smolagents import CodeAgent, OpenAIServerModel, tool
+
+    def agent(row, client):
+        model = OpenAIServerModel("policy", api_base=str(client.base_url), api_key=client.api_key)
+        helper = CodeAgent([tool(add)], model, max_steps=4, verbosity_level=0)
+        return float(helper.run(row["question"]) == "3")
+
+    rollout, _ = run(agent, CODE, FINAL, timeout=60.0, max_completion_length=8000, max_model_len=60000)
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0], [1]]  # one per turn
+    assert all(turn.text.endswith("</code>") for turn in rollout.turns)  # its stop text, which was sampled
+    assert "Calling tools:" in rollout.turns[1].context.messages[-2]["content"]  # which the policy never wrote
+
+
+def test_smolagents_tool_calls_are_told_as_text_and_begin_records():
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "3"}}\n</tool_call>'
+
+    def agent(row, client):
+        model = OpenAIServerModel("policy", api_base=str(client.base_url), api_key=client.api_key)
+        helper = ToolCallingAgent([tool(add)], model, max_steps=4, verbosity_level=0)
+        return float(helper.run(row["question"]) == "3")
+
+    rollout, _ = run(agent, CALL, final, timeout=60.0, max_completion_length=8000, max_model_len=60000)
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0], [1]]  # one per turn
+
+
+# -- a verifiers taskset, in an environment of its own --
+
+TASKSET = """
+import os
+import verifiers.v1 as vf
+from sums.tool import SumToolset
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
+        return [SumToolset(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(str(trace.messages[-1].content).strip() == self.data.answer)
+
+class SumConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self) -> list[SumTask]:
+        data = SumData(prompt=os.environ["QUESTION"], answer=os.environ["ANSWER"])
+        return [SumTask(data, self.config.task)]
+"""
+TOOLSET = """
+import verifiers.v1 as vf
+
+class SumToolset(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "sums"
+
+    @vf.tool
+    def add(self, a: int, b: str) -> str:
+        \"\"\"Add.\"\"\"
+        return f"{a} and {b}"
+
+if __name__ == "__main__":
+    SumToolset.run()
+"""
+EVALUATE = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+
+row, programs = json.loads(sys.stdin.read()), Path(sys.executable).parent
+env = {**os.environ, "QUESTION": row["question"], "ANSWER": row["answer"],
+       "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
+with tempfile.TemporaryDirectory() as folder:
+    done = subprocess.run(
+        [programs / "vf-eval", "sums", "-m", "policy", "--client.type", "eval", "--client.base-url",
+         os.environ["OPENAI_BASE_URL"], "--client.api-key-var", "OPENAI_API_KEY", "--no-push", "-o", folder,
+         "--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess",
+         "--env.taskset.task.tools.runtime.type", "subprocess"],
+        env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout} {done.stderr}"[-1500:])
+    (episode,) = [json.loads(line) for path in Path(folder).rglob("traces.jsonl") for line in open(path)]
+    (trace,) = episode["traces"]
+    if trace["errors"]:
+        sys.exit(str(trace["errors"])[:1500])
+    print(json.dumps({"reward": trace["rewards"]["exact"]["score"]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_verifiers_taskset_by_its_command_line(tmp_path):
+    """Installs verifiers 0.4, whose requirements exclude those here, and its harness by uv."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "verifiers>=0.4,<0.5", "uv"], check=True)
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums/__init__.py").write_text('from sums.taskset import SumTaskset\n\n__all__ = ["SumTaskset"]\n')
+    (tmp_path / "sums/taskset.py").write_text(TASKSET)
+    (tmp_path / "sums/tool.py").write_text(TOOLSET)
+    (tmp_path / "evaluate.py").write_text(EVALUATE)
+    call = CALL.replace('"add"', '"sums_add"')
+    settings = {"max_completion_length": 2000, "max_model_len": 8000, "timeout": 600.0}
+    row = {"question": "Add 1 and x y.", "answer": "3"}
+    rollout, _ = run(f"{python} {tmp_path}/evaluate.py", call, "3", row=row, **settings)
+    assert rollout.error is None, rollout.error
+    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1]]
+    assert rollout.turns[0].observation == "1 and x y"

@@ -1,0 +1,405 @@
+"""Tools of MCP servers: real ones over stdio and streamable HTTP; servers that die, hang, and say no."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import warm_python
+from processes import IMPORTS, ends
+from test_conversation import CHATML_TOKENIZER, Scripted, call
+from test_environments import ANSWER
+from test_verl import build, converse, free_port, settings, write_yaml
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.adapters.mcp.servers import LOOP, close_servers
+from mt_grpo.base.event_loop import background_loop
+from mt_grpo.conversation.tools.signature import tool_schema
+
+TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
+SERVER = '''
+"""Sums, sleeps, ends: over stdio, or on a port over streamable HTTP."""
+import asyncio
+import functools
+import os
+import sys
+from typing import Annotated
+
+from mcp.server.mcpserver import Image, MCPServer
+from pydantic import Field
+
+server = MCPServer("sums")
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def described(start: Annotated[int, Field(alias="from")], to: int = 9) -> str:
+    """A span."""
+
+
+@server.tool(name="span")
+@functools.wraps(described)
+def span(**arguments):
+    return f"{arguments['from']} to {arguments.get('to', 9)}"
+
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(1)
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("as it should")
+
+
+@server.tool()
+def draw() -> Image:
+    """Draw."""
+    return Image(data=b"x", format="png")
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+'''
+
+
+@pytest.fixture(autouse=True)
+def servers_end():
+    """No test leaves a server behind."""
+    yield
+    started = [server.owner for server in mcp_servers.servers_to_close]
+    close_servers()
+    assert all(owner is None or owner.done() for owner in started)
+
+
+def sums(folder, *arguments):
+    (folder / "sums.py").write_text(SERVER)
+    return {"command": sys.executable, "args": [str(folder / "sums.py"), *arguments]}
+
+
+def tools_of(folder, entries, **keys):
+    path = folder / "servers.json"
+    path.write_text(json.dumps({"mcpServers": entries}))
+    return load_adapter_tools(settings(mcp_config_file=str(path), **keys))
+
+
+def talk(tools, *calls, **more):
+    """The turns of one conversation with these calls, one a turn."""
+    env = mt.MultiTurnToolEnv(tools, None, len(calls), tokenizer=CHATML_TOKENIZER,
+                              **{"max_completion_length": 4000, **more})  # fmt: skip
+    (rollout,) = env.generate(["?"], Scripted([[*calls, ANSWER]]))["rollouts"]
+    return rollout.turns[:-1]
+
+
+def test_the_time_server(tmp_path):
+    """mcp-server-time over stdio: what it says of itself, its answers and its errors are what the model reads."""
+    tools = tools_of(tmp_path, {"time": TIME})
+    assert [tool.__name__ for tool in tools] == ["get_current_time", "convert_time"]
+    function = tool_schema("convert_time", tools[1])["function"]
+    assert function["parameters"]["required"] == ["source_timezone", "time", "target_timezone"]
+    arguments = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
+    good, wrong, unknown = talk(tools, call("convert_time", **arguments),
+                                call("convert_time", **{**arguments, "time": "noon"}),
+                                call("convert_time", zone="UTC"))  # fmt: skip
+    assert json.loads(good.results[0].text)["target"]["datetime"].endswith("T21:00:00+09:00")
+    assert wrong.error == "tool" and "Invalid time format" in wrong.observation
+    assert unknown.error == "call"  # before the server is asked
+
+
+def test_the_git_server(tmp_path):
+    """mcp-server-git, two servers in one file, tools by selection."""
+    for command in (["init", "-q"], ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "--allow-empty",
+                                     "-m", "First"]):  # fmt: skip
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    git = {"command": sys.executable, "args": ["-m", "mcp_server_git", "--repository", str(tmp_path)]}
+    tools = tools_of(tmp_path, {"git": git, "time": TIME}, mcp_tools=["git_log", "time:get_current_time"])
+    assert [tool.__name__ for tool in tools] == ["git_log", "get_current_time"]
+    (turn,) = talk(tools, call("git_log", repo_path=str(tmp_path)))
+    assert "First" in turn.observation and turn.error is None
+
+
+def test_a_server_over_streamable_http(tmp_path):
+    port = free_port()
+    entry = sums(tmp_path, str(port))
+    process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        tools = tools_of(tmp_path, {"sums": {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"X-A": "$HOME"}}})
+        (turn,) = talk(tools, call("add", a=3))
+        assert (turn.observation, turn.error) == ("4", None)
+        process.terminate()
+        process.wait(timeout=30)
+        (turn,) = talk(tools, call("add", a=3))
+        assert turn.error == "tool" and "sums" in turn.observation
+        process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+        wait_for(port)
+        (turn,) = talk(tools, call("add", a=4))
+        assert (turn.observation, turn.error) == ("5", None)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("more", [{}, {"type": "sse"}])
+def test_a_server_of_the_older_transport(tmp_path, monkeypatch, more):
+    """In the form of verl's JSON, whose addresses with `auth_token` are of it without saying so."""
+    port, given = free_port(), []
+    entry = sums(tmp_path, str(port))
+    (tmp_path / "sums.py").write_text(SERVER.replace('"streamable-http"', '"sse"'))
+    connect = mcp_servers.sse_client
+    monkeypatch.setattr(mcp_servers, "sse_client", lambda url, **keys: given.append(keys) or connect(url, **keys))
+    process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        url = f"http://127.0.0.1:{port}/sse"
+        tools = tools_of(tmp_path, {"sums": {"url": url, "auth_token": "secret", **more}})
+        (turn,) = talk(tools, call("add", a=3))
+        assert (turn.observation, turn.error) == ("4", None)
+        process.terminate()
+        process.wait(timeout=30)
+        (turn,) = talk(tools, call("add", a=3))
+        assert turn.error == "tool" and "sums" in turn.observation
+        process = subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL)
+        wait_for(port)
+        (turn,) = talk(tools, call("add", a=4))
+        assert (turn.observation, turn.error) == ("5", None)
+        assert {keys["headers"]["Authorization"] for keys in given} == {"Bearer secret"}
+        assert {keys["sse_read_timeout"] for keys in given} == {None}  # no call for long ends nothing
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def wait_for(port):
+    for _ in range(300):
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("no server")
+
+
+def test_a_server_that_dies_is_started_again(tmp_path, caplog):
+    """The call that notices it reads an error; a failure of the tool's own ends no server."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    died, again, failed, typed, drawn, span, unnamed = talk(
+        tools, call("end"), call("add", a=1), call("fail"), call("add", a="x"), call("draw"),
+        call("span", **{"from": 3}), call("span", to=3),
+    )  # fmt: skip
+    assert died.error == "tool" and "the server sums ended during the call. Try again." in died.observation
+    assert (again.observation, again.error) == ("2", None)
+    assert failed.error == "tool" and "Error executing tool fail" in failed.observation
+    assert typed.error == "tool" and "int" in typed.observation
+    assert drawn.observation == "[image: not shown]"
+    assert span.observation == "3 to 9"  # a name that Python does not take as a parameter's
+    assert unnamed.observation.startswith("Error: missing a required argument: 'from'. Usage: span(to: int = 9, **oth")
+    assert [record.message for record in caplog.records if "started again" in record.message] == [
+        "The MCP server sums had ended, and is started again."
+    ]
+
+
+def test_a_start_goes_on_where_its_call_is_given_up(tmp_path):
+    """The next call waits for the same start: one server, however long it takes."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    (server,) = mcp_servers.servers_to_close
+    source = (tmp_path / "sums.py").read_text()
+    (tmp_path / "sums.py").write_text("import time\ntime.sleep(4)\n" + source)
+    talk(tools, call("end"))
+    calls = talk(tools, *[call("add", a=1)] * 12, tool_timeout=1.0)
+    assert calls[0].error == "timeout" and calls[-1].observation == "2" and server.starts == 2
+
+
+def test_a_session_that_is_lost_is_opened_again(tmp_path, caplog):
+    """A server that was restarted between two calls knows no session of before."""
+    port = free_port()
+    entry = sums(tmp_path, str(port))
+    processes = []
+
+    def start():
+        processes.append(subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL))
+        wait_for(port)
+
+    try:
+        start()
+        tools = tools_of(tmp_path, {"sums": {"url": f"http://127.0.0.1:{port}/mcp"}})
+        processes[0].terminate()
+        processes[0].wait(timeout=30)
+        start()
+        turns = talk(tools, call("add", a=1), call("add", a=2))
+        assert turns[-1].observation == "3"
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def test_a_slow_call_ends_no_server(tmp_path):
+    """Neither its own, past the time in which a server has to start, nor one that another call waits for."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, mcp_start_timeout=8.0)
+    (server,) = mcp_servers.servers_to_close
+    env = mt.MultiTurnToolEnv(tools, None, 1, tokenizer=CHATML_TOKENIZER, tool_timeout=30.0)
+    scripts = [[call("wait", seconds=9), ANSWER], [call("fail"), ANSWER]]
+    slow, failed = env.generate(["?"] * 2, Scripted(scripts))["rollouts"]
+    assert slow.turns[0].observation == "waited" and failed.turns[0].error == "tool" and server.starts == 1
+
+
+def test_variables_must_be_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("WITH_DOLLAR", "pa$word")
+    assert mcp_servers.filled_in({"A": "Bearer ${WITH_DOLLAR}", "B": 1}) == {"A": "Bearer pa$word", "B": "1"}
+    with pytest.raises(ValueError, match="A has \\$NOT_SET_X, which is no environment variable"):
+        tools_of(tmp_path, {"sums": {**sums(tmp_path), "env": {"A": "$NOT_SET_X"}}})
+
+
+def test_a_call_that_hangs_is_told_and_holds_up_nothing(tmp_path):
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, mcp_max_concurrent_calls=1)
+    hangs, after = talk(tools, call("wait", seconds=3600), call("add", a=1), tool_timeout=2.0)
+    assert hangs.error == "timeout" and (after.observation, after.error) == ("2", None)
+
+
+def test_calls_at_the_same_time(tmp_path):
+    """Eight conversations whose calls overlap, over one connection."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    env = mt.MultiTurnToolEnv(tools, None, 1, tokenizer=CHATML_TOKENIZER)
+    scripts = [[call("add", a=number), ANSWER] for number in range(8)]
+    rollouts = env.generate(["?"] * 8, Scripted(scripts))["rollouts"]
+    assert [rollout.turns[0].observation for rollout in rollouts] == [str(number + 1) for number in range(8)]
+
+
+@pytest.mark.parametrize("limits", [dict(concurrency=2), dict(concurrency=6, rate_limit=10.0)])
+def test_limits_of_calls(limits):
+    """At most so many at the same time, and at most so many per second."""
+    server = mcp_servers.McpServer("x", {"command": "x"}, 1.0, **limits)
+    running, most, begun = 0, 0, []
+
+    class Client:
+        async def call_tool(self, tool, arguments):
+            nonlocal running, most
+            running, most = running + 1, max(most, running + 1)
+            begun.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
+            running -= 1
+
+    async def run():
+        server.owner, server.ready = asyncio.ensure_future(asyncio.sleep(60)), asyncio.Future()
+        server.deadline = asyncio.get_running_loop().time() + 60
+        server.ready.set_result(Client())
+        await asyncio.gather(*(server.call("x", {}) for _ in range(6)))
+        server.owner.cancel()
+
+    asyncio.run(run())
+    if "rate_limit" in limits:
+        assert begun[-1] - begun[0] >= 5 * 0.1 - 0.01
+    else:
+        assert most == 2
+
+
+BAD_FILES = {
+    "no json": ("{", "is not JSON"),
+    "no servers": ("{}", 'has no "mcpServers"'),
+    "no target": ('{"mcpServers": {"a": {}}}', "neither or both of command and url"),
+    "two targets": ('{"mcpServers": {"a": {"command": "x", "url": "http://x"}}}', "neither or both"),
+    "an unknown key": ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "has the keys \\['arg'\\]"),
+    "an unknown type": ('{"mcpServers": {"a": {"url": "http://x", "type": "ws"}}}', "has the type 'ws'"),
+    "args that are none": ('{"mcpServers": {"a": {"command": "x", "args": "-m"}}}', "args is no list"),
+    "no command": ('{"mcpServers": {"a": {"command": "/not/there"}}}', "does not start: FileNotFoundError"),
+    "one that ends": ('{"mcpServers": {"a": {"command": "false"}}}', "does not start: "),
+    "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "no answer in 1 s"),
+    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "does not start: "),
+    "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path, name):
+    text, message = BAD_FILES[name]
+    (tmp_path / "servers.json").write_text(text)
+    with pytest.raises(ValueError, match="mcp_config_file: .*" + message):
+        load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json"), mcp_start_timeout=1.0))
+
+
+def test_names_of_tools(tmp_path):
+    """Two servers with a tool of one name: one is selected by its server's name."""
+    two = {"a": sums(tmp_path), "b": sums(tmp_path)}
+    with pytest.raises(ValueError, match="both have a tool 'add'. Select one by mcp_tools: \\[b:add"):
+        tools_of(tmp_path, two)
+    with pytest.raises(ValueError, match="mcp_tools: 'sub' is offered by no server .* There are: a:add, "):
+        tools_of(tmp_path, two, mcp_tools=["sub"])
+    assert [tool.__name__ for tool in tools_of(tmp_path, two, mcp_tools=["b:add"])] == ["add"]
+    with pytest.raises(ValueError, match="mcp_tools has no effect without the key mcp_config_file"):
+        load_adapter_tools(settings(mcp_tools=["x"]))
+
+
+VERL = """
+tools:
+  - class_name: {cls}
+    config: {{rate_limit: 120, timeout: 20, type: mcp}}
+    mcp: {{mcp_servers_config_path: servers.json, tool_selected_list: [{tool}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    "cls", ["verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool", "written_mcp.Loud"]
+)
+def test_verls_entry_of_type_mcp(tmp_path, cls):
+    """In the form of its own YAML. The servers stand beside it; a class may read results in its own way."""
+    (tmp_path / "written_mcp.py").write_text(
+        "from verl.tools.mcp_base_tool import MCPBaseTool\n\n\nclass Loud(MCPBaseTool):\n"
+        "    def _parse_tool_result(self, content):\n        return content[0].text + '!', {'parts': len(content)}\n"
+    )
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
+    env = build(tools_config_file=write_yaml(tmp_path, VERL.format(cls=cls, tool="add")))()
+    (rollout,) = converse(env, [[call("add", a=1), call("add", a="x"), ANSWER]], [{}])
+    assert rollout.turns[0].observation == ("2!" if cls.startswith("written") else "2")
+    assert rollout.turns[1].error == "tool" and list(rollout.tools) == ["add"]
+    with pytest.raises(ValueError, match="tool_selected_list has \\['sub'\\]"):
+        build(tools_config_file=write_yaml(tmp_path, VERL.format(cls=cls, tool="sub")))
+
+
+def test_a_server_ends_with_its_trainer(tmp_path):
+    """Also where that is killed: its end of the pipe is closed."""
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
+    code = (
+        "import os, sys, time\nfrom test_verl import settings\n"
+        "from mt_grpo.adapters.choose import load_adapter_tools\n"
+        f"load_adapter_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    env = {**os.environ, "PYTHONPATH": IMPORTS}
+    command = [warm_python.executable(), "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        trainer = int(process.stdout.readline())
+        (child,) = psutil.Process(trainer).children()
+        os.kill(trainer, signal.SIGKILL)
+        assert ends(child.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_loop_is_one_of_its_own():
+    assert background_loop(LOOP) is not background_loop()

@@ -1,0 +1,1188 @@
+"""One environment per conversation: its tools, its replies, its end, and what happens when it fails."""
+
+import asyncio
+import gc
+import json
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from datasets import Dataset
+from test_conversation import (
+    CHATML_TOKENIZER,
+    END,
+    QWEN3_TOKENIZER,
+    Scripted,
+    call,
+    ids,
+    make_tokenizer,
+    of_turns,
+    result,
+)
+from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
+from tokenizers import pre_tokenizers
+
+from mt_grpo.conversation.environments import EnvironmentFailure, Environments, check_environment, read_reply
+from mt_grpo.conversation.tools.arguments import readers_of
+from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signature_of, tool_schema
+from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
+from mt_grpo.recipe.checks import check_env
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.reports.rollout_log import Scored, rollout_rows
+from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.tensors import NAN
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
+
+ANSWER = "<answer>5</answer>"
+
+
+class Counter:
+    """TRL's shape: `reset`, public methods as tools, `get_reward`."""
+
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, start: int = 0, **kwargs) -> str:
+        self.value, self.resets = start, self.resets + 1
+        return f" The counter is at {start}."
+
+    def add(self, amount: int) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: How much.
+        """
+        self.value += amount
+        return str(self.value)
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+
+def verify_records(rollouts, backend):
+    """Each record is what the backend saw and sampled, and every sampled token that was kept is trained once."""
+    for rollout in rollouts:
+        requests = of_turns(backend.of(rollout.index))
+        turns = [turn for record in rollout.records for turn in record.turns]
+        assert len(requests) == len(rollout.turns) == len(turns) and all(a is b for a, b in zip(turns, rollout.turns))
+        left = iter(requests)
+        for record in rollout.records:
+            seen, mask = list(record.prompt_ids), []
+            for turn, request in zip(record.turns, left):
+                assert request.prompt == seen and turn.token_ids == request.sampled[: len(turn.token_ids)]
+                seen += turn.token_ids + turn.observation_ids
+                mask += [1] * len(turn.token_ids) + [0] * len(turn.observation_ids)
+            assert (record.prompt_ids + record.completion_ids, record.loss_mask) == (seen, mask)
+
+
+def run(cls, scripts, rows=None, tools=(), prompt="Count.", **settings):
+    settings = {"system_prompt": None, "tokenizer": CHATML_TOKENIZER, "environment": cls, **settings}
+    env = MultiTurnToolEnv(tools, settings.pop("system_prompt"), **settings)
+    backend = Scripted(scripts)
+    rows = rows or [{}] * len(scripts)
+    rollouts = env.generate([[{"role": "user", "content": prompt}]] * len(scripts), backend, rows=rows)["rollouts"]
+    verify_records([rollout for rollout in rollouts if rollout.error is None], backend)
+    return env, rollouts, backend
+
+
+def test_state_is_of_one_conversation_and_the_prompt_is_joined():
+    add = call("add", amount=2)
+    _, rollouts, backend = run(Counter, [[add, add, ANSWER], [add, ANSWER]], [{"start": 10}, {"start": 20}])
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["12", "14", None], ["22", None]]
+    assert [r.reward for r in rollouts] == [14.0, 22.0]
+    assert rollouts[0].prompt_ids == ids(
+        "<|im_start|>user\nCount. The counter is at 10.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert backend.of(0)[1].prompt == rollouts[0].prompt_ids + ids(add) + ids(result("12"))
+    assert rollouts[0].stop_reason == StopReason.ANSWERED
+
+
+class LastMove:
+    """A game whose reply to the move that ends it has the reward of this move."""
+
+    def reset(self, start: int = 3, **row) -> str:
+        self.left = start
+        return f" Take 1 or 2 of {start}. Leave nothing."
+
+    def take(self, number: int) -> str:
+        """Take away.
+
+        Args:
+            number: 1 or 2.
+        """
+        self.left -= number
+        return f"{self.left} left"
+
+    def respond(self, rollout, turn) -> Reply:
+        if self.left <= 0:
+            return Reply(stop=True, reward=1.0 if self.left == 0 else -1.0)
+        return Reply(reward=0.1)
+
+
+def test_the_move_that_ends_a_game_is_credited():
+    """Nobody reads its result, and it is an observed turn with a reward all the same."""
+    one, two = call("take", number=1), call("take", number=2)
+    _, rollouts, _ = run(LastMove, [[one, two], [two, two]], [{"start": 3}] * 2)
+    assert [r.stop_reason for r in rollouts] == [StopReason.ENVIRONMENT_STOP] * 2
+    assert [[t.reward for t in r.turns] for r in rollouts] == [[0.1, 1.0], [0.1, -1.0]]
+    assert [[t.observation for t in r.turns] for r in rollouts] == [["2 left", None], ["1 left", None]]
+    observed, sampled = turn_flags(rollouts, 2)
+    assert observed.all() and sampled.all()
+    table = RewardTable(
+        outcome=torch.zeros(2), rollout_turn=torch.full((2,), float("nan")),
+        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), observed=observed, sampled=sampled,
+        state=torch.zeros(2, 2, dtype=torch.long),
+    )  # fmt: skip
+    advantages = turn_advantages(table, "mt_grpo", 2, 1.0, "group")
+    # Turn 0: 0.1 and 0.1. Turn 1: 1 and -1 around 0, over their deviation sqrt(2) and 1e-4.
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.707057], [0.0, -0.707057]]), atol=1e-6, rtol=0)
+
+
+def test_what_is_observed_of_a_turn():
+    """A result, an error message, a message, a continuation, another history; not: an answer, silence, a stop."""
+    replies = {
+        "say": Reply(messages=[{"role": "user", "content": "Go on."}]), "more": Reply(continuation=" and"),
+        "forget": Reply(history=[{"role": "user", "content": "Anew."}]), "end": Reply(stop=True, reward=1.0),
+    }  # fmt: skip
+
+    class Replies:
+        def reset(self, **row):
+            return None
+
+        def respond(self, rollout, turn):
+            return next((reply for word, reply in replies.items() if word in turn.text), None)
+
+    def echo(text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: What to return.
+        """
+        return text
+
+    bad = call("nobody")
+    scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"]]
+    _, rollouts, _ = run(Replies, scripts, tools=[echo], max_steps=5)
+    assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
+        [True, True, True, False], [True, True, False], [False]
+    ]  # fmt: skip
+    not_run = Rollout([], [1], turns=[Turn([2], None, "", "stop", calls=[ToolCall("echo", {})])])  # max_env_steps
+    observed, sampled = turn_flags([*rollouts, not_run], 4)
+    assert observed.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
+    assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_instances_are_reset_and_used_again():
+    env, first, _ = run(Counter, [[ANSWER], [ANSWER]])
+    backend = Scripted([[ANSWER], [ANSWER], [ANSWER]])
+    again = env.generate([[{"role": "user", "content": "Count."}]] * 3, backend, rows=[{}] * 3)["rollouts"]
+    assert {id(r.environment) for r in first} < {id(r.environment) for r in again}
+    assert sorted(r.environment.resets for r in again) == [1, 2, 2]
+
+
+def test_tools_of_the_file_and_of_the_environment_stand_in_the_prompt():
+    def shout(text: str) -> str:
+        """Shout."""
+        return text.upper()
+
+    _, (rollout,), _ = run(
+        Counter, [[call("shout", text="a"), call("add", amount=1), ANSWER]], tools=[shout],
+        system_prompt="{tool_descriptions}",
+    )  # fmt: skip
+    system = rollout.prompt_messages[0]["content"]
+    assert system.startswith("shout(text: str) -> str\nShout.\n\nadd(amount: int) -> str\nAdd to the counter.")
+    assert [t.observation for t in rollout.turns] == ["A", "1", None]
+
+
+class Board:
+    def reset(self, **row):
+        return [{"role": "system", "content": "Rules."}, {"role": "user", "content": f"Row {row['n']}."}]
+
+    tools = ()
+
+
+def test_messages_of_reset_replace_the_prompt():
+    _, (rollout,), _ = run(Board, [[ANSWER]], [{"n": 3}], system_prompt="Not mine.")
+    assert rollout.prompt_ids == ids(
+        "<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\nRow 3.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rollout.first_messages == rollout.prompt_messages
+
+
+@dataclass
+class Say:
+    """Replies in order."""
+
+    replies: list
+
+    def environment(self):
+        replies = self.replies
+
+        class Talks:
+            def reset(self, **row):
+                self.left = list(replies)
+
+            def respond(self, rollout, turn):
+                return self.left.pop(0) if self.left else None
+
+            def look(self) -> str:
+                """Look."""
+                return "grass"
+
+        return Talks
+
+
+USER = [{"role": "user", "content": "Sure?"}]
+
+
+def test_messages_go_behind_an_answer_and_behind_results():
+    replies = [Reply(messages=USER, reward=0.5, info={"a": 1}), Reply(messages=USER), None]
+    _, (rollout,), backend = run(Say(replies).environment(), [[ANSWER, call("look"), ANSWER]], max_steps=3)
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.turns) == 3
+    sure = ids("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.turns[0].observation_ids == sure
+    both = ids(
+        "<|im_end|>\n<|im_start|>user\n<result>\ngrass\n</result><|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert rollout.turns[1].observation_ids == both
+    assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
+    assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
+    assert len(rollout.records) == 1
+
+
+def test_what_a_reply_says_stands_in_the_log():
+    table = torch.zeros(1, 2)
+    _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
+    scored = Scored(["x", "y"], torch.ones(2), table, table, table, 1)
+    columns = [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
+    (row,) = rollout_rows(rollouts, [{}], scored, columns)
+    assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
+
+
+def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
+    env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    check_env(MTGRPOConfig(**settings, environment_timeout=7), env)
+    with pytest.raises(ValueError, match="environment_timeout=5, but the environment has environment_timeout=7"):
+        check_env(MTGRPOConfig(**settings, environment_timeout=5), env)
+
+
+def test_two_tools_of_one_name_are_refused():
+    def add(a: int) -> int:
+        """Add."""
+
+    class Lists(Counter):
+        def __init__(self):
+            super().__init__()
+            self.tools = [add]
+
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Counter"):
+        MultiTurnToolEnv([add], None, environment=Counter)
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Lists"):
+        run(Lists, [[ANSWER]])  # known only when there is an instance
+
+
+def test_a_reply_can_stop():
+    _, (rollout,), _ = run(Say([Reply(stop=True)]).environment(), [[call("look")]])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_STOP and rollout.turns[0].results[0].text == "grass"
+    assert rollout.turns[0].observation is None
+
+
+def test_a_continuation_behind_a_sampled_end_of_turn_begins_a_record():
+    """The end of turn leaves the context of what follows. It is trained where it was sampled."""
+    replies = [Reply(continuation=" Wait,")]
+    _, (rollout,), backend = run(Say(replies).environment(), [["So<|im_end|>", ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids("So Wait,")
+    first, second = rollout.records
+    assert (first.completion_ids, first.turn_ids) == (ids("So<|im_end|>"), [0, 0, 0])
+    assert second.prompt_ids == rollout.prompt_ids + ids("So Wait,")
+    assert (second.completion_ids, second.turn_ids) == (ids(ANSWER), [1] * len(ids(ANSWER)))
+    assert rollout.messages == [{"role": "assistant", "content": "So Wait," + ANSWER}]
+    assert rollout.new_tokens == 3 + 6 + len(ids(ANSWER))
+
+
+def test_a_continuation_without_one_is_appended():
+    """xml ends a turn at its closing tag, without an end of turn: nothing has to leave the context."""
+    _, (rollout,), backend = run(Say([Reply(continuation=" No:")]).environment(), [[ANSWER, ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(ANSWER + " No:")
+    (record,) = rollout.records
+    assert record.loss_mask == [1] * 18 + [0] * 4 + [1] * 18
+    assert rollout.messages == [{"role": "assistant", "content": f"{ANSWER} No:{ANSWER}"}]
+
+
+def test_a_continuation_of_an_empty_turn():
+    """Some servers leave out the id that ended a turn."""
+    _, (rollout,), backend = run(Say([Reply(continuation="So")]).environment(), [[[], ANSWER]])
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids("So")
+    assert rollout.messages == [{"role": "assistant", "content": "So" + ANSWER}]
+
+
+def test_a_continuation_begins_with_no_blank_of_the_tokenizers_own():
+    tokenizer = make_tokenizer(CHATML_TOKENIZER.chat_template)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    assert tokenizer("No:", add_special_tokens=False)["input_ids"] == ids(" No:")
+    replies = [Reply(continuation="No:")]
+    _, (rollout,), _ = run(Say(replies).environment(), [[ANSWER, ANSWER]], tokenizer=tokenizer)
+    assert rollout.turns[0].observation_ids == ids("No:")
+
+
+@pytest.mark.parametrize("turn", [ANSWER, "So<|im_end|>"])
+@pytest.mark.parametrize(
+    "limits, reason",
+    [
+        ({"max_completion_length": 60}, StopReason.MAX_TOKENS),
+        ({"max_model_len": 100}, StopReason.CONTEXT_LENGTH),
+    ],
+)
+def test_a_continuation_without_room_ends_the_conversation(turn, limits, reason):
+    """It is not in the completion: its tokens would be computed, and nothing would be trained on behind them."""
+    _, (rollout,), _ = run(Say([Reply(continuation="x" * 100)]).environment(), [[turn]], **limits)
+    assert rollout.stop_reason == reason and rollout.completion_ids == ids(turn)
+    assert len(rollout.records) == 1 and rollout.messages == [{"role": "assistant", "content": rollout.turns[0].text}]
+
+
+def test_an_edited_history_begins_a_record():
+    history = [{"role": "user", "content": "In short: grass."}]
+    _, (rollout,), backend = run(Say([Reply(history=history)]).environment(), [[call("look"), ANSWER]])
+    edited = ids("<|im_start|>user\nIn short: grass.<|im_end|>\n<|im_start|>assistant\n")
+    assert backend.of(0)[1].prompt == edited
+    assert [(r.prompt_ids, r.completion_ids) for r in rollout.records] == [
+        (rollout.prompt_ids, ids(call("look"))), (edited, ids(ANSWER))
+    ]  # fmt: skip
+    assert rollout.turns[0].observation == "grass" and rollout.turns[0].observation_ids == []
+    assert rollout.history == [*history, {"role": "assistant", "content": ANSWER}]
+    assert rollout.new_tokens == len(ids(call("look"))) + len(ids(ANSWER))  # a history is no new text
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        ("hello", "returned str, expected a Reply or None"),
+        (Reply(messages=USER, stop=True), "a reply with messages and stop, expected one of them"),
+        (Reply(messages=["hi"]), "messages has 'hi', expected role and content"),
+        (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with the model's own message"),
+        ({"mesages": USER}, "returned dict, expected a Reply or None"),
+        (Reply(messages="Sure?"), "messages is 'Sure\\?', expected messages"),
+        (Reply(continuation=["a"]), "continuation is list, expected str or None"),
+        (Reply(info="a"), "info is str, expected dict or None"),
+        (Reply(reward=float("nan")), "reward is nan, expected a finite number or None"),
+        (Reply(reward="1"), "reward is '1', expected a finite number or None"),
+    ],
+)
+def test_what_is_no_reply_ends_the_rollout(reply, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        read_reply(reply, "E")
+    _, (rollout,), _ = run(Say([reply]).environment(), [[ANSWER]])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and message[:14] in str(rollout.error)
+
+
+def test_a_reply_may_be_a_dict():
+    assert read_reply({"stop": True}, "E") == Reply(stop=True)
+
+
+def test_a_reply_without_info():
+    _, (rollout,), _ = run(Say([{"stop": True, "info": None, "reward": 0.5}]).environment(), [[ANSWER]])
+    assert (rollout.turns[0].info, rollout.turns[0].reward, rollout.error) == ({}, 0.5, None)
+
+
+class Slow:
+    """Its first call goes on behind its time limit until a second one begins, or for a second and a half."""
+
+    def reset(self, **row):
+        self.calls, self.second, self.overlap = 0, threading.Event(), False
+
+    def look(self) -> str:
+        """Look.
+
+        Returns:
+            What is seen.
+        """
+        self.calls += 1
+        if self.calls == 1:
+            self.overlap = self.second.wait(1.5)
+        else:
+            self.second.set()
+        return f"look {self.calls}"
+
+
+@pytest.mark.parametrize("turns", [[call("look"), call("look"), ANSWER], [call("look") * 2, ANSWER]])
+def test_a_call_that_was_given_up_is_over_before_the_next_one_begins(turns):
+    """In the next turn, and in the same one."""
+    tool_format = {"tool_format": "hermes", "tokenizer": QWEN3_TOKENIZER} if len(turns) == 2 else {}
+    if tool_format:
+        one = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+        turns = [f"{one}\n{one}{END}", f"5{END}"]
+    _, (rollout,), _ = run(Slow, [turns], tool_timeout=0.1, **tool_format)
+    results = [result for turn in rollout.turns for result in turn.results]
+    assert [result.error for result in results] == ["timeout", None] and results[1].text == "look 2"
+    assert rollout.environment.overlap is False and rollout.error is None
+
+
+def test_what_a_method_gives_up_itself_is_not_waited_for():
+    """On a loop of its own, which is closed behind it: that future is never done."""
+
+    def method() -> str:
+        async def ask():
+            with pytest.raises(ToolTimeout):
+                await run_tool(threading.Event().wait, {"timeout": 1.0}, 0.01)
+
+        asyncio.run(ask())
+        return "asked"
+
+    async def call():
+        given_up = []
+        GIVEN_UP.set(given_up)
+        return await run_tool(method, {}, 60.0), given_up
+
+    assert asyncio.run(call()) == ("asked", [])
+
+
+@pytest.mark.parametrize("asked_by", ["tool", "respond", "get_reward"])
+def test_a_call_that_stays_busy_behind_its_time_limit_ends_its_rollout(asked_by):
+    over = threading.Event()
+
+    class Busy:
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Look.
+
+            Returns:
+                What is seen.
+            """
+            over.wait()
+            return "seen"
+
+    if asked_by == "respond":
+        Busy.respond = lambda self, rollout, turn: None
+    if asked_by == "get_reward":
+        Busy.get_reward = lambda self: 1.0
+    try:
+        script = [call("look"), call("look") if asked_by == "tool" else ANSWER, ANSWER]
+        _, (rollout,), _ = run(Busy, [script], tool_timeout=0.1, environment_timeout=0.2)
+    finally:
+        over.set()
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.reward is None
+    assert "Busy: a call that was given up at tool_timeout still runs after environment_timeout=0.2 s" in str(
+        rollout.error
+    )
+
+
+def test_reward_functions_get_no_instance_that_is_busy():
+    """Also where the class has no `get_reward`: reward functions get the live instance."""
+
+    class Writes:
+        def reset(self, **row):
+            self.written, self.asked = [], threading.Event()
+
+        def write(self) -> str:
+            """Write.
+
+            Returns:
+                What was written.
+            """
+            self.asked.wait(1.0)  # nothing sets it: the call is over a second behind its time limit
+            self.written.append("all")
+            return "written"
+
+    _, (rollout,), _ = run(Writes, [[call("write"), ANSWER]], tool_timeout=0.1)
+    assert rollout.environment.written == ["all"] and rollout.stop_reason == StopReason.ANSWERED
+
+
+def failing(where, hang=False):
+    def fail(self=None, *args, **kwargs):
+        if hang:
+            threading.Event().wait(5)
+        raise OSError("the disk is gone")
+
+    class Fails(Counter):
+        closed = []
+
+        def close(self):
+            Fails.closed.append(self)
+
+    setattr(Fails, where, fail)
+    return Fails
+
+
+@pytest.mark.parametrize("hang", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "reset", "respond", "get_reward"])
+def test_a_failing_environment_ends_its_rollout(where, hang):
+    cls = failing(where, hang)
+    _, (rollout,), _ = run(cls, [[ANSWER]], environment_timeout=1.5)  # enough for what does not hang
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    named = "Fails" if where == "__init__" else f"Fails.{where}"
+    said = (
+        f"{named} took longer than environment_timeout=1.5 s" if hang else f"{named} raised OSError: the disk is gone"
+    )
+    assert said in str(rollout.error)
+    assert len(cls.closed) == (where != "__init__")  # closed whatever happened
+
+
+def test_a_tool_of_an_environment_that_fails_is_an_observation():
+    class Breaks(Counter):
+        def add(self, amount: int) -> str:
+            """Add."""
+            raise OSError("the disk is gone")
+
+    _, (rollout,), _ = run(Breaks, [[call("add", amount=1), ANSWER]])
+    assert rollout.turns[0].error == "tool" and rollout.turns[0].observation == "Error: the disk is gone"
+    assert rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_close_runs_where_the_server_dies():
+    class Closes(Counter):
+        closed = []
+
+        def close(self):
+            Closes.closed.append(self.value)
+
+    class Dies(Scripted):
+        both = asyncio.Event()
+
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            if index == 1:
+                await self.both.wait()
+                raise ConnectionError("gone")
+            self.both.set()
+            await asyncio.sleep(30)
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Closes)
+    with pytest.raises(ConnectionError):
+        env.generate(["a", "b"], Dies([[], []]), rows=[{"start": 1}, {"start": 2}])
+    assert sorted(Closes.closed) == [1, 2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_environment_that_nobody_waits_for_is_closed(late):
+    """Its conversation is cancelled while it is made; it may be there before that is known, or behind it."""
+    ready, go, closed = threading.Event(), threading.Event(), []
+
+    class Slow(Counter):
+        def __init__(self):
+            super().__init__()
+            ready.set()
+            assert go.wait(30)
+
+        async def close(self):
+            closed.append(self)
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Slow)
+    (rollout,) = env.start(["a"], rows=[{}])
+
+    async def cancelled():
+        task = asyncio.create_task(env.converse(rollout, Scripted([[]])))
+        while not ready.is_set():
+            await asyncio.sleep(0.01)
+        if not late:
+            go.set()
+            time.sleep(0.3)  # it is made meanwhile, and the loop does not know yet
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    env.close([rollout])
+    go.set()
+    deadline = time.monotonic() + 20
+    while not closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert closed == [rollout.environment]
+
+
+def test_environments_with_close_are_not_used_again():
+    class Closes(Counter):
+        def close(self):
+            self.value = None
+
+    env, (first,), _ = run(Closes, [[ANSWER]])
+    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert first.environment is not second.environment and first.environment.value is None
+
+
+def test_an_environment_whose_call_was_given_up_is_not_used_again():
+    """The call may still change it."""
+
+    class Hangs(Counter):
+        def wait(self) -> str:
+            """Wait."""
+            threading.Event().wait(5)
+
+    env, (first,), _ = run(Hangs, [[call("wait"), ANSWER]], tool_timeout=0.1)
+    assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED
+    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert second.environment is not first.environment and second.environment.resets == 2
+    assert third.environment is second.environment
+
+
+def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():
+    class Strict(Counter):
+        def reset(self, start: int) -> None:
+            super().reset(start)
+
+    rows = [{"environment": "strict", "start": 4}]
+    _, (rollout,), _ = run({"strict": Strict}, [[ANSWER]], rows)
+    assert rollout.error is None and rollout.reward == 4.0
+
+    class Reads(Counter):
+        def reset(self, environment: str) -> str:
+            super().reset()
+            return environment
+
+    _, (rollout,), _ = run(Reads, [[ANSWER]], [{"environment": "forest"}], prompt="In the ")  # it chooses nothing
+    assert rollout.first_messages == [{"role": "user", "content": "In the forest"}]
+
+
+# --- several calls in one turn ---------------------------------------------------------------------------------------
+
+
+def hermes(*calls):
+    """A turn with these calls, (name, arguments) each, as Qwen3 writes it."""
+    bodies = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies) + "<|im_end|>"
+
+
+def run_hermes(cls, *turns, **settings):
+    _, (rollout,), backend = run(cls, [list(turns)], tokenizer=QWEN3_TOKENIZER, tool_format="hermes", **settings)
+    return rollout, backend
+
+
+def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_the_same_time():
+    def pair(seconds):
+        barrier = threading.Barrier(2)
+
+        def meet() -> str:
+            try:
+                barrier.wait(seconds)
+            except threading.BrokenBarrierError:
+                return "alone"
+            return "together"
+
+        return meet
+
+    own, other = pair(0.3), pair(10)  # the second only bounds a hang
+
+    class Meets(Counter):
+        def own(self) -> str:
+            """Meet another call of the environment."""
+            return own()
+
+    def shared() -> str:
+        """Meet another call of the file's tool."""
+        return other()
+
+    calls = [("own", {}), ("shared", {}), ("own", {}), ("shared", {})]
+    rollout, _ = run_hermes(Meets, hermes(*calls), "Done.<|im_end|>", tools=[shared])
+    assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]
+
+
+def test_calls_beyond_max_parallel_calls_are_answered_with_an_error():
+    class Slow(Counter):
+        async def late(self) -> str:
+            """Come late."""
+            await asyncio.sleep(0.05)
+            return "late"
+
+    turn = hermes(("late", {}), ("add", {"amount": 2}), ("add", {"amount": 3}))
+    rollout, backend = run_hermes(Slow, turn, "Done.<|im_end|>", max_parallel_calls=2)
+    error = "Error: not run, since a turn may have at most 2 calls. Call it again."
+    assert [(r.text, r.error) for r in rollout.turns[0].results] == [("late", None), ("2", None), (error, "call")]
+    assert rollout.reward == 2.0  # the third was not run
+    results = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in ("late", "2", error))
+    read = f"\n<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n"
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(turn) + ids(read)
+
+
+def test_a_text_that_the_budget_cut_off_is_no_answer():
+    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=5)
+    assert rollout.turns[0].text == "It is" and rollout.turns[0].answer is None
+    assert rollout.stop_reason == StopReason.MAX_TOKENS
+    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>")
+    assert rollout.turns[0].answer == "It is five." and rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_rows_choose_among_several_environments():
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment={"count": Counter, "board": Board})
+    rows = [{"environment": "board", "n": 1}, {"environment": "count", "start": 4}]
+    rollouts = env.generate(["x", "x"], Scripted([[ANSWER], [ANSWER]]), rows=rows)["rollouts"]
+    assert [type(r.environment) for r in rollouts] == [Board, Counter]
+    with pytest.raises(ValueError, match="environment='chess', expected one of count, board"):
+        env.environments.class_of({"environment": "chess"})
+
+
+def test_async_methods_and_state_keys():
+    class Asks(Counter):
+        async def reset(self, **row):
+            await asyncio.sleep(0)
+            super().reset()
+
+        def state_key(self):
+            return self.value
+
+        async def add(self, amount: int) -> ToolResult:
+            """Add."""
+            self.value += amount
+            return ToolResult(str(self.value), reward=amount / 4)
+
+    _, (rollout,), _ = run(Asks, [[call("add", amount=3), ANSWER]])
+    assert [turn.state_key for turn in rollout.turns] == [0, 3]
+    assert rollout.turns[0].results[0].reward == 0.75 and rollout.turns[0].observation == "3"
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+
+
+class NoDocstring(Counter):
+    def look(self) -> str:
+        return ""
+
+
+class NoHint(Counter):
+    def look(self, where) -> str:
+        """Look."""
+
+
+class Clashes(Counter):
+    def close(self, door: str) -> str:
+        """Close a door."""
+
+
+@pytest.mark.parametrize(
+    "cls, message",
+    [
+        (NoReset, "NoReset has no method reset"),
+        (NoDocstring, "Tool look has no docstring"),
+        (NoHint, "no type hint for 'where'"),
+        (Clashes, r"Clashes.close\(self, door: str\) -> str clashes with the trainer's method close\(self\)"),
+        (Counter(), "expected a class"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(cls, message):
+    with pytest.raises(ValueError, match=message):
+        check_environment(cls, "ENVIRONMENT")
+    with pytest.raises(ValueError, match=message):
+        MultiTurnToolEnv([], environment=cls)
+
+
+def test_a_tool_of_the_file_with_the_name_of_a_method_is_refused():
+    def add(amount: int) -> str:
+        """Add."""
+
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Counter"):
+        MultiTurnToolEnv([add], environment={"board": Board, "count": Counter})
+
+
+def test_the_budget_of_a_prompt_that_reset_makes_too_long():
+    class Long(Counter):
+        def reset(self, **row):
+            self.value = 0
+            return "x" * 400
+
+    _, (rollout,), _ = run(Long, [[ANSWER]], max_model_len=200)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
+
+
+# --- in every format -------------------------------------------------------------------------------------------------
+
+
+def summed(a: int, b: str = "") -> str:
+    """Adds up.
+
+    Args:
+        a: A number.
+        b: A text.
+    """
+    return f"sum-{a}"
+
+
+summed.__name__ = "add"
+
+
+@pytest.mark.parametrize("edits", [False, True])
+@EVERY_FAMILY
+def test_a_conversation_of_a_family(name, edits):
+    """Its records are what the model saw and sampled, and it reads every result, in an edited history too."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+
+    class Forgets:
+        def reset(self, **row):
+            pass
+
+        def respond(self, rollout, turn):
+            kept = rollout.history[:1] + rollout.history[-1 - len(turn.results) :]
+            return Reply(history=kept) if edits and len(rollout.turns) == 2 else None
+
+    settings = {"max_completion_length": 9000, "tokenizer": tokenizer, "tool_format": "native"}
+    env = MultiTurnToolEnv([summed], None, 3, environment=Forgets, **settings)
+    end = min(env.format_of(tokenizer).ends)
+    opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""
+    calls = family.around % family.between.join([family.first, family.second][: 1 + family.several])
+    answer = "<|channel|>final<|message|>It is 5." if name == "gptoss" else "It is 5."
+    later = opened if family.suffix.endswith("<think>\n") else ""  # what behind a result is still to be closed
+    texts = opened + calls, later + calls, later + answer
+    turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
+    backend = Scripted([turns], tokenizer=tokenizer)
+    (rollout,) = env.generate(["What does add say?"], backend, rows=[{}])["rollouts"]
+    verify_records([rollout], backend)
+    assert (rollout.stop_reason, rollout.turns[-1].answer) == (StopReason.ANSWERED, "It is 5.")
+    assert len(rollout.records) == 1 + edits
+    read = [tokenizer.decode(request.prompt) for request in backend.requests]
+    assert [text.count("sum-2") for text in read] == [0, 1, 1 if edits else 2]
+    assert [text.count("sum-3") for text in read] == ([0, 1, 1 if edits else 2] if family.several else [0, 0, 0])
+
+
+# --- tools as objects ------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "limit": {"type": "integer", "default": 3},
+                "word": {"type": "string", "description": "What to look up."},
+                "lang": {"enum": ["en", "de"]},
+            },
+            "required": ["word"],
+        },
+    },
+}
+
+
+class Lookup:
+    name, schema = "lookup", SCHEMA
+
+    def __init__(self, found="grass"):
+        self.found = found
+
+    async def run(self, word, limit=3, lang="en"):
+        return f"{word} {limit} {lang}: {self.found}"
+
+
+class Plain(Lookup):
+    """Its schema is a method, and that of a function alone."""
+
+    name = "plain"
+
+    def schema(self):
+        return {**SCHEMA["function"], "name": "plain"}
+
+    def run(self, **arguments) -> ToolResult:
+        return ToolResult(json.dumps(arguments), reward=0.5)
+
+
+def test_a_tool_may_be_an_object():
+    assert describe_tools({"lookup": as_tool(Lookup())}) == (
+        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = ...)\n"
+        "Look a word up.\n\nArgs:\n    word: What to look up."
+    )
+    assert tool_schema("lookup", as_tool(Lookup())) == SCHEMA
+    first = [call("lookup", word="a"), call("lookup", word="a", limit="many"), ANSWER]
+    env = MultiTurnToolEnv([Lookup(), Plain()], None, 3, tokenizer=CHATML_TOKENIZER)
+    scripts = [first, [call("plain", word="b", lang="de"), call("plain", word="b", lang="fr"), ANSWER]]
+    one, two = env.generate(["?", "?"], Scripted(scripts))["rollouts"]
+    assert [turn.observation for turn in one.turns] == [
+        "a 3 en: grass",
+        "Error: argument 'limit' must be int, got str. Usage: lookup(word: str, limit: int = 3, "
+        "lang: Literal['en', 'de'] = ...)",
+        None,
+    ]
+    assert two.turns[0].results == [
+        ToolResult('{"word": "b", "lang": "de"}', seconds=two.turns[0].tool_seconds, reward=0.5)
+    ]
+    assert two.turns[1].observation.startswith("Error: argument 'lang' must be Literal['en', 'de'], got 'fr'")
+
+
+def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
+    """Of JSON they are ordinary names; a call that lacks one, or has another, is told so."""
+    tool = Plain()
+    properties = {"word": {"type": "string"}, "from": {"type": "string", "description": "Whose."}, "max-n": {}}
+    tool.schema = {"name": "plain", "description": "Find.", "parameters": {
+        "type": "object", "properties": properties, "required": ["word", "from"]}}  # fmt: skip
+    named = {"plain": as_tool(tool)}
+    assert describe_tools(named) == "plain(word: str, **others: Any) -> str\nFind.\n\nArgs:\n    from: Whose."
+    assert tool_schema("plain", named["plain"])["function"] == tool.schema
+    calls = [
+        {"word": "a", "from": "b", "max-n": 3},
+        {"word": "a"},
+        {"word": "a", "from": "b", "to": "c"},
+        {"from": "b"},
+    ]
+    env = MultiTurnToolEnv([tool], None, 4, tokenizer=CHATML_TOKENIZER)
+    scripts = [[*(call("plain", **arguments) for arguments in calls), ANSWER]]
+    (rollout,) = env.generate(["?"], Scripted(scripts))["rollouts"]
+    usage = "Usage: plain(word: str, **others: Any) -> str"
+    assert [turn.observation for turn in rollout.turns] == [
+        '{"word": "a", "from": "b", "max-n": 3}',
+        f"Error: missing a required argument: 'from'. {usage}",
+        f"Error: got an unexpected keyword argument 'to'. {usage}",
+        f"Error: missing a required argument: 'word'. {usage}",
+        None,
+    ]
+
+
+def test_objects_are_the_tools_of_one_conversation():
+    class Own:
+        def reset(self, found, **row):
+            self.tools = [Lookup(found)]
+
+    ask = call("lookup", word="a")
+    _, rollouts, _ = run(
+        Own, [[ask, ANSWER], [ask, ANSWER]], [{"found": "x"}, {"found": "y"}], system_prompt="{tool_descriptions}"
+    )
+    assert [rollout.turns[0].observation for rollout in rollouts] == ["a 3 en: x", "a 3 en: y"]
+    assert "Look a word up." in rollouts[0].prompt_messages[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "schema, message",
+    [
+        ("lookup", "Tool lookup has the schema 'lookup', expected that of a function"),
+        ({"parameters": {"properties": ["word"]}}, "Tool lookup has the schema"),
+        ({"parameters": {"properties": {"a": {"type": "string"}}}}, "Tool lookup has no docstring"),
+    ],
+)
+def test_an_object_without_a_functions_schema_is_refused(schema, message):
+    tool = Lookup()
+    tool.schema = schema
+    with pytest.raises(ValueError, match=message):
+        MultiTurnToolEnv([tool])
+
+
+def test_what_is_known_of_a_tool_goes_with_it():
+    """An environment may make its tools anew for each of thousands of conversations."""
+
+    def made() -> weakref.ref:
+        def tool(a: int) -> str:
+            """Does nothing."""
+
+        assert signature_of(tool) is signature_of(tool) and readers_of(tool)[0]["a"].hint is int
+        return weakref.ref(tool)
+
+    reference = made()
+    gc.collect()
+    assert reference() is None
+
+
+# --- in the trainer --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_environments(random_model, tmp_path):
+    """Their rewards are columns, a failed one is in nobody's statistics, and all are closed behind the rewards."""
+    seen = {}
+
+    class Game:
+        closed = []
+
+        def reset(self, n: int, **row) -> None:
+            self.n = n
+            if n == 3:
+                raise OSError("no board")
+
+        def respond(self, rollout, turn):
+            return Reply(reward=self.n / 10)
+
+        def get_reward(self) -> float:
+            return float(self.n)
+
+        def close(self) -> None:
+            Game.closed.append(self.n)
+
+    def custom(environments, rollout_turns, prompts, **kwargs):
+        seen["environments"], seen["closed"] = [e.n for e in environments], list(Game.closed)
+        seen["prompts"] = prompts
+        return [1.0] * len(environments)
+
+    args = MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=64, max_steps=1, disable_tqdm=True,
+        save_strategy="no", logging_steps=1,
+    )  # fmt: skip
+    numbers = iter([1, 2, 3, 4])
+
+    class Numbered(Game):
+        def reset(self, **row) -> None:
+            super().reset(n=next(numbers))
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None, environment=Numbered), [], [custom], args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 4),
+    )  # fmt: skip
+    trainer.llm = Scripted([[[65, END]]] * 4, tokenizer=trainer.processing_class)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer._generate_and_score_completions([{"prompt": [{"role": "user", "content": "go"}]}] * 4)
+    assert sorted(Game.closed) == [1, 2, 3, 4]
+    assert len(seen["environments"]) == 3 and seen["closed"] == []
+    assert trainer.reward_func_names == ["environment", "tool", "custom", "Numbered"]
+    failed = [r.stop_reason == StopReason.ENVIRONMENT_ERROR for r in trainer._rollouts]
+    assert sum(failed) == 1
+    row = failed.index(True)
+    assert batch["advantages"][row].abs().sum() == 0
+    assert (batch["tool_mask"] * batch["completion_mask"])[row].sum() == 0
+    assert batch["advantages"].abs().sum() > 0
+    rewards = trainer._logged_rewards
+    assert rewards[row].isnan().all()
+    kept = [i for i in range(4) if i != row]
+    assert sorted(rewards[kept, 3].tolist()) == [1.0, 2.0, 4.0]
+    assert sorted(round(v, 4) for v in rewards[kept, 0].tolist()) == [0.1, 0.2, 0.4]
+
+
+def settings(folder, **changes):
+    return MTGRPOConfig(**{
+        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64,
+        "max_steps": 2, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **changes,
+    })  # fmt: skip
+
+
+class Asks:
+    """It brings the whole prompt."""
+
+    asked = 0
+
+    def reset(self, **row) -> list:
+        Asks.asked += 1
+        return [{"role": "user", "content": f"Row {row.get('n')}."}]
+
+    def get_reward(self) -> float:
+        return float(Asks.asked)
+
+
+class Pays:
+    """Rewards of every kind: of calls, of a reply, of the whole conversation. It adds to the prompt."""
+
+    def reset(self, n, **row) -> str:
+        self.n = n
+        return f" Room {n}."
+
+    async def pay(self, amount: float) -> ToolResult:
+        """Pay.
+
+        Args:
+            amount: How much.
+        """
+        return ToolResult(f"paid {amount}", reward=amount)
+
+    def respond(self, rollout, turn) -> Reply:
+        return Reply(reward=4.0 if len(rollout.turns) == 1 else None)
+
+    def get_reward(self) -> float:
+        return 100.0 * self.n
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_model, tmp_path, weight):
+    """Two calls of one turn are both paid, and rewards see what `reset` said."""
+    tokenizer, seen = QWEN3_TOKENIZER, []
+
+    def calls(*amounts):
+        texts = [f'<tool_call>\n{{"name": "pay", "arguments": {{"amount": {a}}}}}\n</tool_call>' for a in amounts]
+        return tokenizer("\n".join(texts) + "<|im_end|>", add_special_tokens=False)["input_ids"]
+
+    def look(prompts, **kwargs):
+        seen.append(prompts)
+        return [0.5 for _ in prompts]
+
+    env = MultiTurnToolEnv([], None, environment=Pays, tokenizer=tokenizer, tool_format="hermes")
+    rows = [{"prompt": [{"role": "user", "content": "Pay."}], "n": n} for n in (1, 2)]
+    changes = {"environment_reward_weight": weight, "max_completion_length": 200, "tool_format": "hermes"}
+    trainer = MTGRPOEnvTrainer(
+        random_model, env, [], [look], args=settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    done = tokenizer("5<|im_end|>", add_special_tokens=False)["input_ids"]
+    trainer.llm = Scripted(
+        [[calls(1.5, 0.25), done], [calls(2.0), done], [done], [calls(), done]], tokenizer=tokenizer
+    )
+    trainer.model.train()
+    trainer._generate_and_score_completions([rows[0], rows[0], rows[1], rows[1]])
+    table = trainer._reward_table
+    expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]]) * weight
+    torch.testing.assert_close(table.turn, expected, equal_nan=True)
+    torch.testing.assert_close(table.outcome, torch.tensor([100.0, 100.0, 200.0, 200.0]) * weight + 0.5)
+    assert [prompt[0]["content"] for prompt in seen[0]] == ["Pay. Room 1."] * 2 + ["Pay. Room 2."] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [None, [{"n": n} for n in range(4)], [{"n": n, "prompt": None} for n in range(4)]])
+def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, overlap):
+    """Without a dataset `max_steps` says where the run ends, as in TRL. An epoch of four rows has two batches."""
+    data = None
+    if rows is not None:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
+        assert set(data.column_names) == set(rows[0])
+    env = MultiTurnToolEnv([], None, environment=Asks)
+    trainer = MTGRPOEnvTrainer(random_model, env, args=settings(tmp_path / "out"), train_dataset=data)
+    assert len(trainer.train_dataset) == (4 if rows else 2)  # prompts of a batch
+    trainer.args.max_staleness = int(overlap)
+    Asks.asked = 0
+    trainer.train()
+    assert (trainer.state.global_step, Asks.asked) == (2, 8)
+    read = {rollout.prompt_messages[0]["content"] for rollout in trainer._rollouts}
+    assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
+    log = trainer.state.log_history
+    staleness = [entry["rollout/staleness"] for entry in log if "rollout/staleness" in entry]
+    assert staleness == ([0.0, 1.0] if overlap and rows else [0.0, 0.0])  # the second batch began before a step
+
+
+@pytest.mark.parametrize(
+    "environment, changes, message",
+    [
+        (None, {}, "train_dataset is None, and there is no environment"),
+        (Asks, {"max_steps": -1}, "max_steps=-1, expected at least 1: without a dataset"),
+        ({"a": Asks}, {}, "A row has environment=None, expected one of a"),
+    ],
+)
+def test_a_run_without_data_needs_an_environment_and_an_end(tmp_path, random_model, environment, changes, message):
+    def reward(**kwargs):
+        return None
+
+    env = MultiTurnToolEnv([], None, environment=environment)
+    with pytest.raises(ValueError, match=message):
+        MTGRPOEnvTrainer(random_model, env, [], [reward], args=settings(tmp_path, **changes))
+
+
+def test_a_prompt_has_to_come_from_somewhere():
+    class Silent:
+        def reset(self, **row):
+            pass
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Silent)
+    (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    assert "reset returned nothing, and the row has no prompt" in str(rollout.error)
+
+
+def test_at_the_end_of_the_process_one_that_hangs_leaves_no_other_open():
+    closed = []
+
+    class Held:
+        def reset(self, hangs, **row):
+            self.hangs = hangs
+
+        def close(self):
+            if self.hangs:
+                time.sleep(3600)
+            closed.append(self)
+
+    environments = Environments(Held, 1.0, {})
+    rollouts = [
+        Rollout([{"role": "user", "content": "?"}], [], row={"hangs": hangs}) for hangs in (True, False, False)
+    ]
+    for rollout in rollouts:
+        asyncio.run(environments.open(rollout))
+    environments._close_at_exit()
+    assert {id(each) for each in closed} == {id(rollout.environment) for rollout in rollouts[1:]}

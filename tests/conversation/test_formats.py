@@ -1,0 +1,721 @@
+"""Tool formats: where a turn ends, what is read in it, and the ids behind it, on tokenizers without models."""
+
+import functools
+import random
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast
+
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.rollout import Parsed, ToolCall, ToolResult
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening }}{% endif %}"
+)
+ADD = '<tool>{"name": "add", "args": {"a": 2, "b": 3}}</tool>'
+CALL = ToolCall("add", {"a": 2, "b": 3})
+
+
+def byte_tokenizer(template, special, plain=(), eos=None, merges=False):
+    """One token per byte, or some more, and these control tokens: special ones, and added ones that are not."""
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    if merges:
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        bpe.train_from_iterator([template], trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    tokenizer.add_special_tokens({"eos_token": eos or special[0], "additional_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chatml(**kwargs):
+    kwargs.setdefault("special", ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
+    kwargs.setdefault("plain", ("<think>", "</think>"))
+    return byte_tokenizer(CHATML, **kwargs)
+
+
+TOKENIZER = chatml()
+
+
+def ids(text, tokenizer=TOKENIZER):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+PROMPT = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
+OPENED = [*PROMPT, *ids("<think>\n")]
+CLOSED = [*OPENED, *ids("\n</think>\n\n")]
+END = ids("<|im_end|>")[0]
+
+
+def read(text, prompt=PROMPT, fmt=None):
+    return (fmt or make_format("xml", TOKENIZER)).parse(ids(text), prompt)
+
+
+# --- what all formats share ------------------------------------------------------------------------------------------
+
+
+def test_the_suffix_of_a_result_in_ids():
+    fmt = make_format("xml", TOKENIZER)
+    messages = fmt.results([CALL], [ToolResult("5")])
+    assert messages == [{"role": "user", "content": "<result>\n5\n</result>"}]
+    expected = ids("<|im_end|>\n<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n")
+    assert expected[:3] == [END, ids("\n")[0], ids("<|im_start|>")[0]]
+    assert fmt.suffix_ids([CALL], messages, ids(ADD)) == expected
+    assert fmt.suffix_ids([CALL], messages, []) == expected
+    assert fmt.suffix_ids([CALL], messages, [*ids(ADD), END]) == expected[1:]
+    assert fmt.suffix_ids([CALL], messages, [END, 65]) == expected
+
+
+def test_another_end_than_the_templates_takes_its_place():
+    other = ids("<|endoftext|>")[0]
+    messages = [{"role": "user", "content": "go on"}]
+    expected = ids("<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    assert make_format("xml", TOKENIZER, extra_ends=[other]).suffix_ids([], messages, [65, other]) == expected[1:]
+    assert make_format("xml", TOKENIZER).suffix_ids([], messages, [65, other]) == expected
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_templates_end_of_turn_ends_a_turn_special_or_not(special):
+    eot = {"special": ("<eos>", "<|im_start|>"), "plain": ("<|im_end|>",)}
+    tokenizer = chatml(eos="<eos>", **({"special": ("<eos>", "<|im_start|>", "<|im_end|>")} if special else eot))
+    fmt = make_format("xml", tokenizer, extra_ends=[7])
+    eos, end = tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>"])
+    assert fmt.ends == {7, eos, end}
+    assert fmt.cut([65, end, 66], PROMPT) == (2, True)
+    assert fmt.parse([65, end], PROMPT).text == tokenizer.decode([65])
+
+
+def test_blanks_that_are_a_token_end_no_turn():
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}assistant:", ["<eos>"], ["\n\n"]
+    )
+    assert make_format("xml", tokenizer).ends == {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_a_suffix_is_tokenised_as_behind_other_text(ending):
+    """A tokenizer that puts a blank before every text does not put one into the middle of a conversation."""
+    template = "{% for m in messages %}" + f"{{{{ m['content'] }}}}{ending} /END " + "{% endfor %}"
+    tokenizer = byte_tokenizer(template, ["<eos>"])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    suffix = make_format("xml", tokenizer).suffix_ids([], [{"role": "user", "content": "go"}], [])
+    assert tokenizer.decode(suffix) == f"{ending} /END go{ending} /END "
+
+
+@pytest.mark.parametrize(
+    "template, part",
+    [
+        (
+            CHATML.replace("messages", "messages if m['role'] != 'user' or m['content'] == messages[0]['content']"),
+            "leaves out a result",
+        ),
+        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] | length }}"), "is not in"),
+        (CHATML + "{% if messages[1:2] %}{{ messages[1]['content'] | length }}{% endif %}", "is not the end of"),
+        ("{{ raise_exception('no roles') }}", "cannot render a conversation of three messages: no roles"),
+    ],
+)
+def test_a_template_that_loses_results_is_refused(template, part):
+    tokenizer = chatml()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=part) as error:
+        make_format("xml", tokenizer)
+    assert "The chat template of" in str(error.value) and "Choose another tool_format" in str(error.value)
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(ValueError, match="tool_format='json', expected one of xml"):
+        make_format("json", TOKENIZER)
+
+
+# --- thinking --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt, text, calls, answer, open_thinking",
+    [
+        (PROMPT, "<think>The format is <answer>x</answer>", [], None, True),
+        (PROMPT, "<think>The format is <answer>x</answer></think>", [], None, False),
+        (PROMPT, "<think><answer>x</answer></think><answer>5</answer>", [], "5", False),
+        (PROMPT, f"\n<think>\n{ADD}</think>\n{ADD}", [CALL], None, False),
+        (PROMPT, f"<think>a<think>b</think>{ADD}", [CALL], None, False),  # the first </think> closes
+        (PROMPT, "I <think> so: <answer>5</answer>", [], "5", False),  # anywhere else it is text
+        (OPENED, f"hm {ADD}", [], None, True),
+        (OPENED, f"hm {ADD}</think><answer>5</answer>", [], "5", False),
+        (OPENED, "<think>hm</think><answer>5</answer>", [], "5", False),
+        (CLOSED, "<answer>5</answer>", [], "5", False),
+        (CLOSED, "<think><answer>5</answer>", [], None, True),
+        ([*PROMPT, *ids("I said")], "<think><answer>5</answer>", [], "5", False),  # a turn that goes on
+        ([*PROMPT, *ids("<think>no")], "<answer>5</answer>", [], None, True),
+        (ids("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"), "<answer>5</answer>", [], "5", False),
+    ],
+)
+def test_tags_inside_thinking_mean_nothing(prompt, text, calls, answer, open_thinking):
+    assert read(text, prompt) == Parsed(text, calls, answer, open_thinking)
+
+
+def test_thinking_without_tokens_of_its_own():
+    tokenizer = chatml(plain=())
+    fmt = make_format("xml", tokenizer, {"opening": "<think>\n"})
+    prompt = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n", tokenizer)
+    assert fmt.parse(ids("<answer>5</answer>", tokenizer), prompt).open_thinking
+    assert fmt.parse(ids("</think><answer>5</answer>", tokenizer), prompt).answer == "5"
+
+
+def test_a_turn_ends_at_its_first_closing_tag_outside_thinking():
+    fmt = make_format("xml", TOKENIZER)
+    thought = f"<think>{ADD}</think>"
+    assert fmt.cut(ids(f"{thought}{ADD}{ADD}"), PROMPT) == (len(ids(f"{thought}{ADD}")), True)
+    assert fmt.cut(ids(f"{ADD}</think>{ADD}"), OPENED) == (len(ids(f"{ADD}</think>{ADD}")), True)
+    assert fmt.cut(ids(f"<think>{ADD}"), PROMPT) == (len(ids(f"<think>{ADD}")), False)
+    assert fmt.cut(ids(f"<think>{ADD}<|im_end|>{ADD}"), PROMPT) == (len(ids(f"<think>{ADD}")) + 1, True)
+    assert fmt.cut([], PROMPT) == (0, False)
+
+
+def test_after_a_stop_inside_thinking_only_its_close_stops():
+    fmt = make_format("xml", TOKENIZER)
+    stops = ("</tool>", "</answer>")
+    for ids_so_far, stopped_early, next_stops in [
+        ([], False, stops),
+        (ids(f"<think>{ADD}"), True, ("</think>",)),
+        (ids(f"<think>{ADD} hm</think>"), True, stops),
+        (ids(f"<think>{ADD} hm</think>5"), False, stops),  # something else stopped it
+        (ids(f"<think>{ADD} hm</think>{ADD}"), False, stops),
+        (ids(f"<think>{ADD}<|im_end|>"), False, ("</think>",)),
+        (ids(ADD), False, stops),
+    ]:
+        assert fmt.stopped_early(ids_so_far, PROMPT) == stopped_early
+        assert fmt.next_stops(ids_so_far, PROMPT) == next_stops
+    assert fmt.next_stops([], OPENED) == stops and fmt.next_stops(ids("a"), OPENED) == ("</think>",)
+
+
+# --- xml -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", Parsed("")),
+        ("5", Parsed("5")),
+        (ADD, Parsed(ADD, [CALL])),
+        ("<answer> 5\n</answer>", Parsed("<answer> 5\n</answer>", [], "5")),
+        ("<answer></answer>", Parsed("<answer></answer>", [], "")),
+        (f"<reasoning><tool></reasoning>{ADD}", Parsed(f"<reasoning><tool></reasoning>{ADD}", [CALL])),
+        ("5<|im_end|>", Parsed("5")),
+        ("5<|endoftext|>", Parsed("5")),
+        ("</tool>", Parsed("</tool>", [ToolCall(None, {}, "</tool> without <tool> before it")])),
+        ("<tool>{", Parsed("<tool>{", [ToolCall(None, {}, "the call is not closed by </tool>")])),
+    ],
+)  # fmt: skip
+def test_xml(text, expected):
+    assert read(text) == expected
+
+
+# --- calls in the chat template's own syntax -------------------------------------------------------------------------
+
+
+def add(a: int, b: str = "") -> str:
+    """Add things.
+
+    Args:
+        a: A number.
+        b: A text.
+    """
+
+
+def plain(a: Literal[1, 2], b: list[str] | None = None) -> str:
+    """Say what it does, in no style."""
+
+
+TOOLS = {"add": add}
+TWO = [ToolCall("add", {"a": 2, "b": "x y"}), ToolCall("add", {"a": 3, "b": "7"})]
+JSON = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n"
+    "</tool_call>"
+)
+GEMMA = '<|tool_call>call:add{a:%s,b:<|"|>%s<|"|>}<tool_call|>'
+DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
+GPT_OSS = "%s to=functions.add%s<|message|>%s"
+LLAMA = '{"name": "add", "parameters": %s}'
+FIRST, SECOND = '{"a": 2, "b": "x y"}', '{"a": 3, "b": "7"}'
+CHATML_TOKENS = (
+    ("<|im_end|>", "<|im_start|>", "<|endoftext|>"),
+    ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+)
+GEMMA_TOKENS = (
+    ("<eos>", "<turn|>", "<|turn>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+    ('<|"|>', "<|channel>", "<channel|>"),
+)
+RESULTS = [ToolResult("5"), ToolResult("six\n")]
+QWEN_RESULTS = "<tool_response>\n5\n</tool_response>\n<tool_response>\nsix\n\n</tool_response>"
+
+
+class Family(NamedTuple):
+    """What is expected of one family of models, written by hand."""
+
+    template: str
+    tokens: tuple
+    ends: set  # texts of the ids that end a turn
+    thinking: str  # a thought, from the generation prompt on
+    first: str  # the first of TWO, as the model writes it
+    second: str
+    broken: str
+    suffix: str  # behind two results (one where a turn holds one call), the end of turn included
+    around: str = "%s"  # stands around all calls of a turn
+    between: str = "\n"
+    several: bool = True
+
+
+def qwen(template, first, second, broken, thinking, prompt="", results=QWEN_RESULTS, **kwargs):
+    return Family(
+        template, CHATML_TOKENS, {"<|im_end|>"}, thinking, first, second, broken,
+        f"<|im_end|>\n<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n{prompt}", **kwargs
+    )  # fmt: skip
+
+
+def gemma(template):
+    return Family(
+        template, GEMMA_TOKENS, {"<eos>", "<turn|>", "<|tool_response>"},
+        "<|channel>thought\nhm %s\n<channel|>", GEMMA % (2, "x y"), GEMMA % (3, "7"),
+        "<|tool_call>call:add{a:}<tool_call|>",
+        '<|tool_response>response:add{value:<|"|>5<|"|>}<tool_response|>'
+        '<|tool_response>response:add{value:<|"|>six\n<|"|>}<tool_response|>',
+        between="",
+    )  # fmt: skip
+
+
+def llama(template):
+    header = "<|start_header_id|>%s<|end_header_id|>\n\n"
+    return Family(
+        template, (("<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"), ()), {"<|eot_id|>"}, "",
+        LLAMA % FIRST, "<|python_tag|>" + LLAMA % SECOND, LLAMA % '{"a": ',
+        f'<|eot_id|>{header % "ipython"}"5"<|eot_id|>{header % "assistant"}', between="; ", several=False,
+    )  # fmt: skip
+
+
+FAMILIES = {
+    family.template: family
+    for family in (
+        *(
+            qwen(name, JSON % FIRST, JSON % SECOND, JSON % '{"a": ', "<think>\nhm %s\n</think>\n\n")
+            for name in ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl")
+        ),
+        *(
+            qwen(name, XML % (2, "x y"), XML % (3, "7"), "<tool_call>\nadd(2)\n</tool_call>", "hm %s\n</think>\n\n",
+                 prompt="<think>\n", results=QWEN_RESULTS.replace("six\n\n", "six\n"))
+            for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")
+        ),
+        *(
+            qwen(name, XML % (2, "x y"), XML % (3, "7"), "<tool_call>\n<function=add>2</function>\n</tool_call>",
+                 "hm %s\n</think>\n", prompt="<think>\n", results=QWEN_RESULTS + "\n")
+            for name in ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning")
+        ),
+        *(gemma(name) for name in ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")),
+        *(llama(name) for name in ("llama3_1", "llama3_2")),
+        Family(
+            "glm4moe", (("<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"), ("<think>", "</think>")),
+            {"<|endoftext|>", "<|user|>", "<|observation|>"}, "\n<think>hm %s</think>\n",
+            GLM % (2, "x y"), GLM % (3, "7"), "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>",
+            f"<|observation|>\n{QWEN_RESULTS}<|assistant|>",
+        ),
+        Family(
+            "lfm2_v2", (CHATML_TOKENS[0], ("<|tool_call_start|>", "<|tool_call_end|>")), {"<|im_end|>"},
+            "<think>hm %s</think>", "add(a=2, b='x y')", "add(a=3, b=\"7\")", "add(a=)",
+            "<|im_end|>\n<|im_start|>tool\n<|tool_response_start|>5<|tool_response_end|><|im_end|>\n<|im_start|>tool\n"
+            "<|tool_response_start|>six\n<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
+            around="<|tool_call_start|>[%s]<|tool_call_end|>", between=", ",
+        ),
+        *(
+            Family(
+                name, (CHATML_TOKENS[0], ("<|tool_call_start|>", "<|tool_call_end|>")), {"<|im_end|>"},
+                "<think>hm %s</think>", "add(a=2, b='x y')", "add(a=3, b=\"7\")", "add(a=)",
+                "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\nsix\n<|im_end|>\n<|im_start|>assistant\n",
+                around="<|tool_call_start|>[%s]<|tool_call_end|>", between=", ",
+            )
+            for name in ("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")
+        ),
+        Family(
+            "deepseekv3",
+            (("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), ("<｜tool▁call▁begin｜>",)),
+            {"<｜end▁of▁sentence｜>"}, "hm %s\n</think>\n\n", DEEPSEEK % FIRST, DEEPSEEK % SECOND, DEEPSEEK % '{"a": ',
+            "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>5<｜tool▁output▁end｜>"
+            "<｜tool▁output▁begin｜>six\n<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+            around="<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
+        ),
+        Family(
+            "gptoss", (("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"), ()),
+            {"<|return|>", "<|call|>"}, "<|channel|>analysis<|message|>hm %s<|end|><|start|>assistant",
+            " to=functions.add<|channel|>commentary json<|message|>" + FIRST,
+            "<|channel|>commentary to=functions.add <|constrain|>json<|message|>" + SECOND,
+            " to=functions.add<|channel|>commentary json<|message|>{",
+            '<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|><|start|>assistant',
+            between="<|end|><|start|>assistant", several=False,
+        ),
+    )
+}  # fmt: skip
+EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+
+
+@functools.cache
+def tokenizer_of(template):
+    """A tokenizer with merges, as GPT-2's: what stands beside a text decides how it is cut."""
+    family = FAMILIES[template]
+    return byte_tokenizer((TEMPLATES / f"{template}.jinja").read_text(), *family.tokens, merges=True)
+
+
+@functools.cache
+def native(template, **kwargs):
+    return make_format("native", tokenizer_of(template), kwargs)
+
+
+def prompt_of(fmt):
+    return fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "2 + 'x y' in add?"}], TOOLS))
+
+
+def parse(fmt, text):
+    return fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS)
+
+
+@EVERY_FAMILY
+def test_ends_of_a_family(name):
+    tokenizer, ends = tokenizer_of(name), native(name).ends
+    assert set(tokenizer.convert_ids_to_tokens(sorted(ends))) == FAMILIES[name].ends
+
+
+@EVERY_FAMILY
+def test_the_suffix_of_results_of_a_family(name):
+    family, fmt = FAMILIES[name], native(name)
+    number = 2 if family.several else 1
+    messages = fmt.results(TWO[:number], RESULTS[:number])
+    suffix = fmt.suffix_ids(TWO[:number], messages, ids("x", fmt.tokenizer))
+    expected = ids(family.suffix, fmt.tokenizer)
+    if name.startswith("nemotron"):  # its template ends a line before the end of turn
+        expected = ids("\n" + family.suffix, fmt.tokenizer)
+    assert suffix == expected
+    whole = fmt.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}, fmt.turn_message(TWO[:number]), *messages],
+        tools=[tool_schema("add", add)], add_generation_prompt=True, return_dict=False,
+    )  # fmt: skip
+    assert whole[-len(suffix) :] == suffix
+    # Whichever id ended the turn, the template's end of turn is not there twice.
+    closing = min((text for text in FAMILIES[name].ends if text in family.suffix), key=family.suffix.index)
+    for end in fmt.ends:
+        assert fmt.suffix_ids(TWO[:number], messages, [end]) == ids(family.suffix.removeprefix(closing), fmt.tokenizer)
+
+
+@EVERY_FAMILY
+def test_calls_of_a_family(name):
+    family, fmt = FAMILIES[name], native(name)
+    opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""
+    end = sorted(fmt.ends)[0]
+
+    def calls(*texts, before=""):
+        turn = opened + before + family.around % family.between.join(texts)
+        sampled = [*ids(turn, fmt.tokenizer), end]
+        assert fmt.cut(sampled + [65], prompt_of(fmt)) == (len(sampled), True)
+        parsed = fmt.parse(sampled, prompt_of(fmt), TOOLS)
+        assert parsed.text == turn and parsed.answer is None and not parsed.open_thinking
+        return parsed.calls
+
+    assert calls(family.first) == TWO[:1] and calls(family.second) == TWO[1:]
+    assert calls(family.first, before="I add.\n" if name != "gptoss" else "") == TWO[:1]
+    (broken,) = calls(family.broken)
+    assert broken.error and broken.name in (None, "add")
+    if family.several:
+        assert calls(family.first, family.second) == TWO
+        assert calls(family.first, family.broken, family.second) == [TWO[0], broken, TWO[1]]
+    else:
+        assert [call.error for call in calls(family.first, family.second)] == [SEVERAL_CALLS]
+
+
+@EVERY_FAMILY
+def test_thinking_of_a_family(name):
+    family, fmt = FAMILIES[name], native(name)
+    if not family.thinking:
+        return
+    call = family.around % family.first
+    thought = family.thinking % call
+    assert parse(fmt, thought + call).calls == TWO[:1]
+    final = "<|channel|>final<|message|>" if name == "gptoss" else ""
+    assert parse(fmt, f"{thought}{final}It is 5.") == Parsed(f"{thought}{final}It is 5.", [], "It is 5.")
+    assert parse(fmt, f"{thought}{final}So <answer> 5 </answer>!").answer == "5"
+    assert parse(fmt, f"{thought}{final}").answer is None
+    unclosed = thought[: thought.index(call)] + call
+    assert parse(fmt, unclosed) == Parsed(unclosed, [], None, True)
+    assert fmt.next_stops(ids(unclosed, fmt.tokenizer), prompt_of(fmt)) == ()
+    assert not fmt.stopped_early(ids(unclosed, fmt.tokenizer), prompt_of(fmt))
+
+
+@EVERY_FAMILY
+def test_an_edited_history_of_a_family_keeps_its_results(name):
+    """Its turns are text. Where the template loses results behind calls in a text, it gets the calls as calls."""
+    family, fmt = FAMILIES[name], native(name)
+    number = 2 if family.several else 1
+    turn = {
+        "role": "assistant",
+        "content": family.around % family.between.join([family.first, family.second][:number]),
+    }
+    asked = {"role": "user", "content": "?"}
+
+    def rendered(messages):
+        return fmt.tokenizer.apply_chat_template(**{**fmt.prompt(messages, TOOLS), "tokenize": False})
+
+    results = fmt.results(TWO[:number], [ToolResult(f"result-{k}") for k in range(number)])
+    text = rendered([asked, turn, *results])
+    assert all(part in text for k in range(number) for part in (f"result-{k}", ("x y", "7")[k]))
+    if not fmt.keeps_results:
+        assert text == rendered([asked, fmt.turn_message(TWO[:number]), *results])
+        broken = {"role": "assistant", "content": family.around % family.broken}
+        assert "cannot be read" in rendered([asked, broken, *fmt.results(TWO[:1], [ToolResult("it cannot be read")])])
+
+
+def test_families_that_lose_results_behind_text():
+    lose = {name for name in FAMILIES if not native(name).keeps_results}
+    assert lose >= {"gptoss", "gemma4"} and not lose & {"qwen3", "qwen2_5"}
+
+
+@pytest.mark.parametrize(
+    "name, thought",
+    [
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+        ("gemma4", "<|channel>thought\na <answer>1</answer>\n<channel|>"),
+        ("qwen3", "<think>a <answer>1</answer></think>"),
+    ],
+)
+def test_thinking_of_a_family_in_the_papers_tags(name, thought):
+    fmt, text = make_format("xml", tokenizer_of(name)), f"{thought}<answer>5</answer>"
+    prompt = fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "?"}], {}))
+    assert fmt.parse(ids(text, fmt.tokenizer), prompt).answer == "5"
+    assert fmt.cut(ids(text + " more", fmt.tokenizer), prompt) == (len(ids(text, fmt.tokenizer)), True)
+    stopped = ids(text[: text.index("</answer>") + 9], fmt.tokenizer)
+    assert fmt.stopped_early(stopped, prompt) and fmt.parse(stopped, prompt).open_thinking
+
+
+@EVERY_FAMILY
+def test_a_family_goes_on_behind_a_result(name):
+    """Thinking that the template opens, or closes, behind a result is seen there too."""
+    family, fmt = FAMILIES[name], native(name)
+    text = family.around % family.first
+    turn = [*ids(text, fmt.tokenizer), sorted(fmt.ends)[0]]
+    prompt = prompt_of(fmt) + turn + fmt.suffix_ids(TWO[:1], fmt.results(TWO[:1], RESULTS), turn)
+    opened = family.suffix.endswith("<think>\n")
+    assert fmt.parse(ids(text, fmt.tokenizer), prompt, TOOLS) == Parsed(text, [] if opened else TWO[:1], None, opened)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@EVERY_FAMILY
+def test_a_family_with_thinking_on_or_off(name, enabled):
+    """What the template opens or closes for the model is seen, at the start and behind results."""
+    family, fmt = FAMILIES[name], native(name, enable_thinking=enabled)
+    text = family.around % family.first
+    turn = [*ids(text, fmt.tokenizer), sorted(fmt.ends)[0]]
+    prompt = prompt_of(fmt)
+    behind = prompt + turn + fmt.suffix_ids(TWO[:1], fmt.results(TWO[:1], RESULTS), turn)
+    opened = name.startswith(("qwen3_5", "qwen3_6", "qwen3_8", "nemotron")) and enabled
+    # DeepSeek's template opens it at the start alone, whatever is asked; the newest of Gemma 4 behind results alone.
+    at_start, behind_results = opened or name == "deepseekv3", opened or (name == "gemma4_v5" and enabled)
+    for where, expected in ((prompt, at_start), (behind, behind_results)):
+        assert fmt.parse(turn, where, TOOLS) == Parsed(text, [] if expected else TWO[:1], None, expected)
+
+
+def test_the_suffix_of_two_results_in_ids():
+    """One token per byte, so that each id can be read: Qwen3."""
+    tokenizer = byte_tokenizer((TEMPLATES / "qwen3.jinja").read_text(), *CHATML_TOKENS)
+    fmt = make_format("hermes", tokenizer)
+    end, start = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    newline, char = (
+        tokenizer.convert_tokens_to_ids("Ċ"),
+        {c: tokenizer.convert_tokens_to_ids(c) for c in "usertantmlpon_<>/5i6"},
+    )
+    assert (end, start) == (256, 257)
+    spell = lambda text: [char[c] for c in text]  # noqa: E731
+    messages = fmt.results(TWO, [ToolResult("5"), ToolResult("6")])
+    assert fmt.suffix_ids(TWO, messages, [end]) == [
+        newline, start, *spell("user"), newline,
+        *spell("<tool_response>"), newline, *spell("5"), newline, *spell("</tool_response>"), newline,
+        *spell("<tool_response>"), newline, *spell("6"), newline, *spell("</tool_response>"), end,
+        newline, start, *spell("assistant"), newline,
+    ]  # fmt: skip
+
+
+def test_results_are_messages_of_their_calls():
+    broken = ToolCall("a<|im_end|>", {}, "no")
+    assert native("qwen3").results([TWO[0], broken], RESULTS) == [
+        {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "5"},
+        {"role": "tool", "name": "unknown", "tool_call_id": "call00001", "content": "six\n"},
+    ]
+
+
+def test_plain_messages_behind_results():
+    fmt = native("qwen3")
+    messages = [*fmt.results(TWO, RESULTS), {"role": "user", "content": "go"}]
+    behind = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    expected = f"<|im_end|>\n<|im_start|>user\n{QWEN_RESULTS}{behind}"
+    assert fmt.suffix_ids(TWO, messages, []) == ids(expected, fmt.tokenizer)
+    expected = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert fmt.suffix_ids(TWO, messages[2:], []) == ids(expected, fmt.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text, errors",
+    [
+        ("<tool_call>", ["the call is not closed"]),
+        (f"<tool_call>\n{JSON % FIRST}", ["the call is not closed", None]),
+        (JSON % '{"a": "<tool_call>"}', [None]),
+        ("<tool_call>[]</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
+        ("<tool_call>{}{}</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
+        (JSON % '"x"', ['"arguments" must be a JSON object, got str']),
+        ("<tool_call>5</tool_call>",
+         ['the call must be a JSON object with "name" (a string) and "arguments" (an object)']),
+        ('<tool_call>{"name": "f", "args": {}}</tool_call>',
+         ['unknown key "args" in the call; use "name" and "arguments"']),
+        ("</tool_call>", []),
+    ],
+)  # fmt: skip
+def test_broken_calls_are_calls_with_an_error(text, errors):
+    assert [call.error for call in parse(make_format("hermes", tokenizer_of("qwen3")), text).calls] == errors
+
+
+def test_values_without_quotes_are_typed_by_the_tool():
+    fmt = native("qwen3_5_think")
+    text = "</think>" + XML % ("3", "7")
+    assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS).calls == [ToolCall("add", {"a": 3, "b": "7"})]
+    assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt)).calls == [ToolCall("add", {"a": 3, "b": 7})]
+
+
+def test_tools_reach_the_prompt_as_schemas():
+    fmt = make_format("hermes", tokenizer_of("qwen3"))
+    tools = fmt.prompt([], {"add": add, "other": plain})["tools"]
+    assert tools[0] == {
+        "type": "function",
+        "function": {
+            "name": "add", "description": "Add things.",
+            "parameters": {
+                "type": "object", "required": ["a"],
+                "properties": {
+                    "a": {"type": "integer", "description": "A number."},
+                    "b": {"type": "string", "default": "", "description": "A text."},
+                },
+            },
+            "return": {"type": "string"},
+        },
+    }  # fmt: skip
+    assert tools[1]["function"]["name"] == "other"
+    assert tools[1]["function"]["description"] == "Say what it does, in no style."
+    assert tools[1]["function"]["parameters"]["properties"]["a"]["enum"] == [1, 2]
+    assert '"description": "Add things."' in fmt.tokenizer.decode(prompt_of(fmt))
+
+
+def test_a_template_that_leaves_tools_out_needs_a_system_prompt():
+    fmt = native("deepseekv3")
+    with pytest.raises(ValueError, match=r"do not name 'add'. Write \{tool_descriptions\} in system_prompt"):
+        fmt.prompt([{"role": "user", "content": "?"}], TOOLS)
+    assert "tools" in fmt.prompt([{"role": "system", "content": "add(a, b)"}], TOOLS)
+
+
+@pytest.mark.parametrize(
+    "fmt, name, part",
+    [
+        ("hermes", "qwen3_5_think", "writes calls in another syntax than this tool_format reads"),
+        ("hermes", "phi3", "has no tool support: it leaves calls out"),
+        ("native", "phi3", "Syntaxes of calls that work: hermes .Qwen 2.5, Qwen 3.; Qwen 3.5 and Nemotron 3; GLM 4"),
+        ("native", "gemma3", "has no tool support"),
+        ("native", "muse_glimmer", "writes calls in another syntax"),
+        ("native", "idefics3", "cannot render a turn with calls"),
+    ],
+)
+def test_templates_without_a_known_syntax_are_refused(fmt, name, part):
+    tokenizer = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), ["<eos>"])
+    tokenizer.bos_token = "<eos>"
+    with pytest.raises(ValueError, match=part):
+        make_format(fmt, tokenizer)
+
+
+def test_a_template_that_loses_tool_results_is_refused():
+    template = (TEMPLATES / "qwen3.jinja").read_text()
+    tokenizer = byte_tokenizer(
+        template.replace("{{- content }}\n        {{- '\\n</tool_response>'", "{{- '\\n</tool_response>'"),
+        *CHATML_TOKENS,
+    )
+    assert tokenizer.chat_template != template
+    with pytest.raises(ValueError, match="leaves out a result: .* behind a turn with 2 results"):
+        make_format("hermes", tokenizer)
+
+
+def test_a_tokenizer_may_bring_its_own_response_template():
+    tokenizer = byte_tokenizer((TEMPLATES / "muse_glimmer.jinja").read_text(), ("<|eot|>", "<|start|>", "<|message|>"))
+    tokenizer.response_template = {
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r'<atem:invoke name="(?P<name>[^"]+)">', "close": "</atem:invoke>", "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:parameter>',
+                    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+                },
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": "<|eot|>"},
+        },
+    }  # fmt: skip
+    fmt = make_format("native", tokenizer)
+    call = '<atem:invoke name="add"><atem:parameter name="a">2</atem:parameter></atem:invoke>'
+    assert fmt.parse(ids(call + call + '<atem:invoke name="add">', tokenizer), [], TOOLS).calls == [
+        ToolCall("add", {"a": 2}), ToolCall("add", {"a": 2}), ToolCall("add", {}, "the call is not closed"),
+    ]  # fmt: skip
+
+
+def test_a_template_of_its_own_for_tools_is_taken():
+    tokenizer = chatml()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": (TEMPLATES / "qwen3.jinja").read_text()}
+    assert make_format("hermes", tokenizer).describes_tools
+
+
+@pytest.mark.parametrize(
+    "fmt, name", [("xml", "qwen3"), ("hermes", "qwen3"), *(("native", name) for name in FAMILIES)]
+)
+def test_no_text_of_a_model_raises(fmt, name):
+    """Texts of parts that the syntax is made of, cut and mixed."""
+    fmt, family, rng = make_format(fmt, tokenizer_of(name)), FAMILIES[name], random.Random(0)
+    prompt = prompt_of(native(name))
+    whole = f"{family.thinking}{family.around % family.first}{family.second}{family.broken}<answer>5</answer>{ADD}"
+    parts = [
+        *re.findall(r"\w+|\s+|.", whole, re.DOTALL),
+        *fmt.tokenizer.get_added_vocab(),
+        "[" * 300,
+        "9" * 5000,
+        "\ud800",
+    ]
+    for _ in range(40):
+        a, b = sorted(rng.choices(range(len(whole)), k=2))
+        text = whole[a:b] if rng.random() < 0.3 else "".join(rng.choices(parts, k=rng.randrange(40)))
+        sampled = ids(text.encode("utf-8", "replace").decode(), fmt.tokenizer)
+        parsed = fmt.parse(sampled, prompt, TOOLS)
+        assert all(call.error or call.name in (*TOOLS, *re.findall(r"\w+", text)) for call in parsed.calls)
+        length, ended = fmt.cut(sampled, prompt)
+        assert 0 <= length <= len(sampled) and (ended or length == len(sampled))
+        for prefix in ([], sampled[: len(sampled) // 2]):
+            assert isinstance(fmt.stopped_early(prefix, prompt), bool) and fmt.next_stops(prefix, prompt) is not None

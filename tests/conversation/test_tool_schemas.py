@@ -1,0 +1,676 @@
+"""One schema for every format: what it allows reaches the tool as a value of its type, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import inspect
+import json
+import random
+import re
+import types
+import typing
+import uuid
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pydantic
+import pytest
+from pydantic import Field
+from test_formats import tokenizer_of
+from transformers.utils import get_json_schema
+from typing_extensions import TypedDict
+
+from mt_grpo.conversation.formats.native import typed
+from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.tools.arguments import hints_of, parameters_schema
+from mt_grpo.conversation.tools.signature import (
+    as_tool,
+    check_tool,
+    describe_tools,
+    read_call,
+    signature_of,
+    tool_schema,
+)
+from mt_grpo.rollout import ToolCall, ToolResult
+
+
+class Unit(enum.Enum):
+    CELSIUS = "celsius"
+    FAHRENHEIT = "fahrenheit"
+
+
+class Size(enum.Enum):
+    SMALL = "1"
+    LARGE = "2"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Item(pydantic.BaseModel):
+    """An item."""
+
+    sku: str
+    count: int = Field(ge=1)
+    size: Size | None = None
+
+
+class Point(TypedDict):
+    x: int
+    unit: Unit
+
+
+@dataclasses.dataclass
+class Line:
+    start: Point
+    label: str = ""
+
+
+class Tree(pydantic.BaseModel):
+    name: str
+    parts: list[Tree] = []
+
+
+# --- the schemas, by hand --------------------------------------------------------------------------------------------
+
+
+def weather(
+    city: str, unit: Unit, day: datetime.date, price: decimal.Decimal | None = None, size: Size = Size.LARGE,
+    items: list[Item] = (), limit: int = None, at: Point | None = None, **more: Level,
+) -> str:  # fmt: skip
+    """The weather of a city.
+
+    Args:
+        city: Its name.
+        unit: Of temperature.
+        day: The day,
+            in local time.
+        price: At most.
+        size: Of the picture.
+        items: To take along.
+        limit: Of lines.
+        at: A point.
+        more: Levels.
+
+    Returns:
+        A text.
+    """
+
+
+ITEM = {
+    "description": "An item.", "type": "object", "required": ["sku", "count"],
+    "properties": {
+        "sku": {"type": "string"}, "count": {"type": "integer", "minimum": 1},
+        "size": {"anyOf": [{"type": "string", "enum": ["1", "2"]}, {"type": "null"}], "default": None},
+    },
+}  # fmt: skip
+POINT = {
+    "type": "object", "required": ["x", "unit"],
+    "properties": {"x": {"type": "integer"}, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+}  # fmt: skip
+WEATHER = {
+    "type": "object", "required": ["city", "unit", "day"],
+    "properties": {
+        "city": {"type": "string", "description": "Its name."},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "description": "Of temperature."},
+        "day": {"type": "string", "format": "date", "description": "The day, in local time."},
+        "price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "..."}, {"type": "null"}],
+                  "default": None, "description": "At most."},
+        "size": {"type": "string", "enum": ["1", "2"], "default": "2", "description": "Of the picture."},
+        "items": {"type": "array", "items": ITEM, "default": [], "description": "To take along."},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "description": "Of lines."},
+        "at": {"anyOf": [POINT, {"type": "null"}], "default": None, "description": "A point."},
+    },
+    "additionalProperties": {"type": "integer", "enum": [1, 2]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, template", [("hermes", "qwen3"), ("native", "qwen3_5_think"), ("native", "gptoss")])
+def test_the_schema_that_a_chat_template_gets(name, template):
+    (schema,) = make_format(name, tokenizer_of(template)).prompt([], {"weather": weather})["tools"]
+    function = schema["function"]
+    pattern = function["parameters"]["properties"]["price"]["anyOf"][1]
+    assert re.fullmatch(pattern["pattern"], "-1.50") and not re.search(pattern["pattern"], "many")
+    pattern["pattern"] = "..."
+    assert schema["type"] == "function"
+    assert function == {
+        "name": "weather", "description": "The weather of a city.", "parameters": WEATHER,
+        "return": {"type": "string", "description": "A text."},
+    }  # fmt: skip
+
+
+def test_the_schema_of_the_prompt_of_xml_is_the_same():
+    """There each type that JSON does not have has a line; classes stand in `$defs`."""
+    lines = dict(line.split(": ", 1) for line in describe_tools({"weather": weather}).splitlines()[1:8])
+    assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
+    assert json.loads(lines["items"]) == {
+        "type": "array", "items": {"$ref": "#/$defs/Item"},
+        "$defs": {
+            "Item": {**ITEM, "properties": {**ITEM["properties"], "size": {
+                "anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}], "default": None}}},
+            "Size": {"type": "string", "enum": ["1", "2"]},
+        },
+    }  # fmt: skip
+    assert list(lines) == ["unit", "day", "price", "size", "items", "at", "more"]
+    assert str(signature_of(weather)) == (
+        "(city: str, unit: Unit, day: date, price: Decimal | None = None, size: Size = \"2\", items: list[Item] = [], "
+        "limit: Optional[int] = None, at: Point | None = None, **more: Level) -> str"
+    )  # fmt: skip
+
+
+def plain(
+    a: int, b: str = "x", c: list[float] | None = None, d: Literal["p", "q"] = "p", e: dict[str, bool] = None
+) -> str:
+    """Adds.
+
+    Args:
+        a: A number.
+        b: A drink (choices: ["tea", "x"])
+        c: Some.
+        d: One.
+        e: Which.
+    """
+
+
+def test_a_tool_of_plain_types_reads_as_transformers_shows_it():
+    """So that models that know such prompts read the same; but null is allowed where it is, and defaults are shown."""
+    theirs = get_json_schema(plain)
+    ours = tool_schema("plain", plain)
+    for parameter, default in (("b", "x"), ("c", None), ("d", "p"), ("e", None)):
+        assert ours["function"]["parameters"]["properties"][parameter].pop("default") == default
+    null = {"c": {"type": "array", "items": {"type": "number"}},
+            "e": {"type": "object", "additionalProperties": {"type": "boolean"}}}  # fmt: skip
+    for parameter, without in null.items():
+        assert ours["function"]["parameters"]["properties"][parameter]["anyOf"] == [without, {"type": "null"}]
+        for schema in (ours, theirs):
+            del schema["function"]["parameters"]["properties"][parameter]
+    assert ours == theirs
+    assert json.dumps(tool_schema("one", one)) == json.dumps(get_json_schema(one))  # in the same order
+
+
+def one(expression: str) -> str:
+    """Evaluates.
+
+    Args:
+        expression: What to evaluate.
+    """
+
+
+def test_a_docstring_of_another_style_is_shown_as_it_is():
+    def find(city: str, day: datetime.date) -> ToolResult:
+        """Find things.
+
+        :param city: Where.
+        """
+
+    assert tool_schema("find", find)["function"] == {
+        "name": "find", "description": "Find things.\n\n:param city: Where.",
+        "parameters": {"type": "object", "required": ["city", "day"], "properties": {
+            "city": {"type": "string"}, "day": {"type": "string", "format": "date"}}},
+        "return": {"type": "string"},
+    }  # fmt: skip
+
+
+def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
+    def find(city: str, day: str) -> str:
+        """Find things.
+
+        Args:
+            city: Where.
+
+        Raises:
+            ValueError: never.
+        """
+
+    function = tool_schema("find", find)["function"]
+    assert function["description"] == inspect.getdoc(find) and "Raises:" in function["description"]
+    assert function["parameters"]["properties"] == {"city": {"type": "string"}, "day": {"type": "string"}}
+
+
+class Book(pydantic.BaseModel):
+    title: str
+    default: int = 3
+    about: dict[str, str] = {"title": "none"}
+
+
+def test_fields_that_are_called_as_words_of_a_schema_stay():
+    def order(book: Book) -> str:
+        """Orders."""
+
+    assert parameters_schema(order)["properties"]["book"] == {
+        "type": "object", "required": ["title"],
+        "properties": {
+            "title": {"type": "string"}, "default": {"type": "integer", "default": 3},
+            "about": {"type": "object", "additionalProperties": {"type": "string"}, "default": {"title": "none"}},
+        },
+    }  # fmt: skip
+
+
+def test_a_class_that_holds_itself_stays_a_definition():
+    def plant(tree: Tree, second: Tree | None = None) -> Tree:
+        """Plants."""
+
+    schema = parameters_schema(plant)
+    node = {"type": "object", "required": ["name"], "properties": {
+        "name": {"type": "string"},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "default": []}}}  # fmt: skip
+    assert schema == {
+        "type": "object", "required": ["tree"], "$defs": {"Tree": node},
+        "properties": {"tree": {"$ref": "#/$defs/Tree"},
+                       "second": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}], "default": None}},
+    }  # fmt: skip
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_signatures_have_no_quotes():
+    """This file has `from __future__ import annotations`, so that every type hint is a text to begin with."""
+
+    def find(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal["a"] = "a") -> None:
+        """Finds."""
+
+    def said() -> ToolResult:
+        """Says."""
+
+    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
+    assert isinstance(inspect.signature(find).parameters["city"].annotation, str)
+    assert str(signature_of(find)) == (
+        "(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal['a'] = 'a') -> None"
+    )
+    assert describe_tools({"find": find}).startswith("find(city: str, tags: list[str] = (), unit: Unit | None = None,")
+
+    class Described:
+        name, schema = (
+            "run",
+            {
+                "name": "run",
+                "description": "Runs.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+                    "required": ["a"],
+                },
+            },
+        )
+
+        async def run(self, **arguments: Any) -> str:
+            return ""
+
+    assert str(signature_of(as_tool(Described()))) == "(a: str, b: int = ...) -> str"
+
+
+@pytest.mark.parametrize("returns", ["Nowhere", None])
+def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
+    """`run` may name a type that only type checkers know, or be a partial, which has no hints."""
+
+    def run(self, **arguments) -> Nowhere:  # noqa: F821
+        return 1
+
+    properties = {"x": {"type": "integer", "title": "Other", "description": "A number."}, "y": True}
+    parameters = {"type": "object", "properties": properties, "required": ["x"]}
+    schema = {"name": "add", "description": "Adds.", "parameters": parameters}
+    runs = run if returns else functools.partial(lambda **arguments: 1)
+    tool = as_tool(type("Described", (), {"name": "add", "schema": schema, "run": runs})())
+    check_tool(tool)
+    signature = "add(x: int, y: Any = ...)" + (" -> Nowhere" if returns else "")
+    assert describe_tools({"add": tool}) == signature + "\nAdds.\n\nArgs:\n    x: A number."
+
+
+def test_null_where_the_default_is_none():
+    """Its default is shown as None, so the model may write null. A tool's own schema says itself what may be."""
+
+    def find(city: str, limit: int = None) -> str:
+        """Finds."""
+
+    assert read_call(ToolCall("find", {"city": "x", "limit": None}), {"find": find}) == (
+        {"city": "x", "limit": None}, None
+    )  # fmt: skip
+    arguments, mistake = read_call(ToolCall("find", {"city": None}), {"find": find})
+    assert arguments == {} and mistake.startswith("argument 'city' must be str, got NoneType.")
+    _, mistake = read_call(ToolCall("find", {"city": "x", "limit": "3"}), {"find": find})
+    assert mistake.startswith("argument 'limit' must be Optional[int], got str.")
+
+    def said(limit: Annotated[int | None, "of lines"] = None, other: Annotated[int, "of words"] = None) -> str:
+        """Says itself that None is taken."""
+
+    hints = hints_of(said)
+    assert hints["limit"] == Annotated[int | None, "of lines"]
+    assert hints["other"] == Annotated[int, "of words"] | None
+
+
+def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():
+    def find(where: typing.TypedDict("Where", {"x": int})) -> str:  # noqa: UP013
+        """Finds."""
+
+    find.__annotations__["where"] = typing.TypedDict("Where", {"x": int})  # noqa: UP013
+    try:
+        check_tool(find)
+    except ValueError as error:  # below Python 3.12
+        assert "use `typing_extensions.TypedDict` instead" in str(error)
+    else:
+        assert parameters_schema(find)["properties"]["where"]["properties"] == {"x": {"type": "integer"}}
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "text, schema, value",
+    [
+        ("75001", {"type": "string"}, "75001"), ("75001", OPTIONAL, "75001"), ("75001", {"type": "integer"}, 75001),
+        ("75001", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "75001"),
+        ("75001", {"type": ["integer", "string"]}, "75001"), ("75001", {}, 75001), ("a b", {}, "a b"),
+        ("1", {"enum": ["1", "2"]}, "1"), ("1", {"enum": ["1", 1]}, "1"), ("1", {"enum": ["a", 1]}, 1),
+        ("3", {"enum": ["1", "2"]}, "3"), ("1", {"const": "1"}, "1"), ("null", OPTIONAL, None),
+        ("None", OPTIONAL, None), ("null", {"type": "string"}, "null"), ("null", {"enum": ["null", None]}, None),
+        ("null", {"type": "string", "nullable": True}, None), ('["a"]', {"type": ["string", "array"]}, ["a"]),
+        ('["a"]', {"type": "string"}, '["a"]'),
+        ('{"a": 1}', {"oneOf": [{"type": "string"}, {"type": "object"}]}, {"a": 1}),
+        ("True", {"type": "boolean"}, True), ("true", {"type": "string"}, "true"), ("3.0", {"type": "integer"}, 3.0),
+        ("x", {"type": "integer"}, "x"),
+    ],
+)  # fmt: skip
+def test_values_without_quotes(text, schema, value):
+    read = typed(text, schema)
+    assert read == value and type(read) is type(value)
+
+
+QWEN = "<tool_call>\n<function=find>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE), ("day", "5", 5),
+                                              ("day", "2026-01-02", datetime.date(2026, 1, 2))])  # fmt: skip
+def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
+    """An Enum of "1" and "2", arguments of any name, and of two things the one that the tool takes."""
+
+    def find(size: Size = Size.LARGE, day: int | datetime.date = 0, **rest: Size) -> str:
+        """Finds."""
+
+    (call,), _ = make_format("native", tokenizer_of("qwen3_5_think")).syntax.split(QWEN % (key, text), {"find": find})
+    arguments, mistake = read_call(call, {"find": find})
+    assert mistake is None and same_value(arguments, {key: value})
+
+
+def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
+    """As an agent sends it, whose tool runs elsewhere."""
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
+    tools = {"find": types.SimpleNamespace(json_schema={"name": "find", "parameters": parameters})}
+    syntax = make_format("native", tokenizer_of("qwen3_5_think")).syntax
+    for key, value in (("n", 75001), ("zip", "75001")):
+        assert syntax.split(QWEN % (key, "75001"), tools)[0] == [ToolCall("find", {key: value})]
+
+
+# --- values: what the schema allows is what the tool takes -----------------------------------------------------------
+
+TEXTS = [
+    "",
+    "a",
+    "1",
+    "2",
+    "75001",
+    "null",
+    "None",
+    "true",
+    "True",
+    "[1]",
+    "{}",
+    "x y",
+    "\n",
+    "é",
+    "1.5",
+    '"',
+    "<a>",
+    "-",
+]
+KEYS = ["a", "b", "x y", "1"]
+
+
+def some_type(rng, depth=0):
+    """(a type, a function that draws a JSON value that it takes and the Python value that arrives)."""
+
+    def of(hint, draw):
+        return hint, draw
+
+    def same(draw):
+        return lambda: (value := draw(), value)
+
+    def number():
+        return rng.choice([0, 1, -7, 2**53, 10**20, rng.randint(-99, 99)])
+
+    def real():
+        return rng.choice([0.5, -1.25, 1e300, 3.0, rng.random()])
+
+    def day():
+        return datetime.date(2026, rng.randint(1, 12), rng.randint(1, 28))
+
+    def member(cls):
+        return lambda: (value := rng.choice(list(cls))) and (value.value, value)
+
+    def item():
+        size = rng.choice([None, *Size])
+        written = {
+            "sku": rng.choice(TEXTS),
+            "count": rng.randint(1, 9),
+            **({"size": size and size.value} if rng.random() < 0.7 else {}),
+        }
+        return written, Item(sku=written["sku"], count=written["count"], size=size if "size" in written else None)
+
+    def point():
+        unit, x = rng.choice(list(Unit)), number()
+        return {"x": x, "unit": unit.value}, {"x": x, "unit": unit}
+
+    def line():
+        written, read = point()
+        label = rng.choice(TEXTS)
+        return {"start": written, "label": label}, Line(read, label)
+
+    def tree(depth=0):
+        parts = [tree(depth + 1) for _ in range(rng.randint(0, 2) if depth < 2 else 0)]
+        written = {"name": rng.choice(TEXTS), "parts": [each for each, _ in parts]}
+        return written, Tree(name=written["name"], parts=[each for _, each in parts])
+
+    def amount():
+        value = decimal.Decimal(rng.randint(-9999, 9999)) / 100
+        return str(value), value
+
+    def moment():
+        value = datetime.datetime(2026, 1, rng.randint(1, 28), 12, 30, tzinfo=datetime.timezone.utc)  # noqa: UP017
+        return value.isoformat(), value
+
+    def name():
+        value = uuid.UUID(int=rng.getrandbits(128))
+        return str(value), value
+
+    plain = [
+        of(str, same(lambda: rng.choice(TEXTS))), of(int, same(number)), of(float, same(real)),
+        of(bool, same(lambda: rng.random() < 0.5)), of(Literal["a", "1", 2], same(lambda: rng.choice(["a", "1", 2]))),
+        of(Literal["1", "null"], same(lambda: rng.choice(["1", "null"]))), of(Unit, member(Unit)),
+        of(Size, member(Size)),
+        of(Level, member(Level)), of(datetime.date, lambda: (value := day()) and (value.isoformat(), value)),
+        of(decimal.Decimal, amount), of(datetime.datetime, moment), of(uuid.UUID, name), of(Item, item),
+        of(Point, point), of(Line, line), of(Tree, tree),
+        of(Annotated[int, Field(ge=0, le=10)], same(lambda: rng.randint(0, 10))),
+        of(Annotated[str, "short"], same(lambda: rng.choice(TEXTS))),
+    ]  # fmt: skip
+    hint, draw = rng.choice(plain)
+    if depth > 2:
+        return hint, draw
+    kind = rng.randrange(7)
+    if kind == 0:  # a list
+        hint, draw = some_type(rng, depth + 1)
+
+        def drawn():
+            each = [draw() for _ in range(rng.randint(0, 3))]
+            return [written for written, _ in each], [read for _, read in each]
+
+        return list[hint], drawn
+    if kind == 1:  # an option
+        hint, draw = some_type(rng, depth + 1)
+        return typing.Optional[hint], lambda: (None, None) if rng.random() < 0.3 else draw()  # noqa: UP045
+    if kind == 2:
+        hint, draw = some_type(rng, depth + 1)
+
+        def mapped():
+            each = {key: draw() for key in rng.sample(KEYS, rng.randint(0, 3))}
+            return {k: written for k, (written, _) in each.items()}, {k: read for k, (_, read) in each.items()}
+
+        return dict[str, hint], mapped
+    if kind == 3:
+        parts = [some_type(rng, depth + 1) for _ in range(2)]
+
+        def both():
+            each = [draw() for _, draw in parts]
+            return [written for written, _ in each], tuple(read for _, read in each)
+
+        return tuple[parts[0][0], parts[1][0]], both
+    return hint, draw
+
+
+def tool_of(parameters):
+    """A tool with these parameters (name -> type), which says what arrived."""
+
+    def tool(**given):
+        return given
+
+    tool.__name__, tool.__doc__ = "tool", "Takes."
+    tool.__annotations__ = dict(parameters)
+    tool.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint) for name, hint in parameters.items()]
+    )
+    check_tool(tool)
+    return tool
+
+
+def same_value(one, other):
+    """Equal, and of the same types throughout."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    return one == other
+
+
+def other_values(rng, value):
+    """JSON values beside this one: of other types, and with one part changed."""
+    yield from (None, True, 0, -1, 11, 3.7, "no such", "1", "", [], {}, [None], [[1]], {"a": None}, {"x": "1"})
+    if isinstance(value, list):
+        for k, part in enumerate(value):
+            for other in other_values(rng, part):
+                yield [*value[:k], other, *value[k + 1 :]]
+        yield [*value, {"no": []}]
+        yield value[:-1]
+    if isinstance(value, dict):
+        for key in value:
+            for other in other_values(rng, value[key]):
+                yield {**value, key: other}
+            yield {k: v for k, v in value.items() if k != key}
+
+
+def strict_types(validator):
+    """jsonschema's types, but of integers: JSON's 1.0 is no int here, as for TRL and verl."""
+    checker = validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    return jsonschema.validators.extend(validator, type_checker=checker)
+
+
+VALIDATOR = strict_types(jsonschema.Draft202012Validator)
+
+
+FORMATS = jsonschema.FormatChecker(["date", "uuid"])
+# A number as text is a time in seconds to pydantic; in JSON's format it is none.
+FORMATS.checks("date-time")(lambda value: not isinstance(value, str) or "T" in value or value == "1")
+
+
+def allows(schema, whole, value):
+    """Whether a parameter's schema allows a value, its formats included."""
+    judge = VALIDATOR({**schema, "$defs": whole.get("$defs", {})}, format_checker=FORMATS)
+    return judge.is_valid(value)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_the_schema_allows_is_what_the_tool_takes(seed):
+    """Random types: values that the schema allows arrive as values of the type, all others are refused."""
+    rng = random.Random(seed)
+    parameters = {f"p{k}": some_type(rng) for k in range(3)}
+    tool = tool_of({name: hint for name, (hint, _) in parameters.items()})
+    whole = tool_schema("tool", tool)["function"]["parameters"]
+    jsonschema.Draft202012Validator.check_schema(whole)
+    assert list(whole["properties"]) == whole["required"] == list(parameters)
+    judged = 0
+    for _ in range(4):
+        drawn = {name: draw() for name, (_, draw) in parameters.items()}
+        written = json.loads(json.dumps({name: value for name, (value, _) in drawn.items()}))
+        for name, value in written.items():
+            assert allows(whole["properties"][name], whole, value), (whole["properties"][name], value)
+        arguments, mistake = read_call(ToolCall("tool", written), {"tool": tool})
+        assert mistake is None, (parameters, written)
+        assert same_value(arguments, {name: read for name, (_, read) in drawn.items()})
+        for name, value in written.items():
+            for other in other_values(rng, value):
+                taken = read_call(ToolCall("tool", {**written, name: other}), {"tool": tool})[1] is None
+                assert taken == allows(whole["properties"][name], whole, other), (whole["properties"][name], other)
+                judged += 1
+    assert judged > 100
+
+
+FAMILIES = [
+    "qwen3",
+    "qwen3_5_think",
+    "qwen3_8",
+    "nemotron_3_nano",
+    "glm4moe",
+    "gemma4",
+    "llama3_1",
+    "lfm2_v2",
+    "gptoss",
+]
+QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values stand in tags, text without quotes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_call_that_the_template_writes_arrives_as_it_was(family, seed):
+    """In each family's syntax: schema, the template's own writing of the call, its reading, the tool's values."""
+    rng = random.Random(seed)
+    fmt = make_format("native", tokenizer_of(family))
+    checked = 0
+    for _ in range(12):
+        parameters = {f"p{k}": some_type(rng) for k in range(2)}
+        tool = tool_of({name: hint for name, (hint, _) in parameters.items()})
+        drawn = {name: draw() for name, (_, draw) in parameters.items()}
+        written = {name: value for name, (value, _) in drawn.items()}
+        if family in QUOTELESS and any(ambiguous(parameters[name][0], value) for name, value in written.items()):
+            continue
+        if not writable(family, written):
+            continue
+        message = fmt.turn_message([ToolCall("tool", written)])
+        text = fmt._render([{"role": "user", "content": "?"}, message], add_generation_prompt=False)
+        (call,), _ = fmt.syntax.split(text[text.index("?") :], {"tool": tool})
+        arguments, mistake = read_call(call, {"tool": tool})
+        assert mistake is None, (parameters, written, call)
+        assert same_value(arguments, {name: read for name, (_, read) in drawn.items()}), (written, call)
+        checked += 1
+    assert checked
+
+
+def ambiguous(hint, value):
+    """Whether a syntax without quotes cannot say this: a text that reads as null where null may be, blanks at ends."""
+    options = typing.get_args(hint) if type(None) in typing.get_args(hint) else ()
+    if isinstance(value, str):
+        return value != value.strip() or value == "" or (bool(options) and value in ("null", "None"))
+    return False
+
+
+def writable(family, written):
+    """Whether the template can write this: Gemma's keys have no quotes, so that none may hold a blank, or be 1."""
+    return family != "gemma4" or not re.search(r'"(x y|1)":', json.dumps(written))

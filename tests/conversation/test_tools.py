@@ -1,0 +1,1207 @@
+"""The tools: values and limits of the calculator, and the search over a real corpus and real local servers."""
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from xml.sax.saxutils import escape
+
+import pytest
+from conftest import data_file
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def load(name: str):
+    """Loads a tool file by its path, as a recipe does; every call gives a fresh module."""
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@contextlib.contextmanager
+def at_most(seconds: float):
+    start = time.perf_counter()
+    yield
+    assert time.perf_counter() - start < seconds
+
+
+@pytest.mark.parametrize("name", ["calculator", "wiki_search"])
+def test_contract_of_a_tool_file(name):
+    """One typed function with a Google-style docstring, and nothing imported from the project."""
+    (function,) = load(name).TOOL_FUNCTIONS
+    assert function.__name__ == name
+    signature = inspect.signature(function)
+    assert signature.return_annotation is str
+    doc = inspect.getdoc(function)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is str
+        assert f"\n    {parameter.name}: " in doc
+    assert "\nArgs:\n" in doc
+    assert "\nReturns:\n" in doc
+    assert "mt_grpo" not in (TOOLS / f"{name}.py").read_text().replace("-", "")
+
+
+# --- calculator ------------------------------------------------------------------------------------------------------
+
+calculator = load("calculator").calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 3", "9"),
+        ("  48 / 2 + 48  ", "72"),
+        ("6/3", "2"),
+        ("10/4", "2.5"),
+        ("1/3", "0.333333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("0.1 * 3 * 10", "3"),
+        ("4.35 * 100", "435"),
+        ("7 // 2", "3"),
+        ("-7 // 2", "-4"),
+        ("-7 % 3", "2"),
+        ("5 % 3.5", "1.5"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("-2 ** 2", "-4"),
+        ("2 ** 3 ** 2", "512"),
+        ("(-8) ** 2.0", "64"),
+        ("2 ** 0.5", "1.41421356237"),
+        ("--3", "3"),
+        ("+-3", "-3"),
+        ("-0.0", "0"),
+        ("1_000 * 2", "2000"),
+        (".5 + 5.", "5.5"),
+        ("1e3", "1000"),
+        ("1e-7", "1e-07"),
+        ("1e16", "1e+16"),
+        ("1234567.891 * 2", "2469135.782"),
+        ("999999999999.5", "999999999999.5"),
+        ("12345678901.25 * 2", "24691357802.5"),
+        ("2 ** 100", "1267650600228229401496703205376"),
+        ("123456789123456789 * 987654321987654321", "121932631356500531347203169112635269"),
+        ("10 ** 308", "1" + "0" * 308),
+        ("10 ** 308 - 10 ** 308", "0"),
+        ("1 ** 10 ** 300", "1"),
+        ("0 ** 10 ** 300", "0"),
+        ("10 ** -400", "0"),
+        ("1" + " + 1" * 100, "101"),
+        ("(" * 50 + "1" + ")" * 50, "1"),
+    ],
+)
+def test_calculator_value(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("", "empty expression"),
+        (" \n ", "empty expression"),
+        ("2 +", "syntax error"),
+        ("2 3", "syntax error at character 3"),
+        ("(1", "was never closed"),
+        ("1 + 1 = 2", "syntax error"),
+        ("$5 * 3", "syntax error"),
+        ("x = 1", "syntax error"),
+        ("import os", "syntax error"),
+        ("1\0", "null bytes|cannot be read"),
+        ("\ud800", "cannot be read"),
+        ("x + 1", "unknown name 'x'"),
+        ("nan", "unknown name 'nan'"),
+        ("inf - inf", "unknown name 'inf'"),
+        ("__import__('os').system('true')", "functions cannot be called"),
+        ("abs(-1)", "functions cannot be called"),
+        ("2(3 + 4)", "write products with *"),
+        ("(1).__class__", "attribute '__class__' is not allowed"),
+        ("'a' * 9", "str 'a' is not a number"),
+        ("b'a'", "bytes"),
+        ("f'{1}'", "JoinedStr is not allowed"),
+        ("True + 1", "bool True is not a number"),
+        ("None", "NoneType"),
+        ("...", "not a number"),
+        ("2j", "complex 2j is not a number"),
+        ("1,000 + 1", "write 1000, not 1,000"),
+        ("()", "Tuple is not allowed"),
+        ("[1]", "List is not allowed"),
+        ("[1] * 9", "List is not allowed"),
+        ("{1: 2}", "Dict is not allowed"),
+        ("[i for i in (1, 2)]", "ListComp is not allowed"),
+        ("lambda: 1", "Lambda is not allowed"),
+        ("(x := 1)", "NamedExpr is not allowed"),
+        ("1 if 1 else 2", "IfExp is not allowed"),
+        ("1 < 2", "Compare is not allowed"),
+        ("1 or 2", "Or is not allowed"),
+        ("~1", "Invert is not allowed"),
+        ("1 << 9", "LShift is not allowed"),
+        ("2 ^ 3", r"use \*\* for powers"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("(-8) ** (1 / 3)", "not a real number"),
+    ],
+)
+def test_calculator_refuses(expression, message):
+    with pytest.raises(ValueError, match=message):
+        calculator(expression)
+
+
+@pytest.mark.parametrize("expression", ["1 / 0", "1 // 0", "1 % 0", "1.5 / 0.0", "1.5 // 0", "0 ** -1", "0.0 ** -1.5"])
+def test_calculator_division_by_zero(expression):
+    with pytest.raises(ZeroDivisionError, match="^division by zero$"):
+        calculator(expression)
+
+
+@pytest.mark.parametrize("expression", [None, 3, ["1 + 1"], b"1"])
+def test_calculator_not_a_string(expression):
+    with pytest.raises(TypeError, match="must be a string"):
+        calculator(expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("9**9**9", "too large"),
+        ("9**9**9**9**9", "too large"),
+        ("-9**9**9", "too large"),
+        ("(-9)**9**9", "too large"),
+        ("10**10000", "too large"),
+        ("10**309", "too large"),
+        ("2**(10**300)", "too large"),
+        ("(2**1000)**(2**1000)", "too large"),
+        ("10**308*10", "too large"),
+        ("10**308*9 + 10**308*9", "too large"),
+        ("9" * 400, "too large"),
+        ("1e999", "too large"),
+        ("1e308 * 10", "too large"),
+        ("10.0 ** 400", "too large"),
+        ("1e308 // 1e-308", "too large"),
+        ("10**308 / 0.1", "too large"),
+        ("(2**1023 - 1) * 2.0 ** 2", "too large"),
+        ("*".join(["10**300"] * 50), "too large"),
+        ("-" * 300 + "1", "nested too deeply"),
+        ("1" + "+1" * 240, "nested too deeply"),
+        ("(" * 240 + "1" + ")" * 240, "too many nested parentheses|cannot be read"),
+        ("1" * 501, "too long: 501 characters"),
+        ("(" * 10**6, "too long"),
+        ("-" * 10**6 + "1", "too long"),
+        ("9**" * 10**6 + "9", "too long"),
+    ],
+)
+def test_calculator_limits_are_quick(expression, message):
+    with at_most(10), pytest.raises(ValueError, match=message):  # unbounded, these take minutes
+        calculator(expression)
+
+
+# --- wiki_search: settings -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wiki(monkeypatch):
+    """A fresh module without settings from outside, whose waits are short."""
+    for name in [name for name in os.environ if name.startswith("WIKI_SEARCH_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    module = load("wiki_search")
+    module.BACKOFF_SECONDS = 0.01
+    return module
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"WIKI_SEARCH_BACKEND": "google"}, ValueError, "'google'; set it to one of local, mediawiki, retrieval"),
+        ({}, ValueError, "WIKI_SEARCH_CORPUS is not set"),
+        ({"WIKI_SEARCH_CORPUS": "/nowhere/corpus.jsonl"}, FileNotFoundError, "/nowhere/corpus.jsonl, which is not"),
+        ({"WIKI_SEARCH_TOPK": "0"}, ValueError, "'0'; set it to a number from 1 to 20"),
+        ({"WIKI_SEARCH_TOPK": "21"}, ValueError, "'21'; set it to a number from 1 to 20"),
+        ({"WIKI_SEARCH_TOPK": "two"}, ValueError, "'two'; set it to a number"),
+        ({"WIKI_SEARCH_BACKEND": "retrieval"}, ValueError, "WIKI_SEARCH_URL is not set"),
+        ({"WIKI_SEARCH_BACKEND": "retrieval", "WIKI_SEARCH_URL": "u:secret@host:80"}, ValueError, "with http://"),
+        (
+            {"WIKI_SEARCH_BACKEND": "mediawiki", "WIKI_SEARCH_URL": "http://u:secret@h:a"},
+            ConnectionError,
+            "InvalidURL",
+        ),
+    ],
+)
+def test_wrong_settings(wiki, monkeypatch, settings, error, message):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=message) as raised:
+        wiki.wiki_search("Normandy")
+    assert "secret" not in str(raised.value)
+    with pytest.raises(error, match=message):
+        wiki.CHECK_TOOLS()  # before training
+
+
+@pytest.mark.parametrize("query", ["", "  \n\t ", "\0"])
+def test_empty_query(wiki, query):
+    with pytest.raises(ValueError, match="empty query"):
+        wiki.wiki_search(query)
+
+
+def test_query_that_is_not_a_string(wiki):
+    with pytest.raises(TypeError, match="query must be a string, got list"):
+        wiki.wiki_search(["Normandy"])
+
+
+# --- wiki_search: local corpus ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def squad(wiki, monkeypatch, tmp_path):
+    """The search over the passages of three Wikipedia articles."""
+    monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(data_file("squad/corpus.jsonl")))
+    monkeypatch.setenv("WIKI_SEARCH_INDEX", str(tmp_path / "squad.fts5"))
+    return wiki
+
+
+@pytest.fixture
+def small(wiki, monkeypatch, tmp_path):
+    """The search over a corpus that the test writes, with the index beside it."""
+    corpus = tmp_path / "data" / "corpus.jsonl"
+    corpus.parent.mkdir()
+    monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(corpus))
+
+    def write(*passages: tuple[str, str]) -> None:
+        rows = [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(passages)]
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    wiki.corpus, wiki.index, wiki.write = corpus, corpus.with_name("corpus.jsonl.fts5"), write
+    return wiki
+
+
+def count_builds(wiki, monkeypatch) -> list:
+    builds, build = [], wiki._build_index
+    monkeypatch.setattr(wiki, "_build_index", lambda *args: (builds.append(args), build(*args)))
+    return builds
+
+
+@pytest.mark.parametrize(("topk", "threshold"), [(1, 0.84), (3, 0.94)])  # measured: 0.854 and 0.958
+def test_recall_of_answers(squad, monkeypatch, topk, threshold):
+    """The share of 473 questions, asked as they stand, for which the result contains an accepted answer."""
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
+    questions = read_jsonl(data_file("squad/qa.jsonl"))
+    assert len(questions) == 473
+    found = 0
+    for row in questions:
+        result = squad.wiki_search(row["question"])
+        assert len(result) <= squad.MAX_RESULT_CHARS
+        found += any(answer.lower() in result.lower() for answer in row["answer"]["aliases"])
+    assert found / len(questions) >= threshold
+
+
+def test_result_is_the_whole_passage(squad):
+    rows = {row["id"]: row for row in read_jsonl(data_file("squad/corpus.jsonl"))}
+    text = rows["Normans-0"]["text"]
+    assert squad.wiki_search("Rollo agreed to swear fealty to King Charles III") == f"[1] Normans\n{text}"
+
+
+def test_topk_results_are_numbered_and_ranked(squad, monkeypatch):
+    best = squad.wiki_search("Norse leader Rollo")
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    three = squad.wiki_search("Norse leader Rollo")
+    assert three.startswith(best + "\n\n[2] Normans\n")
+    assert "\n\n[3] " in three
+    assert "\n\n[4] " not in three
+
+
+def test_title_counts_more_than_text(small):
+    small.write(
+        ("Lyon", "A city of two rivers, unlike Paris or Rouen, in the valley."),
+        ("Paris", "A city of two rivers, unlike Lyon or Rouen, in the valley."),
+    )
+    assert small.wiki_search("paris").startswith("[1] Paris\n")
+    assert small.wiki_search("lyon").startswith("[1] Lyon\n")
+
+
+def test_words_are_matched_by_stem_case_and_accent(small):
+    small.write(("Zürich", "Bankers are counting."), ("Kyoto", "Temples."))
+    for query in ["zurich", "ZÜRICH", "Zu\u0308rich", "banker", "counted"]:
+        assert small.wiki_search(query).startswith("[1] Zürich\n"), query
+
+
+def test_query_of_stop_words_alone_is_searched(small):
+    small.write(("The Who", "A band."), ("Genesis", "One more band."))
+    assert small.wiki_search("the who").startswith("[1] The Who\n")
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        'Rollo"',
+        '"Rollo',
+        '""" Rollo """',
+        "'; DROP TABLE passages; -- Rollo",
+        "Rollo AND",
+        "NOT Rollo",
+        "NEAR(Rollo, 2)",
+        "Rollo*",
+        "^Rollo",
+        "title:Rollo",
+        "{title text}: Rollo",
+        "- (Rollo",
+        "Rollo)) OR ((",
+        "Rollo\0\\",
+        "Rollo \ud800",
+        "Rollo ☃ 日本語 🙂 _ ²",
+        "_Rollo_",
+    ],
+)
+def test_search_syntax_in_a_query_is_harmless(small, query):
+    small.write(("Paris", "A city."), ("Normans", "The leader Rollo."), ("Rouen", "Another city."))
+    assert small.wiki_search(query) == "[1] Normans\nThe leader Rollo."
+
+
+def test_search_syntax_ranks_as_plain_words_do(squad, monkeypatch):
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "5")
+    plain = squad.wiki_search("near title Rollo text Normandy")
+    assert squad.wiki_search('NEAR(title:Rollo* -{text}: + ^"Normandy")') == plain
+
+
+@pytest.mark.parametrize("query", ["xylophone", "日本語", "?!", '"', "***", "_", "🙂", "id:0", "Normans-0000"])
+def test_no_results_is_an_answer(small, query):
+    small.write(("Paris", "A city."))
+    assert small.wiki_search(query) == f"No results for: {query}\nTry other words."
+
+
+def test_long_queries(squad):
+    assert "Rollo" in squad.wiki_search("Rollo " + "zz " * 10**5)
+    assert "Rollo" in squad.wiki_search("Rollo " + " ".join(f"q{i}" for i in range(10**4)))
+    assert len(squad.wiki_search("x" * 10**6)) < 400
+
+
+def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
+    """Measured: 0.854, 0.939, 0.968, 0.973 and 0.973."""
+    questions = read_jsonl(data_file("squad/qa.jsonl"))
+    recalls = []
+    for topk in (1, 2, 4, 8, 20):
+        monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
+        results = [squad.wiki_search(row["question"]).lower() for row in questions]
+        answers = [[answer.lower() for answer in row["answer"]["aliases"]] for row in questions]
+        recalls.append(sum(any(a in result for a in some) for result, some in zip(results, answers, strict=True)))
+    assert recalls == sorted(recalls)
+    assert recalls[-1] / len(questions) >= 0.96
+
+
+def test_passages_stay_whole_while_they_fit(small, monkeypatch):
+    """Of 1000 characters each: two are whole, of the third what is left of 3000, and nothing of the others."""
+    small.write(*[(name, "word " * 199 + name) for name in "ABCDE"])
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "1")
+    best = small.wiki_search("word")
+    assert len(best) == len("[1] A\n") + 996
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
+    two = small.wiki_search("word")
+    assert two.startswith(best + "\n\n[2] ")
+    assert "cut" not in two
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    three = small.wiki_search("word")
+    assert three.startswith(two + "\n\n[3] ")
+    assert 2980 < len(three) <= 3000
+    assert three.endswith(" ... [cut, 1002 characters in all]")
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "5")
+    assert small.wiki_search("word") == three
+
+
+def test_no_stump_of_a_passage(small, monkeypatch):
+    """After 2769 characters of the first passage, too few are left for the second."""
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
+    small.write(("Long", "word " * 550 + "very rares"), ("Short", "word " * 100))
+    assert "cut" not in small.wiki_search("word rares")
+    assert "[2]" not in small.wiki_search("word rares")
+
+
+def test_first_passage_is_cut_where_it_is_too_long(small, monkeypatch):
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    small.write(("Long", "word " * 5000))
+    result = small.wiki_search("word")
+    assert 2990 < len(result) <= 3000
+    assert result.endswith(" ... [cut, 25008 characters in all]")
+
+
+def test_index_is_built_once_and_reused(squad, monkeypatch, tmp_path):
+    builds = count_builds(squad, monkeypatch)
+    first = squad.wiki_search("Rollo")
+    written = (tmp_path / "squad.fts5").stat()
+    assert squad.wiki_search("Rollo") == first
+    with ThreadPoolExecutor(1) as pool:  # another thread opens a connection of its own
+        assert pool.submit(squad.wiki_search, "Rollo").result() == first
+    other = load("wiki_search")  # as another process
+    monkeypatch.setattr(other, "_build_index", lambda *args: pytest.fail("built again"))
+    assert other.wiki_search("Rollo") == first
+    assert len(builds) == 1
+    assert (tmp_path / "squad.fts5").stat() == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
+
+
+def test_index_is_rebuilt_when_the_corpus_changes(small, monkeypatch):
+    builds = count_builds(small, monkeypatch)
+    small.write(("Paris", "The mayor is Anne."))
+    assert "Anne" in small.wiki_search("mayor of Paris")
+    small.write(("Paris", "The mayor is Bertrand."))
+    assert "Bertrand" in small.wiki_search("mayor of Paris")
+    small.write(("Paris", "The mayor is Jacqueso."))  # of the same size, but changed later
+    os.utime(small.corpus, ns=(0, small.corpus.stat().st_mtime_ns + 10**9))
+    assert "Jacqueso" in small.wiki_search("mayor of Paris")
+    assert len(builds) == 3
+
+
+def test_connections_are_read_only(squad):
+    squad.wiki_search("Rollo")
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        squad._index().execute("DELETE FROM built_from")
+
+
+def test_index_goes_to_the_cache_if_the_corpus_lies_on_a_read_only_disk(small, monkeypatch, tmp_path):
+    small.write(("Paris", "A city."))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(small.os, "access", lambda path, mode: False)  # a superuser may write everywhere
+    small.corpus.parent.chmod(0o555)
+    try:
+        assert "A city." in small.wiki_search("Paris")
+    finally:
+        small.corpus.parent.chmod(0o755)
+    assert [path.name for path in small.corpus.parent.iterdir()] == ["corpus.jsonl"]
+    assert len(list((tmp_path / "cache" / "wiki_search").glob("corpus-*.fts5"))) == 1
+
+
+def test_index_path_that_names_another_file_is_not_overwritten(squad, monkeypatch, tmp_path):
+    precious = tmp_path / "notes.txt"
+    precious.write_text("precious " * 1000)
+    monkeypatch.setenv("WIKI_SEARCH_INDEX", str(precious))
+    with pytest.raises(ValueError, match=r"notes\.txt is not an index of this tool"):
+        squad.wiki_search("Rollo")
+    assert precious.read_text() == "precious " * 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"id": "0", "title": "a", "text": "b"}\n{"id": "1", "title"\n', "line 2: expected a JSON object"),
+        ('{"id": "0", "contents": "a"}\n', "line 1: expected a JSON object with the strings id, title and text"),
+        ('{"id": 0, "title": "a", "text": "b"}\n', "line 1: expected"),
+        ("[]\n", "line 1: expected"),
+        ("\n", "line 1: expected"),
+    ],
+)
+def test_malformed_corpus_names_the_line_and_leaves_nothing(small, text, message):
+    small.corpus.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        small.wiki_search("Paris")
+    assert {path.name for path in small.corpus.parent.iterdir()} == {"corpus.jsonl", "corpus.jsonl.fts5.lock"}
+    small.write(("Paris", "A city."))
+    assert "A city." in small.wiki_search("Paris")
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What a function returns or raises that may hang in a call of the operating system, which no signal ends."""
+    outcome = []
+
+    def work():
+        try:
+            outcome.append((function(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert outcome, "hangs"
+    if outcome[0][1] is not None:
+        raise outcome[0][1]
+    return outcome[0][0]
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", pytest.param("other user", marks=needs_root)])
+def test_lock_that_others_have_put_there(small, tmp_path, kind):
+    small.write(("Paris", "A city."))
+    lock, elsewhere = Path(f"{small.index}.lock"), tmp_path / "elsewhere"
+    if kind == "link":
+        lock.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.touch()
+        os.chown(lock, 12345, -1)
+    with pytest.raises(ValueError, match=r"the lock .*\.fts5\.lock .*: delete it, or set WIKI_SEARCH_IND"):
+        within(20, lambda: small.wiki_search("Paris"))
+    assert not elsewhere.exists()
+    assert not small.index.exists()
+
+
+def test_lock_is_private(small):
+    small.write(("Paris", "A city."))
+    small.wiki_search("Paris")
+    assert stat.S_IMODE(Path(f"{small.index}.lock").stat().st_mode) == 0o600
+
+
+def test_index_that_is_a_pipe(small):
+    small.write(("Paris", "A city."))
+    os.mkfifo(small.index)
+    with pytest.raises(ValueError, match=r"\.fts5 is not a file: delete it or set WIKI_SEARCH_INDEX"):
+        within(20, lambda: small.wiki_search("Paris"))
+
+
+@needs_root
+def test_index_of_another_user_counts_only_where_not_everybody_may_write(small):
+    small.write(("Paris", "A city."))
+    expected = small.wiki_search("Paris")
+    os.chown(small.index, 12345, -1)
+    assert load("wiki_search").wiki_search("Paris") == expected  # a colleague's, beside the corpus
+    small.index.parent.chmod(0o1777)
+    with pytest.raises(ValueError, match="belongs to another user, in a folder where everybody may write: set WIKI"):
+        load("wiki_search").wiki_search("Paris")
+
+
+@pytest.mark.parametrize("fault", ["open", pytest.param("other user", marks=needs_root)])
+def test_cache_folder_that_others_may_write_to(small, monkeypatch, tmp_path, fault):
+    small.write(("Paris", "A city."))
+    cache = tmp_path / "cache" / "wiki_search"
+    cache.mkdir(parents=True)
+    cache.chmod(0o777 if fault == "open" else 0o755)
+    if fault == "other user":
+        os.chown(cache, 12345, -1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(small.os, "access", lambda path, mode: False)  # a superuser may write everywhere
+    with pytest.raises(
+        ValueError, match=r"others may write to the folder .*/cache/wiki_search: set WIKI_SEARCH_INDEX"
+    ):
+        small.wiki_search("Paris")
+    assert list(cache.iterdir()) == []
+
+
+FIRST_SEARCH = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("wiki_search", sys.argv[1])
+wiki = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(wiki)
+build, builds = wiki._build_index, []
+wiki._build_index = lambda *args: (builds.append(args), build(*args))
+print("ready", flush=True)
+sys.stdin.readline()
+print(wiki.wiki_search("Who was the Norse leader Rollo?"))
+print("builds:", len(builds))
+"""
+
+
+def test_processes_that_start_together_build_one_index(squad, tmp_path):
+    command = [sys.executable, "-c", FIRST_SEARCH, str(TOOLS / "wiki_search.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        ended = [process.communicate(timeout=30) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [errors for _, errors in ended] == [""] * 4
+    results, builds = zip(*(output.rsplit("builds: ", 1) for output, _ in ended), strict=True)
+    assert set(results) == {squad.wiki_search("Who was the Norse leader Rollo?") + "\n"}
+    assert sorted(int(n) for n in builds) == [0, 0, 0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
+
+
+def test_threads_that_start_together_build_one_index(squad, monkeypatch):
+    builds = count_builds(squad, monkeypatch)
+    together = threading.Barrier(8)
+
+    def search(i: int) -> str:
+        together.wait(timeout=10)
+        return [squad.wiki_search(query) for query in ("Rollo", "Turing machine", "Los Angeles")]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(search, range(8)))
+    assert len(builds) == 1
+    assert all(result == results[0] for result in results)
+
+
+# --- wiki_search: HTTP -----------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the scripted replies first, then by its protocol; keeps the requests it got."""
+
+    daemon_threads = True
+
+    def __init__(self, protocol):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.protocol, self.replies, self.requests, self.times = protocol, [], [], []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def reply(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        reply = {}
+        if "meta=siteinfo" not in self.path:  # which is asked for once: neither counted nor scripted
+            self.server.times.append(time.perf_counter())
+            self.server.requests.append((self.command, self.path, dict(self.headers), body))
+            reply = self.server.replies.pop(0) if self.server.replies else {}
+        time.sleep(reply.get("delay", 0))
+        status = reply.get("status", 200)
+        text = reply.get("text") or (json.dumps(self.server.protocol(self.path, body)) if status == 200 else "busy")
+        data = text.encode()
+        with contextlib.suppress(ConnectionError):  # a client that waited long enough
+            self.send_response(status)
+            for name, value in {"Content-Length": len(data), **reply.get("headers", {})}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(data)
+
+    do_GET = do_POST = reply
+
+    def log_message(self, *args):
+        pass
+
+
+PASSAGES = [
+    ("Normans", "The Norse leader Rollo swore fealty."),
+    ("Rollo", "First ruler of Normandy.\nDied about 930."),
+    ("Rouen", "A city on the Seine."),
+]
+
+
+def retrieval_protocol(path: str, body: bytes) -> dict:
+    """Search-R1's retrieval server: one list of scored documents per query."""
+    assert path == "/retrieve"
+    request = json.loads(body)
+    assert request.keys() == {"queries", "topk", "return_scores"}
+    assert request["return_scores"] is True
+    found = [] if request["queries"] == ["nothing"] else PASSAGES[: request["topk"]]
+    documents = [{"document": {"contents": f'"{title}"\n{text}'}, "score": 0.9} for title, text in found]
+    return {"result": [documents for _ in request["queries"]]}
+
+
+class MediaWiki:
+    """MediaWiki's api.php, as a real one answered (1.39): of a wiki with or without each of the two extensions.
+
+    CirrusSearch ranks, and knows OR. MediaWiki's own search wants every word, in order of page id, and keeps titles
+    and texts apart.
+    """
+
+    def __init__(self, *extensions: str, pages: list[tuple[str, str]] = PASSAGES):
+        self.extensions, self.pages = extensions or ("CirrusSearch", "TextExtracts"), dict(pages)
+        self.titles_asked_for_text = []
+
+    def __call__(self, path: str, body: bytes) -> dict:
+        params = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
+        assert (params["action"], params["format"], params["formatversion"]) == ("query", "json", "2")
+        if params.get("meta") == "siteinfo":
+            skin = {"type": "skin", "name": "Vector", "url": "https://www.mediawiki.org/wiki/Skin:Vector"}
+            names = [{"type": "other", "name": name, "version": "0.1"} for name in self.extensions]
+            return {"batchcomplete": True, "query": {"extensions": [skin, *names]}}
+        if params.get("list") == "search":
+            return self.search(params)
+        if params.get("list") == "random":
+            assert params["rnnamespace"] == "0"
+            pages = [{"id": 100 - i, "ns": 0, "title": title} for i, title in enumerate(self.pages)]
+            return {"batchcomplete": True, "query": {"random": pages[: int(params["rnlimit"])]}}
+        return self.texts(params)
+
+    def search(self, params: dict) -> dict:
+        assert params["srnamespace"] == "0"
+        words = params["srsearch"].lower().split()
+        if "CirrusSearch" in self.extensions:
+            found = [] if "nothing" in words and "OR" not in params["srsearch"] else list(self.pages)
+        else:
+            where = {title: (text if params.get("srwhat") == "text" else title) for title, text in self.pages.items()}
+            found = [title for title, text in where.items() if set(words) <= set(re.findall(r"\w+", text.lower()))]
+        hits = [
+            {
+                "ns": 0,
+                "title": title,
+                "pageid": 100 - i,
+                "size": 541,
+                "wordcount": 83,
+                "snippet": "...",
+                "timestamp": "",
+            }
+            for i, title in enumerate(found)
+        ]
+        info = {"totalhits": len(hits)}
+        return {"batchcomplete": True, "query": {"searchinfo": info, "search": hits[: int(params["srlimit"])]}}
+
+    def texts(self, params: dict) -> dict:
+        assert params["redirects"] == "1"
+        titles = params["titles"].split("|")
+        self.titles_asked_for_text.append(titles)
+        pages = [{"pageid": 100 - i, "ns": 0, "title": title} for i, title in enumerate(self.pages) if title in titles]
+        answer = {"batchcomplete": True, "query": {"pages": pages[::-1]}}
+        for page in pages:
+            text = self.pages[page["title"]]
+            if params["prop"] == "revisions":
+                assert (params["rvprop"], params["rvslots"]) == ("content", "main")
+                main = {"contentmodel": "wikitext", "contentformat": "text/x-wiki", "content": text}
+                page["revisions"] = [{"slots": {"main": main}}]
+            elif "TextExtracts" in self.extensions:
+                assert {"exintro", "explaintext"} < params.keys()
+                assert int(params["exlimit"]) == len(titles)
+                page["extract"] = "" if text.startswith("=") else text
+            else:  # what a wiki without the extension says: the pages come without texts
+                warning = 'Unrecognized value for parameter "prop": extracts'
+                answer["warnings"] = {"query": {"warnings": warning}}
+        return answer
+
+
+@pytest.fixture(params=["retrieval", "mediawiki"])
+def server(request, wiki, monkeypatch):
+    """A server of either protocol, and the tool set to it."""
+    server = Server({"retrieval": retrieval_protocol, "mediawiki": MediaWiki()}[request.param])
+    server.requests_per_search = {"retrieval": 1, "mediawiki": 2}[request.param]  # titles, then texts
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    monkeypatch.setenv("WIKI_SEARCH_BACKEND", request.param)
+    monkeypatch.setenv("WIKI_SEARCH_URL", server.url + {"retrieval": "", "mediawiki": "/w/api.php"}[request.param])
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_search_by_http(wiki, server, monkeypatch):
+    assert wiki.wiki_search("Norse leader") == "[1] Normans\nThe Norse leader Rollo swore fealty."
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    assert wiki.wiki_search("Norse leader") == (
+        "[1] Normans\nThe Norse leader Rollo swore fealty.\n\n"
+        "[2] Rollo\nFirst ruler of Normandy.\nDied about 930.\n\n"
+        "[3] Rouen\nA city on the Seine."
+    )
+    assert wiki.wiki_search("nothing") == "No results for: nothing\nTry other words."
+    assert len(server.requests) == 2 * server.requests_per_search + 1
+    wiki.CHECK_TOOLS()
+
+
+def test_queries_arrive_as_they_are(wiki, server):
+    query = 'Zürich & "Köln"? #1 + 100% 日本 \'x\'; {"queries": []}'
+    wiki.wiki_search(f" {query}\n")
+    method, path, _, body = server.requests[0]
+    sent = json.loads(body)["queries"] if method == "POST" else parse_qs(urlsplit(path).query)["srsearch"]
+    assert sent == [query]
+
+
+def test_user_agent(wiki, server, monkeypatch):
+    wiki.wiki_search("Rollo")
+    monkeypatch.setenv("WIKI_SEARCH_USER_AGENT", "my-search/2 (me@example.org)")
+    wiki.wiki_search("Rollo")
+    agents = [headers["User-Agent"] for _, _, headers, _ in server.requests]
+    times = server.requests_per_search
+    assert agents == [wiki.USER_AGENT] * times + ["my-search/2 (me@example.org)"] * times
+
+
+def test_one_session_per_thread(wiki, server):
+    session = wiki._session()
+    assert wiki._session() is session
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(wiki._session).result() is not session
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(wiki.wiki_search, ["Rollo"] * 24))
+    assert results == ["[1] Normans\nThe Norse leader Rollo swore fealty."] * 24
+
+
+def test_busy_server_is_asked_again(wiki, server):
+    server.replies = [{"status": 429}, {"status": 503}]
+    assert "Rollo" in wiki.wiki_search("Rollo")
+    assert len(server.requests) == 2 + server.requests_per_search
+
+
+def test_retry_after_is_respected(wiki, server):
+    server.replies = [{"status": 429, "headers": {"Retry-After": "1"}}]
+    assert "Rollo" in wiki.wiki_search("Rollo")
+    assert server.times[1] - server.times[0] >= 1
+
+
+@pytest.mark.parametrize("value", ["3600", "Fri, 31 Dec 9999 23:59:59 GMT", "soon"])
+def test_retry_after_is_bounded(wiki, server, value):
+    wiki.MAX_WAIT_SECONDS = 0.05
+    server.replies = [{"status": 429, "headers": {"Retry-After": value}}]
+    with at_most(60):
+        assert "Rollo" in wiki.wiki_search("Rollo")
+
+
+@pytest.mark.parametrize(("status", "advice"), [(500, "check the server's log"), (429, "search less often")])
+def test_server_that_fails_three_times(wiki, server, status, advice):
+    server.replies = [{"status": status, "text": "out of memory " * 100}] * 3
+    with pytest.raises(RuntimeError) as raised:
+        wiki.wiki_search("Rollo")
+    message = str(raised.value)
+    assert f"{server.url}" in message
+    assert f"answered 3 times with status {status} (out of memory" in message
+    assert advice in message
+    assert len(message) < 500
+    assert len(server.requests) == 3
+    assert "Rollo" in wiki.wiki_search("Rollo")  # the session is still good
+
+
+def test_other_statuses_are_not_tried_again(wiki, server):
+    server.replies = [{"status": 404, "text": "no such page"}]
+    with pytest.raises(RuntimeError, match=r"answered with status 404 \(no such page\): .*WIKI_SEARCH_URL"):
+        wiki.wiki_search("Rollo")
+    assert len(server.requests) == 1
+
+
+def test_slow_server(wiki, server):
+    wiki.READ_TIMEOUT = 0.2
+    server.replies = [{"delay": 3}]
+    with pytest.raises(TimeoutError, match=rf"{server.url}.* did not answer within 0.2 s"):
+        wiki.wiki_search("Rollo")
+    assert len(server.requests) == 1  # a slow server is not asked again
+
+
+def test_no_server(wiki, server, monkeypatch):
+    server.server_close()
+    monkeypatch.setenv("WIKI_SEARCH_URL", server.url.replace("127.0.0.1", "user:secret@127.0.0.1"))
+    with pytest.raises(ConnectionError, match="no answer from .*refused.*: check that it is running") as raised:
+        wiki.wiki_search("Rollo")
+    assert server.url in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html>Hello</html>",
+        '{"result": [[',
+        "[]",
+        "null",
+        '{"result": null, "query": []}',
+        '{"result": [], "query": {"pages": 3}}',
+        '{"result": [[{"document": {}}]], "query": {"pages": [{"title": "no index"}]}}',
+        '{"result": [[{"document": {"contents": null}}]], "query": {"pages": {"7": {"title": "version 1"}}}}',
+        '{"result": [["text"]], "query": {"pages": [null]}}',
+    ],
+)
+def test_malformed_answer(wiki, server, text):
+    server.replies = [{"text": text}]
+    with pytest.raises(RuntimeError, match=rf"{server.url}.* did not answer with a JSON object.* but with .*check"):
+        wiki.wiki_search("Rollo")
+
+
+def test_long_answer_is_cut(wiki, server):
+    contents = "word " * 10**5
+    page = {"title": "Long", "index": 1, "extract": contents}
+    reply = {
+        "result": [[{"document": {"contents": f"Long\n{contents}"}}]],
+        "query": {"search": [{"title": "Long"}], "pages": [page]},
+    }
+    server.replies = [{"text": json.dumps(reply)}] * server.requests_per_search
+    result = wiki.wiki_search("word")
+    assert wiki.MAX_RESULT_CHARS - 10 < len(result) <= wiki.MAX_RESULT_CHARS
+    assert result.startswith("[1] Long\nword word ")
+    assert result.endswith("word ... [cut, 500008 characters in all]")
+
+
+@pytest.mark.parametrize("server", ["retrieval"], indirect=True)
+@pytest.mark.parametrize(
+    ("contents", "result"),
+    [
+        ("Rollo\nA ruler.", "[1] Rollo\nA ruler."),
+        ('"Rollo"\nA ruler.', "[1] Rollo\nA ruler."),
+        ('""Weird Al" Yankovic"\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
+        ('"Weird Al" Yankovic\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
+        ("A passage without a title.", "[1] \nA passage without a title."),
+    ],
+)
+def test_title_of_retrieved_contents(wiki, server, contents, result):
+    server.replies = [{"text": json.dumps({"result": [[{"document": {"contents": contents}, "score": 1.0}]]})}]
+    assert wiki.wiki_search("Rollo") == result
+
+
+@pytest.mark.parametrize("server", ["retrieval"], indirect=True)
+@pytest.mark.parametrize("suffix", ["/", "/retrieve", "/retrieve/"])
+def test_url_of_the_retrieval_server(wiki, server, monkeypatch, suffix):
+    monkeypatch.setenv("WIKI_SEARCH_URL", server.url + suffix)
+    assert "Rollo" in wiki.wiki_search("Rollo")
+
+
+@pytest.mark.parametrize("server", ["retrieval"], indirect=True)
+def test_server_that_returns_more_than_asked_for(wiki, server, monkeypatch):
+    documents = [{"document": {"contents": f"Title {i}\nText {i}."}, "score": 1.0} for i in range(5)]
+    server.replies = [{"text": json.dumps({"result": [documents]})}] * 2
+    assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0."
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
+    assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0.\n\n[2] Title 1\nText 1."
+
+
+@pytest.mark.parametrize("server", ["retrieval"], indirect=True)
+def test_check_warns_of_a_retrieval_server_that_finds_nothing(wiki, server):
+    server.replies = [{"text": '{"result": [[]]}'}]
+    with pytest.warns(UserWarning, match="No results for: history .*: check that the retrieval server has loaded"):
+        wiki.CHECK_TOOLS()
+
+
+# --- wiki_search: MediaWiki ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+@pytest.mark.parametrize(
+    ("code", "info"),
+    [("ratelimited", "You've exceeded your limit."), ("search-text-disabled", "text search is disabled.")],
+)
+def test_error_in_a_mediawiki_answer(wiki, server, code, info):
+    error = json.dumps({"error": {"code": code, "info": info, "docref": "See https://..."}})
+    server.replies = [{"text": error}, {"text": error}]
+    with pytest.raises(RuntimeError, match=rf"'{code}': {info}; check WIKI_SEARCH_URL or"):
+        wiki.wiki_search("Rollo")
+    with pytest.raises(RuntimeError, match=rf"'{code}': {info}; check WIKI_SEARCH_URL or"):
+        wiki.CHECK_TOOLS()
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_cirrus_search_gets_the_query_and_then_any_of_its_words(wiki, server):
+    assert wiki.wiki_search("Who found nothing in Rouen?").startswith("[1] Normans\n")
+    searches = [parse_qs(urlsplit(path).query) for _, path, _, _ in server.requests]
+    assert [params["srsearch"] for params in searches[:2]] == [
+        ["Who found nothing in Rouen?"],
+        ["found OR nothing OR rouen"],
+    ]
+    assert len(searches) == 3
+
+
+ARTICLES = [
+    ("Rouen", "A city of Normandy on the river Seine."),
+    ("Paris", "A city on the river Seine."),
+    ("Rollo", "== Life ==\nThe leader of the [[Vikings|Norse]] in [[Normandy]].<ref>A note.</ref>"),
+]
+
+
+@pytest.fixture
+def own_search(wiki, server):
+    """Sets the server to a wiki with MediaWiki's own search; with TextExtracts or not."""
+
+    def set_up(*extensions: str, pages=ARTICLES) -> MediaWiki:
+        server.protocol = MediaWiki("ParserFunctions", *extensions, pages=pages)
+        return server.protocol
+
+    return set_up
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+@pytest.mark.parametrize("extensions", [(), ("TextExtracts",)])
+def test_wiki_with_the_search_of_mediawiki_itself(wiki, own_search, monkeypatch, extensions):
+    """It wants every word of a query: the pages with the most and the rarest words are found all the same."""
+    own_search(*extensions)
+    assert wiki.wiki_search("Which city lies in Normandy?") == "[1] Rouen\nA city of Normandy on the river Seine."
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
+    rollo = "Rollo\n== Life ==\nThe leader of the Norse in Normandy."
+    assert wiki.wiki_search("Who was the Norse leader of some city?") == (  # two rare words before a common one
+        f"[1] {rollo}\n\n[2] Rouen\nA city of Normandy on the river Seine."
+    )
+    assert wiki.wiki_search("xylophone") == "No results for: xylophone\nTry other words."
+    assert wiki.wiki_search("?!") == "No results for: ?!\nTry other words."
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_check_says_that_textextracts_is_missing(wiki, own_search):
+    own_search()
+    with pytest.warns(
+        UserWarning, match=r"no extension TextExtracts.*add wfLoadExtension\( 'TextExtracts' \); to its"
+    ):
+        wiki.CHECK_TOOLS()
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_check_of_a_good_wiki_is_silent(wiki, own_search, recwarn):
+    own_search("TextExtracts")
+    wiki.CHECK_TOOLS()
+    assert list(recwarn) == []
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ([], "has no pages in its main namespace: check WIKI_SEARCH_URL"),
+        ([("A", ""), ("B", "")], r"gives no text of its pages \(A, B\): add wfLoadExtension\( 'TextExtracts' \);"),
+    ],
+)
+def test_check_of_a_wiki_without_text(wiki, own_search, pages, message):
+    own_search(pages=pages)
+    with pytest.raises(ValueError, match=message):
+        wiki.CHECK_TOOLS()
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_check_of_a_wiki_whose_search_finds_nothing(wiki, own_search):
+    protocol = own_search("TextExtracts")
+    protocol.search = lambda params: {"query": {"searchinfo": {"totalhits": 0}, "search": []}}
+    with pytest.raises(ValueError, match=r"finds nothing for 'Life leader Norse', words of its page 'Rollo': rebuild"):
+        wiki.CHECK_TOOLS()
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("'''Rollo''' ({{circa|{{year|860}}}}) was ''first''.", "Rollo () was first."),
+        (
+            "{{Infobox\n|name=Rollo\n}}\n{| class=x\n| cell\n|}\nA [[Vikings|Viking]] in [[Normandy]].",
+            "A Viking in Normandy.",
+        ),
+        ('A<ref name="x">Note [[y]].</ref> B<ref name=x />.<!-- hidden -->', "A B."),
+        ("[[File:A.jpg|thumb|A [[cat|big cat]] here]][[Datei:B.jpg|mini|links|Bild]]A.[[Category:C]]", "A."),
+        ("See [https://x.org the site] &amp; <b>more</b>.", "See the site & more."),
+        ("The introduction.\n\n== Life ==\nMore.", "The introduction."),
+        ("== Life ==\nNo introduction.", "== Life ==\nNo introduction."),
+    ],
+)
+def test_text_of_wikitext(wiki, own_search, wikitext, text):
+    own_search(pages=[("Rollo", f"{wikitext}<!-- rareword -->")])
+    assert wiki.wiki_search("rareword") == f"[1] Rollo\n{text}"
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_redirect_gives_the_page_that_it_leads_to(wiki, own_search):
+    protocol = own_search("TextExtracts", pages=[("Hrolf", "#REDIRECT [[Rollo]]"), ("Rollo", "A leader.")])
+    answer = {
+        "redirects": [{"from": "Hrolf", "to": "Rollo"}],
+        "pages": [{"pageid": 7, "ns": 0, "title": "Rollo", "extract": "A leader."}],
+    }
+    protocol.texts = lambda params: {"batchcomplete": True, "query": answer}
+    assert wiki.wiki_search("redirect") == "[1] Rollo\nA leader."
+
+
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+@pytest.mark.parametrize("text", ['{"query": {"pages": [{"extract": "no title"}]}}', '{"query": {"pages": 3}}', "{}"])
+def test_malformed_texts(wiki, server, text):
+    search = json.dumps({"query": {"searchinfo": {"totalhits": 1}, "search": [{"ns": 0, "title": "Rollo"}]}})
+    server.replies = [{"text": search}, {"text": text}]
+    with pytest.raises(
+        RuntimeError, match=r"did not answer with a JSON object with query.pages but with .*check that"
+    ):
+        wiki.wiki_search("Rollo")
+
+
+# --- a real MediaWiki, of the system's packages ----------------------------------------------------------------------
+
+MEDIAWIKI = Path("/usr/share/mediawiki")
+PAGE = """<page><title>{title}</title><ns>0</ns><revision><timestamp>2026-01-01T00:00:00Z</timestamp>
+<contributor><username>Admin</username></contributor><model>wikitext</model><format>text/x-wiki</format>
+<text xml:space="preserve">{text}</text></revision></page>"""
+
+
+def install_mediawiki() -> None:
+    """From the distribution's packages, if this user may. Skips the test otherwise."""
+    if MEDIAWIKI.is_dir() and shutil.which("php"):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip("needs the packages mediawiki, php-cli and php-sqlite3, or root and apt-get to install them")
+    if Path("/run/systemd/system").exists():
+        pytest.skip("needs the package mediawiki; installing it here would start a web server on every interface")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # starts no web server
+    packages = ["mediawiki", "php-cli", "php-sqlite3", "php-mbstring", "php-xml", "php-intl"]
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+        done = subprocess.run(["apt-get", *command], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"apt-get {command[0]} failed: {done.stderr.strip()[-300:]}")
+
+
+def php(*arguments: str) -> None:
+    done = subprocess.run(["php", *arguments], cwd=MEDIAWIKI, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def real_wiki(tmp_path_factory):
+    """The folder of a wiki with the passages as its pages; plain.php and extracts.php are its settings."""
+    install_mediawiki()
+    folder = tmp_path_factory.mktemp("mediawiki")
+    pages = [
+        PAGE.format(title=row["id"], text=escape(row["text"])) for row in read_jsonl(data_file("squad/corpus.jsonl"))
+    ]
+    xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">{"".join(pages)}</mediawiki>'
+    (folder / "pages.xml").write_text(xml, encoding="utf-8")
+    settings = {"dbtype": "sqlite", "dbpath": folder, "dbname": "wiki", "confpath": folder, "scriptpath": ""}
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    php("maintenance/install.php", *options, "--server=http://127.0.0.1", "--pass=a-Long-Password-1", "Wiki", "Admin")
+    written = (folder / "LocalSettings.php").read_text()
+    (folder / "plain.php").write_text(written)
+    (folder / "extracts.php").write_text(f"{written}\nwfLoadExtension( 'TextExtracts' );\n")
+    for script, *arguments in (["importDump", folder / "pages.xml"], ["rebuildtextindex"]):
+        php(f"maintenance/{script}.php", f"--conf={folder / 'plain.php'}", *map(str, arguments))
+    return folder
+
+
+@pytest.fixture
+def serve_wiki(real_wiki):
+    """Starts PHP's own server on the wiki with one of its settings; gives its URL."""
+    processes = []
+
+    def serve(settings: str) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        command = ["php", "-d", "opcache.enable_cli=1", "-S", address, "-t", str(MEDIAWIKI)]
+        environment = {**os.environ, "MW_CONFIG_FILE": str(real_wiki / f"{settings}.php")}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(address.split(":"), timeout=1):
+                return f"http://{address}/api.php"
+            assert processes[-1].poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+
+    yield serve
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", ["plain", "extracts"])
+def test_recall_on_a_real_mediawiki(wiki, serve_wiki, monkeypatch, settings):
+    """Of 32 questions as they stand. Measured with and without TextExtracts: 25 and 31; by titles alone: none."""
+    monkeypatch.setenv("WIKI_SEARCH_BACKEND", "mediawiki")
+    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki(settings))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wiki.CHECK_TOOLS()
+    assert ["TextExtracts" in str(warning.message) for warning in caught] == [True] * (settings == "plain")
+    questions = read_jsonl(data_file("squad/qa.jsonl"))[::15]
+    assert len(questions) == 32
+    first = third = 0
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    for row in questions:
+        result = wiki.wiki_search(row["question"]).lower()
+        answers = [answer.lower() for answer in row["answer"]["aliases"]]
+        first += any(answer in result.partition("\n\n[2] ")[0] for answer in answers)
+        third += any(answer in result for answer in answers)
+    assert first >= 24
+    assert third >= 29
+    for query in ("_", "日本語", '"', "xylophone"):
+        assert wiki.wiki_search(query) == f"No results for: {query}\nTry other words."

@@ -1,0 +1,613 @@
+"""What the README and the pages under docs/ say is so.
+
+Keys exist and have these defaults, metrics are logged, examples run, commands name scripts and options that exist,
+files and links lead somewhere, and the tables of the benchmarks are those of their result files. What runs
+the commands, and blocks of other languages: tests/docs/test_commands.py.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import shlex
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from bench import template_table
+from bench.common import with_section
+from datasets import Dataset
+from test_agents import run as run_agent
+from test_conversation import call
+from test_verl import build as verl_build, converse as verl_converse
+from transformers import AutoTokenizer
+from trl import GRPOConfig, ScriptArguments
+
+import mt_grpo
+import mt_grpo_trainer as mt
+from mt_grpo.conversation.environments import METHODS
+from mt_grpo.conversation.formats.xml import TOOL_FORMATS
+from mt_grpo.recipe.keys import default_of, known_keys
+from mt_grpo.recipe.plugins import load_environment, load_tools
+from mt_grpo.rollout import Reply
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+RECIPES, FORKING, ENVIRONMENTS = (PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments"))
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def section(text: str, title: str) -> str:
+    return re.search(rf"^## {title}$(.*?)(?=^## |\Z)", text, re.M | re.S)[1]
+
+
+def first_column(text: str, title: str) -> list[str]:
+    """The names in backticks of the first column of a section's table."""
+    rows = [line.split("|")[1] for line in section(text, title).splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def blocks(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of one language, "" for those of none."""
+    return [body for name, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if name == language]
+
+
+def block(text: str, language: str, word: str) -> str:
+    """The only fenced block of a language that has a word in it."""
+    (found,) = [body for body in blocks(text, language) if word in body]
+    return found
+
+
+def run(code: str, space: dict | None = None) -> dict:
+    space = {} if space is None else space
+    exec(compile(code, "documentation", "exec"), space)
+    return space
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 250
+
+
+# --- keys and metrics ------------------------------------------------------------------------------------------------
+
+
+def own_keys() -> set[str]:
+    def names(cls):
+        return {f.name for f in dataclasses.fields(cls)}
+
+    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.MTGRPOScriptArguments) - names(ScriptArguments))
+
+
+def test_every_key_is_documented_with_its_default():
+    documented = first_column(RECIPES, "Recipe keys")
+    assert own_keys() <= set(documented)
+    for key in documented:
+        assert key in known_keys(mt.RECIPE_CLASSES), key
+    for line in section(RECIPES, "Recipe keys").splitlines():
+        if match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line):
+            default = default_of(match[1], mt.RECIPE_CLASSES)
+            if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
+                assert yaml.safe_load(match[2]) == default, line
+
+
+def test_the_budgets_are_keys():
+    assert set(first_column(ENVIRONMENTS, "Budgets")) <= own_keys() | {"max_completion_length"}
+
+
+def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    def reward(completion_ids, **kwargs):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = mt.MTGRPOEnvTrainer(
+        random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}] * 4),
+    )  # fmt: skip
+    trainer.train()
+    logged = set(trainer.state.log_history[0])
+    metrics = section(RECIPES, "Metrics")
+    documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
+    with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
+    assert documented - with_server - {"rewards/<function>/mean"} <= logged
+    source = "\n".join(path.read_text() for path in (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py")))
+    phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
+    for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
+        assert f'"{name}"' in source, name
+    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/")
+    own = {name for name in logged if name.startswith(groups)}
+    assert own <= documented
+    rows = section(ENVIRONMENTS, "One conversation").splitlines()
+    ends = re.findall(r"`(\w+)`", " ".join(row.split("|")[-2] for row in rows if row.startswith("| ")))
+    stops = {name for name in logged if name.startswith("stop/") and not name.startswith("stop/agent_")}
+    assert {f"stop/{name}" for name in ends} == stops
+
+
+@pytest.mark.parametrize(
+    "page, title", [("README.md", "The idea"), ("docs/credit.md", "How the method differs from GRPO")]
+)
+def test_every_estimator_has_its_row(page, title):
+    assert first_column(PAGES[page], title) == ["credit_assignment", *mt.CREDIT_ASSIGNMENTS]
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+# Pages whose blocks of Python are all run, in their order: tests/docs/test_tour.py and tests/docs/test_commands.py.
+RUN_BY_THE_PAGE = ("docs/tour.md", "docs/method.md")
+
+
+def test_every_python_block_is_run_here():
+    known = (
+        "TURN_REWARD_FUNCS",
+        "class TerseErrors",
+        "VLLMServerClient(",
+        "doctest_batch()",
+        "import Turn",
+        "async def solve",
+        "class Again",
+        "class Adder",
+        "import function_tool",
+        "sys.stdin.read()",
+        "import ProgramError",
+        "import read_rollouts",
+        *EXAMPLES,
+    )
+    for page, text in PAGES.items():
+        if page in RUN_BY_THE_PAGE:
+            continue
+        for body in blocks(text, "python"):
+            assert any(word in body for word in known), f"{page}: no test runs\n{body}"
+
+
+def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
+    """In a folder with a log of that name."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs/calculator").mkdir(parents=True)
+    rows = [{"step": step, "rewards": {"exact_match_reward_func": float(step)}} for step in (1, 0)]
+    Path("runs/calculator/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    space = run(block(PAGES["docs/rollouts.md"], "python", "import read_rollouts"))
+    assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
+
+
+def test_the_example_of_programs_runs(capsys):
+    run(block(ENVIRONMENTS, "python", "import ProgramError"))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert (first, others[0], others[-1]) == ("144", "Traceback (most recent call last):", "[exit code 1]")
+
+
+def test_the_reward_example_runs():
+    space = run(block(PAGES["README.md"], "python", "TURN_REWARD_FUNCS"))
+    called, answered = (SimpleNamespace(observation=text, error=None) for text in ("4", None))
+    (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[called, called, answered]])
+    assert values == [0.1, 0.0, None]
+    right, wrong, none = (SimpleNamespace(answer=answer) for answer in ("4", "5", None))
+    rollout_turns = [[called, right], [right, wrong], [none], []]
+    assert space["OUTCOME_REWARD_FUNCS"][0](rollout_turns=rollout_turns, answer=["4"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "smallest.yaml").write_text(block(RECIPES, "yaml", "smallest"))
+    mt.parse_arguments(["--config", str(tmp_path / "smallest.yaml")])
+
+
+def scripted(tokenizer, turns: list[str]):
+    """A backend whose conversations all go the same way."""
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        text = turns[tokenizer.decode(prompt_ids).count("<result>")]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+
+    return SimpleNamespace(generate=generate, tokenizer=tokenizer)
+
+
+def test_the_environment_example_runs(random_model):
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    space = run(block(ENVIRONMENTS, "python", "class TerseErrors"))
+    call = '<tool>{"name": "%s", "args": {"text": "hi"}}</tool>'
+    llm = scripted(
+        AutoTokenizer.from_pretrained(random_model), [call % "echo", call % "nothing", "<answer>1</answer>"]
+    )
+    out = space["TerseErrors"]([echo], None).generate(["Say hi."], llm)
+    said = [message["content"] for message in out["messages"][0] if message["role"] == "user"]
+    assert said == ["Say hi.", "<result>\nhi\n</result>", "<result>\nError: the call failed.\n</result>"]
+
+
+def say(*turns) -> list[str]:
+    """Turns as the model writes them: text, or a call as (tool, arguments)."""
+    calls = [turn if isinstance(turn, str) else {"name": turn[0], "args": turn[1]} for turn in turns]
+    return [call if isinstance(call, str) else f"<tool>{json.dumps(call)}</tool>" for call in calls]
+
+
+# Of docs/environments.md: what stands in the block -> (row, what the model says, what it reads, reason, rewards).
+EXAMPLES = {
+    "def population": ({}, say(("population", {"city": "Oslo"}), "<answer>717710</answer>"),
+                       ["717710"], "answered", (None, [None, None])),
+    "class Door": ({"seed": 1}, say(("enter", {"digit": 1}), ("enter", {"digit": 2}), "<answer>2</answer>"),
+                   ["higher", "open"], "answered", (0.5, [None] * 3)),
+    "class Notes": ({}, say(("write", {"line": "a"}), ("write", {"line": "b"}), "<answer>ab</answer>"),
+                    ["1", "2"], "answered", (None, [None] * 3)),
+    "class Doubts": ({}, say("<answer>3</answer>", "<answer>4</answer>"),
+                     ["Are you sure?"], "answered", (None, [None] * 2)),
+    "class LastOnly": ({}, say(("echo", {"text": "a"}), ("echo", {"text": "b"}), "<answer>b</answer>"),
+                       ["a", "b"], "answered", (None, [None] * 3)),
+    "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
+                        ["1 left"], "environment_stop", (None, [0.1, 1.0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", EXAMPLES)
+def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
+    """As a tools file, or by `environment: path.py:Class`, with the conversation that the page describes."""
+    row, turns, read, reason, rewards = EXAMPLES[word]
+    (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", word))
+    path = str(tmp_path / "example.py")
+    if word in ("def population", "class Door", "class Notes"):
+        tools, (_, cls) = load_tools(path), load_environment(None, path, mt.MultiTurnToolEnv)
+    else:
+        tools, (_, cls) = [], load_environment(f"{path}:{word.split()[1]}", None, mt.MultiTurnToolEnv)
+
+    def echo(text: str) -> str:
+        """Return the text."""
+        return text
+
+    tokenizer, prompts = AutoTokenizer.from_pretrained(random_model), []
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        prompts.append(tokenizer.decode(prompt_ids))
+        ids = tokenizer(turns[len(prompts) - 1], add_special_tokens=False)["input_ids"]
+        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+
+    env = mt.MultiTurnToolEnv([*tools, *([echo] if word == "class LastOnly" else [])], None, 3, environment=cls)
+    llm = SimpleNamespace(generate=generate, tokenizer=tokenizer)
+    (rollout,) = env.generate(["Begin."], llm, rows=[row])["rollouts"]
+    assert [turn.observation for turn in rollout.turns if turn.observation] == read
+    assert rollout.stop_reason == reason
+    assert (rollout.reward, [turn.reward for turn in rollout.turns]) == rewards
+    if word == "class Notes":
+        space = run(block(ENVIRONMENTS, "python", word))
+        assert space["OUTCOME_REWARD_FUNCS"][0](environments=[rollout.environment]) == [2.0]
+    if word == "class LastOnly":
+        assert prompts[2].count("<result>") == 1 and "Begin." in prompts[2] and '"a"' not in prompts[2]
+        assert len(rollout.records) == 3
+    if word in ("class Door", "class Countdown"):
+        assert rollout.prompt_messages[0]["content"].startswith("Begin. T")
+
+
+def test_the_agent_example_runs():
+    """Against a scripted policy, over real HTTP."""
+    space = run(block(ENVIRONMENTS, "python", "async def solve"))
+    rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
+    assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
+    assert len(rollout.records) == 1
+
+
+def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
+    """One step, with the recipe's lines as the page has them."""
+    page = PAGES["docs/ms_swift.md"]
+    (tmp_path / "my_plugin.py").write_text(block(page, "python", "class Again"))
+    keys = yaml.safe_load(block(page, "yaml", "my_plugin.py"))
+    recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/scheduler.yaml").read_text())
+    recipe |= {**keys, "model_name_or_path": str(ROOT / recipe["model_name_or_path"]), "disable_tqdm": True}
+    recipe |= {"max_steps": 1, "per_device_train_batch_size": 8, "output_dir": str(tmp_path / "out")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    mt.main(["--config", "recipe.yaml"])
+    (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and "rewards/right/mean" in row
+
+
+def test_the_table_of_templates_is_what_they_do():
+    """Of the installed TRL: another version has other templates, and the table is made anew."""
+    page = PAGES["docs/tokenization.md"]
+    assert template_table.with_table(page, template_table.table()) == page
+    assert len(template_table.names()) > 35
+
+
+def test_the_tools_of_verl_run(tmp_path, monkeypatch):
+    """Both examples of tools in one conversation; the YAML of the interaction can be read."""
+    page = PAGES["docs/verl.md"]
+    (tmp_path / "my_tools.py").write_text(block(page, "python", "class Adder"))
+    (tmp_path / "my_tools.yaml").write_text(block(page, "yaml", "my_tools.Adder"))
+    (tmp_path / "talk.yaml").write_text(block(page, "yaml", "interaction:"))
+    (tmp_path / "my_functions.py").write_text(block(page, "python", "@function_tool"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    keys = {"tools_config_file": "my_tools.yaml", "function_tool_path": "my_functions.py",
+            "interaction_config_file": "talk.yaml"}  # fmt: skip
+    (rollout,) = verl_converse(
+        verl_build(**{key: str(tmp_path / name) for key, name in keys.items()})(),
+        [[call("add", number=3), call("double", number=2), call("add", number=4), "<answer>10</answer>"]],
+        [{"tools_kwargs": {"add": {"create_kwargs": {"start": 3}}}}],
+    )
+    assert [turn.observation for turn in rollout.turns] == ["6", "4", "10", None] and rollout.reward == 1.0
+    assert [turn.results[0].reward for turn in rollout.turns[:3]] == [0.1, None, 0.1]
+
+
+def test_the_command_of_an_agent_runs(tmp_path):
+    (tmp_path / "my_agent.py").write_text(block(ENVIRONMENTS, "python", "sys.stdin.read()"))
+    row = {"question": "2 + 2?", "answer": "4"}
+    rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
+    assert rollout.reward == 1.0, rollout.error
+
+
+def test_the_page_says_what_the_protocol_has():
+    rows = section(ENVIRONMENTS, "An environment for each conversation")
+    assert set(METHODS) <= set(re.findall(r"^\| `(\w+)\(", rows, re.M))
+    assert set(re.findall(r"^\| `(\w+)=", rows, re.M)) == {field.name for field in dataclasses.fields(Reply)}
+    assert first_column(ENVIRONMENTS, "The tool format")[1:] == list(TOOL_FORMATS)
+
+
+def test_the_notebook_example_runs(random_model, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    turns = ['<tool>{"name": "calculator", "args": {"expression": "37 * 51 + 2"}}</tool>', "<answer>1889</answer>"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, body: dict) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.answer({"data": [{"id": "scripted", "max_model_len": 8192}]})
+
+        def do_POST(self):
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            ids = tokenizer(turns[tokenizer.decode(prompt).count("<result>\n1889")], add_special_tokens=False)[
+                "input_ids"
+            ]
+            choice = {"token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}, "finish_reason": "stop"}
+            self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
+
+        def log_message(self, *_):
+            pass
+
+    code = block(ENVIRONMENTS, "python", "VLLMServerClient(")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        replaced = {"8000": str(server.server_port), "Qwen/Qwen3-1.7B": random_model}
+        for old, new in replaced.items():
+            assert code.count(old) == 1
+            code = code.replace(old, new)
+        run(code)["llm"].close()
+        server.shutdown()
+    assert "<answer>1889</answer>" in capsys.readouterr().out
+
+
+# --- the fork --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fork_runs():
+    """The diff's added function, in the script's names, on two rollouts (tests/method/test_fork.py trains by it)."""
+    lines = block(FORKING, "diff", "credit_estimator").splitlines()
+    known = list(mt.CREDIT_ASSIGNMENTS)
+    try:
+        space = run("\n".join(line[1:] for line in lines if line.startswith("+")), dict(vars(mt)))
+        advantages = space["best_turn_advantages"](mt.doctest_batch(), 0.5, 1.0)
+        # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2, without scaling.
+        assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
+        mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_advantage_coef=0.5)
+        with pytest.raises(ValueError, match="turn_discount"):  # which the decorator's line does not say it reads
+            mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_discount=0.5)
+    finally:
+        mt.CREDIT_ASSIGNMENTS.pop("best_turn", None)
+    assert list(mt.CREDIT_ASSIGNMENTS) == known
+
+
+def test_the_batch_to_try_an_estimator_on(capsys):
+    run(block(FORKING, "python", "doctest_batch()"))
+    assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
+
+
+def test_what_an_estimator_gets():
+    for name in re.findall(r"^\| `rewards\.(\w+)", section(FORKING, "A credit estimator, as a diff"), re.M):
+        assert hasattr(mt.doctest_batch(), name), name
+
+
+def test_the_arguments_of_the_decorator():
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", section(FORKING, "A credit estimator, as a diff"), re.M)
+    given = {name: parameter.default for name, parameter in inspect.signature(mt.credit_estimator).parameters.items()}
+    expected = {name: "required" if default is inspect.Parameter.empty else f"`{default}`"
+                for name, default in given.items()}  # fmt: skip
+    assert dict(rows) == expected
+
+
+def test_what_a_plug_in_imports():
+    space = run(block(FORKING, "python", "import Turn"))
+    assert space["Turn"] is mt.Turn and space["MultiTurnToolEnv"] is mt.MultiTurnToolEnv
+
+
+def test_the_wings_are_those_of_the_package():
+    wings = re.findall(r"^    (\w+/?  .*)$", mt_grpo.__doc__, re.M)
+    assert len(wings) == 9
+    assert block(FORKING, "", "conversation/").splitlines() == wings
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+TRAINERS = ("mt_grpo_trainer.py", "my_idea.py")  # the second is what a reader's copy is called
+FORWARD = ("quickstart.sh", "train.sh", "evaluate.py", "explain_credit.py", *TRAINERS)  # to the trainer
+KNOWN_COMMANDS = ("bash", "python", "accelerate", "cp", "source", "tail", "pip", "vllm", "mkdir", "git", "cd",
+                  "nvidia-smi", "export", "hf", "tmux", "nohup", "echo", "sbatch", "kill", "ssh", "rsync")  # fmt: skip
+
+
+def words_of(line: str) -> list[str]:
+    """A command without the variables in front of it and the comment behind it."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    return words
+
+
+def block_commands(text: str) -> list[list[str]]:
+    """Every line of the bash blocks."""
+    lines = [line for body in blocks(text, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := words_of(line))]
+
+
+def span_commands(text: str) -> list[list[str]]:
+    """What begins with the name of a command between backticks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    starts = [span for span in spans if re.match(rf"([A-Z_]+=\S+ )*({'|'.join(KNOWN_COMMANDS)}) ", span)]
+    return [words_of(span) for span in starts]
+
+
+def module_of(script: str) -> str:
+    """The name by which a script of the clone is imported: `bench.soak` for scripts/bench/soak.py."""
+    return script.removeprefix("scripts/").removesuffix(".py").replace("/", ".")
+
+
+def help_of(script: str, capsys) -> str:
+    module = importlib.import_module(module_of(script))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def accepts(script: str, option: str, capsys) -> bool:
+    """Whether a script takes an option: one of the trainer's, or one in its own help or text."""
+    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *known_keys(mt.RECIPE_CLASSES)}:
+        return True
+    if Path(script).name in (*TRAINERS, "quickstart.sh", "train.sh"):
+        return False
+    text = (ROOT / script).read_text() if script.endswith(".sh") else help_of(script, capsys)
+    return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
+
+
+@each_page
+def test_every_command_has_a_script_and_options_that_it_accepts(page, capsys):
+    in_blocks = block_commands(PAGES[page])
+    assert {words[0] for words in in_blocks} <= set(KNOWN_COMMANDS)
+    for words in in_blocks + span_commands(PAGES[page]):
+        if words[0] == "cp":
+            assert (ROOT / words[1]).is_file()
+        if "--config_file" in words:
+            assert (ROOT / words[words.index("--config_file") + 1]).is_file()
+        script = next((word for word in words if word.endswith((".py", ".sh"))), None)
+        if words[0] not in ("bash", "python", "accelerate") or script is None:
+            continue
+        assert script == "my_idea.py" or (ROOT / script).is_file(), words
+        for option in (word.split("=")[0] for word in words[words.index(script) :] if word.startswith("--")):
+            assert accepts(script, option, capsys), f"{script} does not take {option}: {words}"
+
+
+def test_a_wrong_command_is_noticed(capsys):
+    text = "```bash\nA=1 bash scripts/train.sh x \\\n    --max_steps 5  # five\nrm x\n```\n and `B=2 python a.py\n--b`"
+    assert block_commands(text) == [["bash", "scripts/train.sh", "x", "--max_steps", "5"], ["rm", "x"]]
+    assert span_commands(text) == [["python", "a.py", "--b"]]
+    assert accepts("scripts/train.sh", "--max_steps", capsys) and not accepts("scripts/train.sh", "--max_step", capsys)
+    assert accepts("scripts/setup.sh", "--gpu", capsys) and not accepts("scripts/setup.sh", "--gp", capsys)
+    soak = "scripts/bench/soak.py"
+    assert accepts(soak, "--kills", capsys) and not accepts(soak, "--kill", capsys)
+
+
+def test_vllm_takes_the_flags_of_the_server_by_hand():
+    parser_of = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (serve,) = [words for words in block_commands(PAGES["README.md"]) if words[:2] == ["vllm", "serve"]]
+    parsed = parser_of(FlexibleArgumentParser(exit_on_error=False)).parse_args(serve[2:])
+    assert isinstance(parsed, argparse.Namespace)
+    assert (parsed.model_tag, parsed.logprobs_mode) == ("Qwen/Qwen3-1.7B", "processed_logprobs")
+
+
+def test_the_output_of_the_quickstart_has_its_lines():
+    output = block(PAGES["README.md"], "", "1/3 evaluating")
+    source = (ROOT / "scripts/quickstart.py").read_text()
+    search = block(PAGES["README.md"], "", "answer in results")
+    for label in re.findall(r"^([a-z][a-z ]*?)  +[\dr]", output + search, re.M):
+        assert re.search(rf'"{label}("|  )', source), label
+    header = next(line for line in output.splitlines() if "tool success" in line)
+    assert all(f"'{name}'" in source for name in re.split(r"  +", header.strip()))
+
+
+def test_every_dotted_name_can_be_imported():
+    names = re.findall(r"`((?:mt_grpo|mt_grpo_trainer)(?:\.(?!py|md)\w+)+)", "".join(PAGES.values()))
+    assert len(names) > 1
+    for name in names:
+        pkgutil.resolve_name(name)
+
+
+# --- files and links -------------------------------------------------------------------------------------------------
+
+FOLDERS = "mt_grpo|hf_recipes|scripts|tools|rewards|docs|tests"
+
+
+@each_page
+def test_every_file_that_is_named_exists(page):
+    named = set(re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]+\.\w+", re.sub(r"\]\([^)]*\)", "", PAGES[page])))
+    missing = {path for path in named if not (ROOT / path).is_file()}
+    assert not missing
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    broken, prose = (
+        [],
+        re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S),
+    )  # `table[key](value)` of a program is no link
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        if not file.is_file() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@each_page
+def test_every_link_leads_somewhere(page):
+    assert broken_links(page, PAGES[page]) == []
+
+
+def test_a_broken_link_is_noticed():
+    text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#the-idea) [e](https://x.org)"
+    assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
+
+
+def test_the_readme_leads_to_every_page():
+    for page in PAGES:
+        assert page == "README.md" or f"]({page})" in PAGES["README.md"]
+
+
+# --- the benchmarks' tables ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, function", [("rollout", "section"), ("overlap", "section"), ("step", "section"),
+                                            ("sync", "markdown"), ("bf16", "markdown"), ("tails", "section"),
+                                            ("agents", "section")])  # fmt: skip
+def test_the_page_has_the_table_of_the_results_file(name, function):
+    results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
+    made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
+    assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]

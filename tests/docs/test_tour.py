@@ -1,0 +1,132 @@
+"""docs/tour.md as a reader follows it: its files are written, its programs run, and its commands train."""
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import mt_grpo_trainer as mt
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/tour.md").read_text()
+FILES = dict(re.findall(r"^`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
+# Programs that try a file, with what they print.
+TRY = r"^```python\n((?:(?!^```).)*?)^```$(?:(?!^```|^## ).)*?^```\n(.*?)^```$"
+TRIED = [(code, out) for code, out in re.findall(TRY, PAGE, re.M | re.S) if code not in FILES.values()]
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [shlex.split(line, comments=True) for body in BLOCKS for line in body.splitlines()]
+PROGRAMS = {"mt_grpo_trainer.py": "mt_grpo_trainer", "scripts/plot_run.py": "plot_run",
+            "scripts/explain_credit.py": "explain_credit", "scripts/evaluate.py": "evaluate"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder that looks like the clone, with the files of the page in it."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "hf_recipes").symlink_to(ROOT / "hf_recipes")
+    for path, text in FILES.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def shape(line: str) -> str:
+    """A line of output without its numbers, and without the time that is left.
+
+    >>> shape("step 1/40 | 2.3 s (rollouts 1.0) | 2 min left")
+    'step N/N | N s (rollouts N)'
+    """
+    return re.sub(r"\d[\d.]*", "N", re.sub(r" \| \S+ \w+ left$", "", line))
+
+
+def test_the_page_has_its_parts():
+    assert sorted(FILES) == [f"my_task/{name}" for name in ("environment.py", "recipe.yaml", "reward.py", "tools.py")]
+    assert len(TRIED) == 3
+    assert PAGE.count("```python") == len(TRIED) + sum(path.endswith(".py") for path in FILES)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_a_file_does_is_what_the_page_says(number, clone, monkeypatch, capsys):
+    monkeypatch.chdir(clone)
+    code, output = TRIED[number]
+    exec(compile(code, "docs/tour.md", "exec"), {"__name__": "tour"})
+    assert capsys.readouterr().out == output
+
+
+def outputs(program: str) -> list[str]:
+    """The lines that the page shows behind the commands of a program."""
+    (found,) = re.findall(
+        rf"^```bash\npython {re.escape(program)}\n```$(?:(?!^```).)*?^```\n(.*?)^```$", PAGE, re.M | re.S
+    )
+    return found.splitlines()  # fmt: skip
+
+
+def run(command: list[str], monkeypatch) -> tuple[int, str]:
+    """What a program of the page does in this process: exit code and output."""
+    module, text = importlib.import_module(PROGRAMS[command[1]]), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        try:
+            if module is mt:
+                mt.main(command[2:])
+            else:
+                monkeypatch.setattr(sys, "argv", command[1:])
+                module.main()
+        except SystemExit as ended:
+            return ended.code or 0, text.getvalue()
+    return 0, text.getvalue()
+
+
+def test_the_commands_of_the_page_run(clone, monkeypatch):
+    """Each as it stands there and in its order, but for the whole run, of which two steps are taken before."""
+    monkeypatch.chdir(clone)
+    whole = ["python", "mt_grpo_trainer.py", "--config", "my_task/recipe.yaml"]
+    assert COMMANDS[:2] == [["source", ".venv/bin/activate"], ["mkdir", "my_task"]]
+    said, ran = {}, []
+    for command in COMMANDS[2:]:
+        if command[0] == "tail":
+            row = json.loads(Path(command[-1]).read_text().splitlines()[-1])
+            assert row["rewards"].keys() >= {"right_call", "right_answer"} and row["turns"] and row["turn_advantages"]
+        elif command != whole:
+            code, text = run(command, monkeypatch)
+            assert code == 0, text
+            said[" ".join(command[1:])] = text
+        ran.append(command)
+    assert whole in ran and [*whole, "--max_steps", "2"] in ran
+
+    summary, _, last = outputs("mt_grpo_trainer.py --config my_task/recipe.yaml --preflight")
+    preflight = said["mt_grpo_trainer.py --config my_task/recipe.yaml --preflight"].splitlines()
+    assert shape(summary) in map(shape, preflight) and preflight[-1] == last
+    steps = outputs("mt_grpo_trainer.py --config my_task/recipe.yaml")
+    trained = said["mt_grpo_trainer.py --config my_task/recipe.yaml --max_steps 2"].splitlines()
+    assert {shape(line) for line in steps if line != "..."} <= set(map(shape, trained))
+    evaluated = next(text for name, text in said.items() if name.startswith("scripts/evaluate.py"))
+    for label in ("tool executed", "right result found", "mean turns", "turn reward: right_call",
+                  "outcome reward: right_answer"):  # fmt: skip
+        assert label in PAGE and re.search(rf"^{label} ", evaluated, re.M), label
+    assert Path("runs/my_task/curves.png").is_file() and Path("runs/my_task/credit.html").is_file()
+
+
+def test_a_hint_costs_half_of_the_outcome():
+    """What the last section says of learning: the rewards and the environment of the page go together."""
+    space: dict = {}
+    exec(FILES["my_task/environment.py"], space)
+    exec(FILES["my_task/reward.py"], space)
+    from mt_grpo.rollout import Turn
+
+    def conversation(*answers):
+        teacher, turns = space["Teacher"](), []
+        teacher.reset(answer="4")
+        for answer in answers:
+            turns.append(Turn([], None, "", "stop", answer=answer))
+            if not teacher.respond(None, turns[-1]).messages:
+                break
+        return space["right_answer"](rollout_turns=[turns], answer=["4"], environments=[teacher])[0], teacher.hints
+
+    assert conversation("4") == (1.0, 0) and conversation("5", "4") == (0.5, 1)
+    assert conversation("5", "6", "4") == (0.0, 1)  # one hint and no more

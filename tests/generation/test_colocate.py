@@ -1,0 +1,182 @@
+"""`vllm_mode: colocate` on a CPU: everything but the last call that hands a weight to the engine is what GPUs run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench.common import ROOT
+from test_first_batch import recipe_file
+from test_recipes import change_model
+from transformers import AutoTokenizer
+
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.reports.rollout_log import read_rollouts
+from mt_grpo_trainer import MultiTurnToolEnv
+
+SERVED = ROOT / "hf_recipes/tiny/calculator-vllm.yaml"
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+WORKER = ROOT / "tests/colocated_worker.py"
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml"]
+# The prompt ends inside the model's thinking, where a closing tag ends no turn.
+IN_THINKING, IN_THOUGHT_CALL = (
+    (TINY / "chat_template.jinja").read_text().replace("assistant\n{% endif %}", f"assistant\n{begun}{{% endif %}}")
+    for begun in ("<think>", '<think><tool>{"name":')
+)
+
+
+def colocated(tmp_path, part, *arguments, launch=(), **changes):
+    """What the worker says of a run of the calculator recipe with its engine in the training process."""
+    pytest.importorskip("vllm")
+    keys = {"vllm_mode": "colocate", "vllm_max_model_length": 640, "log_rollouts": 16, "log_rollout_tokens": True,
+            "vllm_server_host": None, "vllm_server_port": None, "weight_sync": None, "max_steps": 6,
+            **changes}  # fmt: skip
+    recipe, out = recipe_file(tmp_path, SERVED, **keys), tmp_path / f"{part}.json"
+    command = [sys.executable, *launch, str(WORKER), str(out), part, "--config", recipe, "--disable_tqdm", "true"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, text=True, timeout=280,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads(out.read_text())
+
+
+def turns_of(folder):
+    """The logged turns. One that was cut off filled max_turn_tokens, or what remained of max_completion_length."""
+    rows = list(read_rollouts(Path(folder) / "out"))
+    cut = [(turn["num_tokens"], row["num_tokens"]) for row in rows for turn in row["turns"]
+           if turn["finish_reason"] == "length"]  # fmt: skip
+    assert all(of_turn == 64 or of_rollout == 160 for of_turn, of_rollout in cut), cut
+    return [turn for row in rows for turn in row["turns"]]
+
+
+@pytest.mark.slow
+def test_a_colocated_engine_samples_from_the_weights_that_are_trained(tmp_path):
+    """With TRL's syncs, with none, and with them again: the logprobs of both sides tell which.
+
+    How far right weights differ depends on the policy and on the processor, so it is measured on the same tokens: what
+    bfloat16 makes of the trainer's own weights. Of 12 batches the engine's were 0.5 to 1.3 times as far, and 14 to 94
+    times with weights that are one to six steps old.
+    """
+    told = colocated(tmp_path, "train", learning_rate=1e-3)
+    rows = told["steps"]
+    assert told["dtype"] == "torch.bfloat16"  # vLLM's choice for a model that is stored in float32
+    right = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    differences = [*right, *told["without_sync"], *told["with_sync_again"]]
+    times = [each / rounding for each, rounding in zip(differences, told["rounding"], strict=True)]
+    with_sync, without_sync, again = times[:6], times[6:12], times[12:]
+    assert len(again) == 6 and max(with_sync + again) < 3, times
+    assert told["head_moved"] > 1e-3  # tied to the embedding: TRL names it once
+    assert min(without_sync[2:]) > 10, times
+    assert told["syncs"] == [47] * 12  # once before each batch: 46 weights of TRL and the head
+    assert all(row["turns/mean"] > 1.5 for row in rows)
+
+
+@pytest.mark.slow
+def test_its_turns_end_as_those_of_a_server(tmp_path):
+    """At the first closing tag or at the end of turn, which are among the sampled ids; results are only read."""
+    told = colocated(tmp_path, "plain", max_steps=2)
+    turns, end = turns_of(tmp_path), AutoTokenizer.from_pretrained(TINY).eos_token_id
+    assert len(turns) > 40 and {turn["finish_reason"] for turn in turns} <= {"stop", "length"}
+    stopped = [turn for turn in turns if turn["finish_reason"] == "stop"]
+    closed = [turn for turn in stopped if turn["token_ids"][-1] != end]
+    assert len(stopped) > 0.8 * len(turns) and len(closed) > 0.5 * len(turns)
+    for turn in closed:
+        text = "".join(turn["token_texts"])
+        assert text.endswith(("</tool>", "</answer>")) and text.count("</tool>") + text.count("</answer>") == 1
+    assert all(len(turn["logprobs"]) == len(turn["token_ids"]) == turn["num_trained"] for turn in turns)
+    assert any(turn["read_ids"] for turn in turns) and told["beyond"] == []
+    assert all(row["tokens/ids_differ"] == row["tokens/text_differ"] == 0 for row in told["steps"])
+
+
+@pytest.mark.slow
+def test_a_closing_tag_inside_thinking_ends_no_turn(tmp_path):
+    """The engine stops there, and the turn goes on with a further request."""
+    model = change_model(tmp_path, str(TINY), "chat_template.jinja", IN_THOUGHT_CALL)
+    colocated(tmp_path, "plain", model_name_or_path=model, max_steps=1)
+    texts = ["".join(turn["token_texts"]) for turn in turns_of(tmp_path)]
+    closed = [text for text in texts if "</tool>" in text]
+    assert len(closed) > 8 and not any(text.endswith("</tool>") for text in closed), closed
+
+
+@pytest.mark.slow
+def test_weights_of_a_checkpoint_reach_the_engine(tmp_path):
+    """Loaded at the step of the last sync, so that the step does not tell. Then another process goes on from it."""
+    keys = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
+    told = colocated(tmp_path, "checkpoint", **keys)
+    assert told["step"] == told["last_sync"] == 2
+    assert told["differences"][0] < 5e-3, told  # the engine held a final norm that was scaled by 1.5
+    told = colocated(tmp_path, "plain", "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-2"),
+                     **{**keys, "max_steps": 4})  # fmt: skip
+    new = [row for row in told["steps"] if row["step"] > 2]
+    assert [row["step"] for row in new] == [3, 4] and told["syncs"] == [47, 47]
+    assert all(row["sampling/sampling_logp_difference/mean"] < 5e-3 for row in new)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_an_engine_each(tmp_path):
+    told = colocated(tmp_path, "plain", launch=LAUNCH, per_device_train_batch_size=8, max_steps=2)
+    assert told["syncs"] == [47, 47]
+    assert all(row["sampling/sampling_logp_difference/max"] < 0.5 for row in told["steps"])
+    assert {row["rank"] for row in read_rollouts(tmp_path / "out")} == {0, 1}
+
+
+def test_a_batch_that_stops_at_a_text_was_not_cut_off():
+    """As a colocated engine answers: shorter than the limit, with no end of turn behind the closing tag."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = IN_THINKING
+    said = ["<tool>no</tool>", " is no call</think><answer>408</answer>"]
+    asked = []
+
+    def generate_batch(prompts, max_tokens):
+        asked.append(max_tokens)
+        return [tokenizer(said[len(asked) - 1])["input_ids"] for _ in prompts], None
+
+    backend = InProcessBackend(generate_batch, lambda token: token == tokenizer.eos_token_id)
+    env = MultiTurnToolEnv([], "Answer.", tokenizer=tokenizer, max_completion_length=100)
+    (rollout,) = backend.serve([env.converse(rollout, backend) for rollout in env.start(["What is 12 * 34?"])])
+    (turn,) = rollout.turns
+    assert (turn.text, turn.answer, turn.finish_reason) == ("".join(said), "408", "stop")
+    assert asked == [100, 100 - len(tokenizer(said[0])["input_ids"])] and rollout.stop_reason == "answered"
+
+
+def test_a_batch_that_fills_its_limit_was_cut_off():
+    backend = InProcessBackend(
+        lambda prompts, max_tokens: ([[7] * max_tokens, [7, 2]], None), lambda token: token == 2
+    )
+    cut, whole = backend._run([(0, [1], 4, None), (1, [1], 2, None)])
+    assert (cut.finish_reason, whole.finish_reason) == ("length", "stop")
+    (longer,) = InProcessBackend(lambda p, n: ([[7] * 4], None), lambda token: token == 2)._run([(0, [1], 3, None)])
+    assert (longer.token_ids, longer.finish_reason) == ([7] * 3, "length")
+
+
+CPU_TAKES_NONE = (
+    "vllm_mode: colocate: vLLM on a CPU packs its weights and takes no new ones from TRL. Use a vLLM server"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [("'Parameter' object has no attribute 'weight_loader'", ValueError, CPU_TAKES_NONE),
+     ("'X' object has no attribute 'y'", AttributeError, "no attribute 'y'")],
+)  # fmt: skip
+def test_an_engine_that_takes_no_weights_is_named(said, error, message):
+    def generate(prompt_ids, max_tokens):
+        raise AttributeError(said)
+
+    backend = InProcessBackend(generate, lambda i: False)
+    with pytest.raises(error, match=message):
+        backend._run([(0, [5, 6], 8, None)])
+
+
+@pytest.mark.slow
+def test_without_the_replaced_call_a_cpu_run_says_why_it_ends(tmp_path):
+    pytest.importorskip("vllm")
+    keys = {"vllm_mode": "colocate", "vllm_max_model_length": 640, "vllm_server_host": None, "vllm_server_port": None,
+            "weight_sync": None, "max_steps": 1}  # fmt: skip
+    recipe = recipe_file(tmp_path, SERVED, **keys)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "mt_grpo_trainer.py", "--config", recipe], cwd=ROOT, env=environment,
+                          text=True, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert done.returncode == 1 and CPU_TAKES_NONE in done.stdout, done.stdout[-3000:]

@@ -1,0 +1,600 @@
+"""Against a real vLLM server on the CPU: what it samples, what weights it holds, and what a wrong one is told."""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import openai
+import pytest
+import requests
+import torch
+import trl
+import warm_python
+from bench.common import VLLMServer, free_port
+from bench.fault_proxy import Fault, FaultProxy
+from datasets import Dataset
+from peft import LoraConfig
+from test_agents import Scripted, run
+from test_first_batch import recipe_file
+from test_sharded import FSDP2, WORKER, launch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_vllm import WarmVLLMServer
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.recipe.checks import check_server
+from mt_grpo.rollout import Generation, StopReason
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+pytest.importorskip("vllm")
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    """A copy of the bundled model whose generation_config asks for greedy decoding, to show that we override it."""
+    path = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(TINY, path)
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "top_k": 1}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def port(served_model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--trust-request-chat-template")
+    with VLLMServer(served_model, *flags, log=log) as server:
+        yield server.port
+
+
+@pytest.fixture
+def client(port, served_model):
+    """A client; afterwards the server holds the bundled weights again."""
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    client = VLLMServerClient("127.0.0.1", port, tokenizer)
+    yield client
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "bundled")
+    client.close()
+
+
+# -- what an agent's model reads --
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "In <tool_call>."}}}
+TOOLS = [  # keys in any order, without a description, without parameters, with further keys
+    {"function": {"parameters": SCHEMA, "name": "add", "description": "Adds. \u00e9"}, "type": "function"},
+    {"type": "function", "function": {"name": "bare"}},
+    {"type": "function", "function": {"name": "strict", "strict": True, "parameters": {"type": "object"}}},
+]
+QUESTION = {"role": "user", "content": "What?"}
+PARTS = [{"type": "text", "text": text} for text in ("one", "two")]
+
+
+def called(*calls, **message):
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    calls = [{"id": f"id{k}", "type": "function", "function": function} for k, function in enumerate(functions)]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **message}
+
+
+def result(k, content="2", **message):
+    return {"role": "tool", "tool_call_id": f"id{k}", "content": content, **message}
+
+
+ASKED = {
+    "system": ([{"role": "system", "content": "Write <tool_call>, <think>x</think>."}, QUESTION], {}),
+    "developer": ([{"role": "developer", "content": "Be brief."}, QUESTION], {}),
+    "developer later": (
+        [{"role": "system", "content": "S."}, QUESTION, {"role": "assistant", "content": "A <think>"},
+         {"role": "developer", "content": "D."}, QUESTION], {},
+    ),
+    "tools": ([{"role": "system", "content": "S."}, QUESTION], {"tools": TOOLS}),
+    "tools without system": ([QUESTION], {"tools": TOOLS[:1], "tool_choice": "none"}),
+    "parts": ([{"role": "user", "content": PARTS}, {"role": "assistant", "content": "A"}, QUESTION], {}),
+    "a call": ([QUESTION, called(("add", '{"a": 1, "b": {"c": [1.5, null, true]}}')), result(0)], {"tools": TOOLS}),
+    "two calls": (
+        [QUESTION, called(("add", '{"a": 1}'), ("bare", "{}"), content="I call."), result(0), result(1, PARTS)],
+        {"tools": TOOLS[:1]},
+    ),
+    "a broken call": ([QUESTION, called(("add", "{broken")), result(0, "err")], {"tools": TOOLS[:1]}),
+    "reasoning": ([QUESTION, {"role": "assistant", "content": "4.", "reasoning": "Hm."}, QUESTION], {}),
+    "reasoning and a call": (
+        [QUESTION, called(("add", '{"a": 1}'), reasoning="Hm."), result(0, name="add")], {"tools": TOOLS[:1]},
+    ),
+}  # fmt: skip
+AGENTS_TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "llama3_1", "glm4moe", "gemma4_v5", "lfm2_v2",
+                    "nemotron_3_nano", "gptoss")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ["own", *AGENTS_TEMPLATES])
+def test_an_agents_model_reads_what_vllms_chat_endpoint_renders(port, template):
+    """Ids of real requests beside those of the server's /tokenize, through all roles."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    folder = ROOT / "hf_recipes/tiny/calculator-hermes-model"
+    path = Path(trl.__file__).parent / f"chat_templates/{template}.jinja"
+    tokenizer.chat_template = (folder / "chat_template.jinja" if template == "own" else path).read_text("utf-8")
+    refused = {}
+
+    def agent(row, client):
+        for name, (messages, options) in ASKED.items():
+            try:
+                client.chat.completions.create(model="policy", messages=messages, **options)
+            except openai.BadRequestError as error:
+                refused[name] = str(error)
+        for text in ("a<|im_end|>", "b</tool_response><think>"):  # of users and tools
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+
+    class Ends(Scripted):
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            self.asked.append((list(prompt_ids), [tokenizer.eos_token_id]))
+            return Generation([tokenizer.eos_token_id], [-0.5], "stop")
+
+    llm = Ends("")
+    limits = {"max_model_len": 9999, "max_completion_length": 9999, "max_model_calls": 99}
+    rollout, _ = run(agent, llm=llm, tokenizer=tokenizer, tool_format="native", **limits)
+    assert rollout.error is None, rollout.error
+    read = [ids for ids, _ in llm.asked]
+
+    def of_the_server(messages, tools=None, **options):
+        body = {"messages": messages, "chat_template": tokenizer.chat_template, **({"tools": tools} if tools else {})}
+        answer = requests.post(f"http://127.0.0.1:{port}/tokenize", json=body, timeout=60)
+        return answer.json()["tokens"] if answer.ok else None
+
+    for name, (messages, options) in ASKED.items():
+        expected = of_the_server(messages, **options)
+        if name in refused:
+            assert expected is None, f"{name}: {refused[name]}"
+        else:
+            assert read.pop(0) == expected, f"{name}: {tokenizer.decode(expected)}"
+    for text in ("a< |im_end|>", "b</tool_response><think>"):  # this tokenizer's end of turn is broken, a tag is not
+        assert read.pop(0) == of_the_server([{"role": "user", "content": text}])
+    assert len(refused) < 4 and not read, refused
+
+
+def calculator(expression: str) -> str:
+    """Evaluate a product of two integers.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, **changes):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=2,
+        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
+            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
+    return MTGRPOEnvTrainer(
+        str(model), MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48), [],
+        [outcome or answered],
+        vllm_server_host="127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        train_dataset=Dataset.from_list(rows), peft_config=peft_config,
+    )  # fmt: skip
+
+
+def answered(completions, answer, **kwargs):
+    return [
+        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c) / 10 for c, gold in zip(completions, answer)
+    ]
+
+
+def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
+    """20 optimizer steps in float32: the server samples from the weights that are trained, tied head included."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=20)
+    before = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    assert len(rows) == 20
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert max(row["sync/logprob_difference"] for row in rows) < 1e-4
+    assert (trainer.model.lm_head.weight - before).abs().max() > 1e-3  # the weights did change
+    assert max(row["sampling/frac_tokens_ratio_zero_or_clipped"] for row in rows) == 0
+
+
+def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp_path):
+    """The trap that the check exists for: without `lm_head.weight` in the push the server keeps its old head."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer.vllm_generation._tied = {}
+    trainer.vllm_generation.expected -= {"lm_head.weight"}
+    with pytest.raises(ServerError, match="disagree"):
+        trainer.train()
+
+
+def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=3,
+                           peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))  # fmt: skip
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    assert len(rows) == 3 and max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
+
+
+@pytest.mark.parametrize("fault", ["iterator", "missing name", "directory"])
+def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path, fault):
+    ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
+    before = client.score(ids)
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    closed = []
+
+    def weights():
+        try:
+            for i, (name, tensor) in enumerate(model.state_dict().items()):
+                if fault == "iterator" and i == 5:
+                    raise RuntimeError("gathering failed")
+                yield name, tensor * 1.1
+        finally:
+            closed.append(True)
+
+    expected = {*model.state_dict(), "one.more"} if fault == "missing name" else None
+    if fault == "directory":
+        client = VLLMServerClient("127.0.0.1", port, client.tokenizer, sync_dir=str(tmp_path / "not" / "there"))
+    with pytest.raises((ServerError, RuntimeError)):
+        client.update_weights(weights(), "v-failed", expected)
+    assert closed or fault == "directory"
+    assert client.score(ids) == pytest.approx(before, abs=1e-6)
+    assert client.weight_version() != "v-failed"
+    assert not requests.get(f"{client.base_url}/is_paused").json()["is_paused"]
+
+
+def test_unset_sampling_fields_do_not_take_the_models_own(client):
+    """The served generation_config says top_k: 1; a neutral request must sample all the same."""
+    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+
+    async def many(params):
+        return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
+
+    from mt_grpo.base.event_loop import run_async
+
+    sampled = run_async(many({"temperature": 1.5}))
+    assert len({tuple(g.token_ids) for g in sampled}) > 3
+    greedy = run_async(many({"temperature": 0.0}))
+    assert len({tuple(g.token_ids) for g in greedy}) == 1
+    for generation in sampled:
+        assert len(generation.logprobs) == len(generation.token_ids) <= 24
+
+
+def test_records_are_what_the_server_saw_and_sampled(client):
+    """For every rollout: each request's prompt is the history as sampled, and the ids are the server's own."""
+    calls = []
+    original = client._post
+
+    async def recorded(path, payload, read):
+        return await original(path, payload, lambda answer: calls.append((payload["prompt"], answer)) or read(answer))
+
+    client._post = recorded
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
+                           max_turn_tokens=48, max_model_len=640)  # fmt: skip
+    result = env.generate([f"What is {a} * 37?" for a in range(20, 52)], client, {"temperature": 1.0})
+    assert len(result["ids"]) == 32 and max(len(r.turns) for r in result["rollouts"]) >= 2
+    by_prompt = {}
+    for prompt, answer in calls:
+        choice = answer["choices"][0]
+        assert choice["prompt_token_ids"] == prompt
+        by_prompt.setdefault(tuple(prompt), []).append(choice)
+    for i, rollout in enumerate(result["rollouts"]):
+        whole = rollout.prompt_ids + rollout.completion_ids
+        position = len(rollout.prompt_ids)
+        for turn in rollout.turns:
+            choices = by_prompt[tuple(whole[:position])]
+            match = [c for c in choices if c["token_ids"][: len(turn.token_ids)] == turn.token_ids]
+            assert match, "a turn that the server did not sample"
+            assert any(c["logprobs"]["token_logprobs"][: len(turn.token_ids)] == turn.logprobs for c in match)
+            position += len(turn.token_ids) + len(turn.observation_ids)
+        assert position == len(whole) and sum(result["mask"][i]) == sum(len(t.token_ids) for t in rollout.turns)
+        assert rollout.stop_reason in set(StopReason)
+
+
+def test_step_by_step_inside_a_running_loop(client):
+    """As in a notebook cell."""
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=client.tokenizer,
+                           max_completion_length=120, max_turn_tokens=48)  # fmt: skip
+
+    async def cell():
+        states = env.start(["What is 12 * 12?", "What is 9 * 9?"])
+        env.step(states, client, {"temperature": 0.0})
+        first = [len(s.turns) for s in states]
+        while any(s.stop_reason is None for s in states):
+            env.step(states, client, {"temperature": 0.0})
+        return first, states
+
+    first, states = asyncio.run(cell())
+    assert first == [1, 1]
+    assert [s.stop_reason for s in states] == [StopReason.ANSWERED] * 2
+    assert "<answer>144</answer>" in states[0].messages[-1]["content"]
+
+
+def test_chat_for_people(client):
+    messages = [{"role": "system", "content": "Use the calculator, then answer."},
+                {"role": "user", "content": "What is 12 * 12?"}]  # fmt: skip
+    answers = client.chat([messages, messages], {"temperature": 0.0, "max_tokens": 60})
+    assert len(answers) == 2
+    assert answers[0]["text"].startswith('<tool>{"name": "calculator"')
+    assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) > 10
+    assert client.tokenizer.decode(answers[0]["token_ids"], skip_special_tokens=True) == answers[0]["text"]
+
+
+def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
+    """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
+    trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
+    original, attempts = trainer._start_rollouts, []
+
+    def set_off(prompts, which):
+        attempts.append(len(which))
+        flight = original(prompts, which)
+        if len(attempts) == 2:
+            client.request("POST", "/update_weight_version", json={"new_version": "default"})
+        return flight
+
+    trainer._start_rollouts = set_off
+    trainer.train()
+    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
+    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
+    assert [row["rollout/restarted"] for row in rows] == [0, 16]
+    assert trainer.weight_sync.num_syncs == 3
+
+
+@pytest.fixture
+def setting(served_model):
+    """What `check_server` needs beside the client."""
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    model = AutoModelForCausalLM.from_pretrained(served_model)
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=tokenizer)
+    args = MTGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server",
+                        report_to="none", max_completion_length=120)  # fmt: skip
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is 1 * 2?"}]]})
+    return env, model.config, args, dataset
+
+
+def test_a_fitting_server_is_accepted(client, setting):
+    check_server(client, *setting)
+    assert setting[0].max_model_len == 640
+    assert client.vocab_size == setting[1].vocab_size  # ids beyond it are no answer
+
+
+def test_a_short_context_is_refused(client, setting):
+    env, config, args, dataset = setting
+    args.max_completion_length = 2000
+    with pytest.raises(ServerError, match="context of 640 tokens.*need 20"):
+        check_server(client, env, config, args, dataset)
+
+
+def test_another_model_is_refused(client, setting):
+    env, config, args, dataset = setting
+    config.hidden_size = 256
+    with pytest.raises(ServerError, match="hidden_size=128.*256"):
+        check_server(client, env, config, args, dataset)
+
+
+def test_another_tokenizer_is_refused(client, setting, random_model):
+    setting[0].tokenizer = AutoTokenizer.from_pretrained(random_model)
+    with pytest.raises(ServerError, match="tokenise"):
+        check_server(client, *setting)
+
+
+def test_no_server_is_an_error_in_time(setting):
+    client = VLLMServerClient("127.0.0.1", free_port(), timeout=1.0)
+    with pytest.raises(ServerError, match="No vLLM server answers.*after 1 s"):
+        check_server(client, *setting)
+
+
+def test_a_group_port_that_is_taken_is_refused(client, setting, monkeypatch):
+    """Before weights are loaded: for `nccl` only, and not where it is free again."""
+    with monkeypatch.context() as by_nccl:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            by_nccl.setattr(client.transfer, "group_port", taken.getsockname()[1])
+            check_server(client, *setting)  # by disk
+            by_nccl.setattr(client.transfer, "resolve", lambda device: "nccl")
+            message = rf"vllm_group_port: .* to {client.base_url} by port {client.transfer.group_port} .*in use. Set"
+            with pytest.raises(ServerError, match=message):
+                check_server(client, *setting)
+        check_server(client, *setting)
+
+
+def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
+    """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
+    for dev_mode, message in ((True, "logprobs-mode raw_logprobs"), (False, "VLLM_SERVER_DEV_MODE=1")):
+        log = tmp_path / "log"
+        with WarmVLLMServer(served_model, "--max-model-len", "512", log=log, dev_mode=dev_mode) as server:
+            with pytest.raises(ServerError, match=message):
+                check_server(VLLMServerClient("127.0.0.1", server.port, timeout=5), *setting)
+
+
+def test_nccl_needs_a_server_started_for_it(client):
+    client.transfer.transport = "nccl"
+    with pytest.raises(ServerError, match="weight-transfer-config"):
+        client.update_weights(iter([]), "v")
+    client.transfer.transport = "auto"
+    assert client.transfer.resolve(torch.device("cpu")) == "disk"
+
+
+def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
+    """Each rank sends its own prompts; neither sends one between the start and the end of rank 0's push."""
+    recipe = (ROOT / "hf_recipes/tiny/calculator-vllm.yaml").read_text()
+    assert "use_vllm: true" in recipe
+    python = warm_python.executable()  # test_recipes.py launches it without
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
+               "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--model_name_or_path",
+               str(served_model), "--output_dir", str(tmp_path), "--max_steps", "2", "--vllm_server_port",
+               "{port}", "--per_device_train_batch_size", "8"]  # fmt: skip
+    with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
+        # A rank that does not wait for the push has sent its prompts by the time that the server is paused.
+        proxy.faults = lambda request: Fault("late", delay=2.0) if request.path == "/pause" else None
+        command = [str(proxy.port) if word == "{port}" else word for word in command]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+        assert result.returncode == 0, result.stderr[-3000:]
+        seen = [r for r in proxy.requests if r.path in ("/pause", "/resume", "/v1/completions")]
+    pushing, sampled = False, []
+    for request in seen:
+        pushing = {"/pause": True, "/resume": False}.get(request.path, pushing)
+        if request.path == "/v1/completions" and "prompt_logprobs" not in request.payload:
+            assert not pushing
+            sampled.append(tuple(request.payload["prompt"]))
+    assert [r.path for r in seen].count("/pause") == 3  # the probe, and a push for each step
+    firsts = {prompt for prompt in sampled if not any(prompt[: len(p)] == p != prompt for p in sampled)}
+    assert len(firsts) == 4 and all(sampled.count(prompt) == 8 for prompt in firsts)  # a prompt per rank and step
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    rows = [row for row in state["log_history"] if "reward" in row]
+    assert len(rows) == 2
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    firsts = [json.loads(next(open(tmp_path / f"rollouts.rank{rank}.jsonl"))) for rank in range(2)]
+    assert [row["index"] for row in firsts] == [0, 8]
+
+
+def test_a_preflight_with_a_server(port, client, served_model, tmp_path, monkeypatch, capsys):
+    """It samples from the server; one that serves another model, or is not there, is named before weights load."""
+    monkeypatch.chdir(ROOT)
+    flags = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--preflight", "--output_dir", str(tmp_path / "out"),
+             "--per_device_train_batch_size", "16", "--vllm_server_port"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, str(port), "--model_name_or_path", str(served_model)])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.endswith("Nothing here means trouble.\n"), text
+    assert f"  backend  vLLM server at http://127.0.0.1:{port}, weights by auto; training on cpu" in text
+    assert re.search(r"sync \d+\.[1-9]|sync [1-9]", text)
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, str(port), "--model_name_or_path", str(served_model), "--top_p", "0.8"])
+    text = capsys.readouterr().out
+    ratio = re.search(r"1. cut sampling: top_p=0.8 makes .* importance ratio of a token is (0\.\d+) in the mean", text)
+    assert ended.value.code == 0 and ratio and 0.7 < float(ratio[1]) < 0.99, text
+    with pytest.raises(SystemExit, match=r"error: The vLLM server at .* serves .* with \w+=\d+, but the model"):
+        main([*flags, str(port), "--model_name_or_path", "hf_recipes/tiny/chain-model"])
+    with pytest.raises(SystemExit, match=r"No vLLM server answers at .* Start one with `bash scripts/train.sh"):
+        main([*flags, "1", "--model_name_or_path", str(served_model), "--vllm_server_timeout", "1"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def agent_port(tmp_path_factory):
+    """A server with the model of the agents' recipes."""
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+    with WarmVLLMServer(ROOT / "hf_recipes/tiny/calculator-agent-model", *flags, log=log) as server:
+        yield server.port
+
+
+@pytest.mark.parametrize("recipe", ["agent.yaml", "scheduler.yaml"])
+def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, tmp_path, monkeypatch):
+    """What it sampled has the logprobs that the trainer computes for the same ids: the records are what was read."""
+    monkeypatch.chdir(ROOT)
+    main([
+        "--config", f"hf_recipes/tiny/{recipe}", "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_port",
+        str(agent_port), "--vllm_importance_sampling_mode", "token_truncate", "--max_steps", "2",
+        "--per_device_train_batch_size", "16", "--output_dir", str(tmp_path), "--disable_tqdm", "true",
+    ])  # fmt: skip
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    steps = [row for row in history if "reward" in row]
+    assert len(steps) == 2 and all(row["turns/mean"] > 1.0 and row["records/mean"] == 1.0 for row in steps)
+    assert all(row["stop/environment_error"] == row["stop/agent_error"] == 0.0 for row in steps)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
+
+
+SHARDED_LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0}
+
+
+def sharded_recipe(tmp_path, port, **changes):
+    """Three steps of 16 rollouts, each push checked."""
+    changes = {
+        "per_device_train_batch_size": 8, "max_steps": 3, "output_dir": str(tmp_path / "out"), "learning_rate": 1e-3,
+        "vllm_server_port": port, "weight_check_every": 1, "save_strategy": "no", "max_completion_length": 120,
+        **changes,
+    }  # fmt: skip
+    return recipe_file(tmp_path, ROOT / "hf_recipes/tiny/calculator-vllm.yaml", **changes)
+
+
+def assert_trained_from_what_the_server_held(out, steps):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "reward" in row]
+    assert len(trained) == steps and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
+    assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
+def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, client, tmp_path, monkeypatch):
+    """A real answer: of a server that gets another path, as one on another node. Its weights stay what they were."""
+    before, send = client.score([5, 6, 7, 8]), client.request
+
+    def on_another_node(method, path, **kwargs):
+        if path == "/collective_rpc":
+            kwargs["json"]["kwargs"]["weights_path"] = f"/not/mounted{kwargs['json']['kwargs']['weights_path']}"
+        return send(method, path, **kwargs)
+
+    if seen:
+        check_shared_directory(client, str(tmp_path))
+        check_shared_directory(client, None)
+    else:
+        monkeypatch.setattr(client, "request", on_another_node)
+        what = rf"{client.base_url} cannot .* weight_sync_dir='{tmp_path}': the trainer wrote {tmp_path}/\S+ and"
+        with pytest.raises(ServerError, match=rf"{what} the server cannot open it: .*/not/mounted<path>"):
+            check_shared_directory(client, str(tmp_path))
+        with pytest.raises(ServerError, match=r"weight_sync_dir='/\S+' \(the default\): the trainer wrote"):
+            check_shared_directory(client, None)
+        monkeypatch.undo()
+    with pytest.raises(ServerError, match="weight_sync_dir='/no/such': .*No such file.*Expected a writable directory"):
+        check_shared_directory(client, "/no/such")
+    assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())
+
+
+SEVERAL_WORKERS = "Worker failed with error '{}', please check the stack trace above for the root cause"
+
+
+@pytest.mark.parametrize("by_executor", ["{}", SEVERAL_WORKERS], ids=["one worker", "several workers"])
+def test_the_answer_of_an_engine_with_one_worker_is_understood_too(by_executor, tmp_path, monkeypatch):
+    """The texts of vLLM 0.31: an engine with one GPU does not quote what its worker raised. The CPU's engine does."""
+    client = VLLMServerClient("127.0.0.1", 9)
+
+    def answers(problem):
+        error = {"message": f"Call to collective_rpc method failed: {by_executor.format(problem)}",
+                 "type": "InternalServerError", "param": None, "code": 500}  # fmt: skip
+        body = json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+
+        async def call(*_):
+            return 500, body
+
+        monkeypatch.setattr(client, "_call", call)
+
+    answers("Repo id must be in the form 'repo_name': '/mnt/\"a\" b'. Use `repo_type` argument if needed.")
+    what = rf"{client.base_url} cannot .* weight_sync_dir='{tmp_path}': the trainer wrote {tmp_path}/\S+ and"
+    said = "Repo id must be in the form 'repo_name': '/mnt/\"a\" b'. Use `repo_type` argument if needed. Set weight_"
+    with pytest.raises(ServerError, match=f"{what} the server cannot open it: {said}"):
+        check_shared_directory(client, str(tmp_path))
+    answers("Worker.reload_weights() got an unexpected keyword argument 'weights_path'")  # of an older vLLM
+    check_shared_directory(client, str(tmp_path))
+    monkeypatch.setattr(client, "request", lambda *_, **__: (_ for _ in ()).throw(ServerLost("503 EngineDeadError")))
+    with pytest.raises(ServerLost, match="^503 EngineDeadError$"):
+        check_shared_directory(client, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path, monkeypatch):
+    """Two processes, of which none has a whole weight. The second step's push fails half-way, and is repeated."""
+    monkeypatch.setenv("FAULT", "server lost")
+    text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {}))
+    assert "lost after 5 weights. Waiting for the server, then pushing again." in text
+    assert_trained_from_what_the_server_held(tmp_path / "out", 3)
+
+
+def test_a_push_that_fails_on_the_other_rank_ends_the_run(port, tmp_path, monkeypatch):
+    """Both ranks raise what rank 1 said, and the run is saved between two steps."""
+    monkeypatch.setenv("FAULT", "no memory")
+    text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port), fails=True)
+    assert text.count("error: Step 1: GatherFailed: rank 1: MemoryError: none left") == 2, text[-3000:]
+    assert_trained_from_what_the_server_held(tmp_path / "out", 1)
+    assert (tmp_path / "out/checkpoint-1/model.safetensors").is_file()

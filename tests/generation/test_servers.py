@@ -1,0 +1,1005 @@
+"""Several servers: which one gets a group, what moves when one is lost, what is proven, and who joins again."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import threading
+import time
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+import warm_python
+from bench.common import VLLMServer
+from bench.fault_proxy import Fault, FaultProxy
+from test_faults import (
+    CONTEXT,
+    MODEL,
+    Watched,
+    assert_from_the_weights_of_its_version,
+    assert_whole,
+    make_trainer,
+    needs_vllm,
+    slow_calculator,
+)
+from warm_vllm import WarmVLLMServer
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.generation import weight_sync
+from mt_grpo.generation.connection import server_urls
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.rollout import Generation
+from mt_grpo_trainer import VLLMServerClient
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+# =====================================================================================================================
+# Conversations: stand-ins for servers, whose failures are made at a known moment
+# =====================================================================================================================
+
+
+class Stub:
+    """A server that samples its own number, and holds the weights `version`."""
+
+    timeout, tokenizer, max_model_len, retries, lineage, pushing = 1.0, None, None, 0, 0, False
+
+    def __init__(self, number, log, version="v"):
+        self.number, self.log, self.version = number, log, version
+        self.seconds = 0.0
+        self.error = None
+
+    base_url = property(lambda self: f"http://server{self.number}")
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params, index):
+        if self.error:
+            raise self.error
+        await asyncio.sleep(self.seconds)
+        self.log.append((self.number, index))
+        return Generation([self.number], [-1.0], "stop")
+
+    async def held_version(self):
+        return self.version
+
+
+def make_pool(count, **values):
+    log = []
+    pool = ServerPool([Stub(n, log) for n in range(count)])
+    pool.WATCH_SECONDS, pool.complete, pool.log = 0.05, True, log
+    for key, value in values.items():
+        setattr(pool, key, value)
+    return pool
+
+
+def run(pool, groups, converse):
+    """The results of one conversation per entry of `groups`, which is its group's number."""
+    routes = pool.routes(groups)
+    conversations = [converse(route, index) for index, route in enumerate(routes)]
+    return pool.start_conversations(conversations, "v", routes).result(20)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def two_turns(route, index):
+    return [(await route.generate([1], 8, None, index)).token_ids[0] for _ in range(2)]
+
+
+def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded():
+    """Six groups of two over three servers: two groups each, dealt out by the groups' numbers."""
+    pool = make_pool(3)
+    groups = [g for g in range(6) for _ in range(2)]
+    assert run(pool, groups, two_turns) == [[g % 3] * 2 for g in groups]
+    assert pool.load == [0, 0, 0]
+    # On another rank the numbers go on, so that its first group is not at the first server too.
+    assert run(pool, [7, 7, 8, 8], two_turns) == [[1, 1], [1, 1], [2, 2], [2, 2]]
+    pool.load = [5, 0, 3]  # conversations of an earlier batch are still open
+    assert run(pool, [0, 0, 1, 1, 2, 2], two_turns) == [[1, 1]] * 4 + [[2, 2]] * 2
+
+
+def test_the_conversations_of_a_lost_server_go_on_elsewhere():
+    """Server 1 is silent from the start. Its group had no answer yet, so nothing of it is lost."""
+    pool = make_pool(2)
+    pool.servers[1].seconds, pool.servers[1].version = 60.0, None
+    assert run(pool, [0, 0, 1, 1], two_turns) == [[0, 0]] * 4
+    assert pool.joined == [0] and pool.load == [0, 0] and pool.retries == 2 and pool.requests == [set(), set()]
+    assert Counter(pool.log) == {(0, index): 2 for index in range(4)}
+
+
+def test_what_a_lost_server_sampled_without_proof_starts_over():
+    """Server 1 answers a first turn, and is another process when it is asked for its version."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        turns = [(await route.generate([1], 8, None, index)).token_ids[0]]
+        pool.servers[1].version = "default"
+        await asyncio.sleep(0.3)
+        return turns + await two_turns(route, index)
+
+    assert run(pool, [0, 1, 1], converse) == [[0, 0, 0], None, None]
+    assert pool.joined == [0] and pool.load == [0, 0]
+    assert Counter(pool.log) == {(0, 0): 3, (1, 1): 1, (1, 2): 1}  # they were ended, and sampled no more
+
+
+def test_what_was_proven_before_a_server_was_lost_goes_on():
+    """Between the two turns server 1 says its version, and then it is gone: the first turn stays."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        first = (await route.generate([1], 8, None, index)).token_ids[0]
+        await asyncio.sleep(0.3)
+        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+        return [first, (await route.generate([1], 8, None, index)).token_ids[0]]
+
+    assert run(pool, [0, 1], converse) == [[0, 0], [1, 0]]
+    assert pool.joined == [0]
+
+
+def test_an_answer_of_a_version_proves_only_what_was_sampled_before_the_question():
+    """Server 1 is asked, samples, restarts, and its answer to the question comes late."""
+    pool = make_pool(2)
+    asked, sampled = threading.Event(), threading.Event()
+
+    async def late():
+        asked.set()
+        while not sampled.is_set():
+            await asyncio.sleep(0.01)
+        pool.servers[1].held_version = another
+        return "v"
+
+    async def another():
+        return "default"
+
+    pool.servers[1].held_version = late
+
+    async def converse(route, index):
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        result = await route.generate([1], 8, None, index)
+        if index == 1:
+            sampled.set()
+        return result.token_ids[0]
+
+    assert run(pool, [0, 1], converse) == [0, None]
+
+
+def test_an_answer_that_was_begun_before_a_restart_is_not_proven():
+    """The server restarts and gets its weights while it samples: it reports the right version, of a new lineage."""
+    pool = make_pool(1)
+    (server,) = pool.servers
+    sample = server.generate
+
+    async def restarted_meanwhile(*args):
+        generation = await sample(*args)
+        server.lineage += 1
+        server.version = tagged("v", server.lineage)
+        return generation
+
+    async def one_turn(route, index):
+        return (await route.generate([1], 8, None, index)).token_ids[0]
+
+    server.generate = restarted_meanwhile
+    assert run(pool, [0], one_turn) == [None]
+    server.generate = sample
+    assert run(pool, [0], one_turn) == [0]  # begun with the weights that were pushed since
+
+
+def test_without_any_server_all_is_rolled_out_again():
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        first = (await route.generate([1], 8, None, index)).token_ids[0]
+        if index == 0:
+            return first
+        await asyncio.sleep(0.3)
+        for server in pool.servers:
+            server.version = "default"
+        return await two_turns(route, index)
+
+    # What had ended 0.3 s before was proven by then.
+    assert run(pool, [0, 0, 1, 1], converse) == [0, None, None, None]
+    assert pool.joined == []
+
+
+def test_the_last_server_is_waited_for():
+    """A server that is silent is left only for another one; the last one has its own time limit."""
+    pool = make_pool(2)
+    pool.servers[0].version = pool.servers[1].version = None
+
+    async def converse(route, index):
+        return await two_turns(route, index)
+
+    with pytest.raises(ServerLost, match="does not say which weights it holds"):
+        run(pool, [0, 1], converse)
+    assert len(pool.joined) == 1
+
+
+def test_a_server_that_refuses_is_left_unless_all_refuse():
+    pool = make_pool(3)
+    pool.servers[1].error = error = ServerError("400: no")
+    assert run(pool, [0, 1, 2], two_turns) == [[0, 0], [2, 2], [2, 2]]
+    assert pool.joined == [0, 2]
+    for server in pool.servers:
+        server.error = error
+    with pytest.raises(ServerError, match="400: no"):
+        run(pool, [0, 1, 2], two_turns)
+
+
+@contextlib.contextmanager
+def answering(token_ids):
+    """A real HTTP server that speaks the protocol, and whose every sample has these ids."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer({"data": [{"id": "m", "max_model_len": 64}], "weight_version": "v"})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+            self.answer({"choices": [choice], "usage": {"prompt_tokens": 2}})
+
+        def answer(self, value):
+            text = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("wrong", [[400], [2**70], ["a"]], ids=str)
+def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong, caplog):
+    with answering(wrong) as liar, answering([7]) as well:
+        clients = [VLLMServerClient(base_url=url) for url in (liar, well)]
+        for client in clients:
+            client.vocab_size = 400
+        pool = ServerPool(clients)
+        pool.complete = True
+        try:
+            sampled = [run_async(pool.generate([1, 2], 4, None, index)).token_ids for index in range(3)]
+        finally:
+            pool.close()
+    assert sampled == [[7]] * 3 and pool.joined == [1]
+    assert f"{liar}/v1/completions: 3 answers in a row are no sample" in caplog.text and well not in caplog.text
+
+
+def test_a_last_server_that_gives_up_is_left_where_others_are_back():
+    """They hold other weights by now: all get the weights again. Without another one the run ends."""
+    pool = make_pool(2, joined=[1])
+    pool.servers[1].error = ServerLost("gave up")
+    pool.servers[0].version = "default"
+    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
+    pool.joined, pool.servers[0].version = [1], None
+    with pytest.raises(ServerLost, match="gave up"):
+        run(pool, [0, 1], two_turns)
+
+
+def test_a_last_server_that_is_silent_is_left_where_others_are_back():
+    pool = make_pool(2, joined=[1])
+    pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+    pool.servers[0].version = "default"
+    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
+
+
+def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        await route.generate([1], 8, None, index)
+        if index == 0:
+            return await two_turns(route, index)
+        pool.servers[1].version = "default"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise RuntimeError("its cleanup failed") from None
+
+    assert run(pool, [0, 1], converse) == [[0, 0], None]
+
+
+def test_a_conversation_that_ignores_its_end_is_not_waited_for():
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        await route.generate([1], 8, None, index)
+        if index == 1:
+            pool.servers[1].version = "default"
+            for _ in range(100):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.1)
+        return index
+
+    began = time.monotonic()
+    assert run(pool, [0, 1], converse) == [0, None]
+    assert time.monotonic() - began < 5
+
+
+def test_an_earlier_cancel_that_was_ignored_does_not_end_a_conversation():
+    """Old versions of `async_timeout` do so: the task counts one cancel for ever."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        asyncio.current_task().cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+        return await two_turns(route, index)
+
+    assert run(pool, [0, 1], converse) == [[0, 0], [0, 0]]
+
+
+def test_a_batch_that_is_cancelled_at_once_leaves_no_load():
+    pool = make_pool(2)
+    for _ in range(50):
+        routes = pool.routes([0, 0, 1])
+        pool.start_conversations([two_turns(route, 0) for route in routes], "v", routes).cancel()
+    wait_until(lambda: pool.load == [0, 0])
+
+
+def test_an_error_of_a_conversation_ends_all_of_them():
+    pool = make_pool(2)
+    ended = []
+
+    async def converse(route, index):
+        if index == 1:
+            raise RuntimeError("broken tool")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(index)
+            raise
+
+    with pytest.raises(RuntimeError, match="broken tool"):
+        run(pool, [0, 0, 1], converse)
+    assert ended == [0, 2] and pool.load == [0, 0]
+
+
+def test_a_pool_samples_for_whoever_has_one_prompt():
+    pool = make_pool(2)
+    assert [run_async(pool.generate([1], 8, None, index)).token_ids for index in (0, 1, 2)] == [[0], [1], [0]]
+    assert pool.load == [0, 0]
+
+
+# =====================================================================================================================
+# Pushes: which servers hold the weights
+# =====================================================================================================================
+
+
+class Settled(Stub):
+    """A server's side of a push."""
+
+    def __init__(self, number, **values):
+        super().__init__(number, [])
+        self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
+        self.asked, self.engines, self.transfer = 0, 1, SimpleNamespace(held="v")
+
+    def _if_up(self, value):
+        self.asked += 1
+        if not self.up:
+            raise ServerLost(f"GET {self.base_url}: refused")
+        return value
+
+    def healthy(self):
+        self.asked += 1
+        return self.up
+
+    def wait_until_healthy(self, unless):
+        assert self.up or unless()
+
+    def settings(self):
+        return self._if_up(dict(self.values))
+
+    def weight_version(self):
+        return self._if_up(self.version)
+
+    def server_info(self):
+        return {"parallel_config": {"data_parallel_size": self.engines}}
+
+    def score(self, ids, rank):
+        return self._if_up([-1.0 - (rank or 0)] * (len(ids) - 1))
+
+
+def settled_pool(*servers, complete=True):
+    pool = ServerPool(list(servers))
+    pool.complete, pool.RETRY_SECONDS = complete, 0.0
+    return pool
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)])
+def test_servers_that_differ_are_refused_by_name_key_and_values(key, value):
+    servers = Settled(0), Settled(1), Settled(2, **{key: value})
+    pool = settled_pool(*servers, complete=False)
+    with pytest.raises(ServerError) as error:
+        pool.check_settings()
+    first = servers[0].values[key]
+    assert f"{key}={value!r} at http://server2, {first!r} at http://server0" in str(error.value)
+
+
+def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    pool.check_settings()
+    servers[1].values["dtype"] = "torch.bfloat16"
+    pool.check_settings()
+    assert pool.joined == [0]
+    assert "came back with dtype='torch.bfloat16', before 'torch.float32'" in caplog.text
+    assert "goes on with 1 of 2 servers" in caplog.text
+    servers[0].values["dtype"] = "torch.bfloat16"
+    with pytest.raises(ServerError, match="came back with dtype"):  # none is left
+        pool.check_settings()
+
+
+def test_at_first_no_server_may_be_missing():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers, complete=False)
+    servers[1].up = False
+    for ask in (lambda: pool.find_restarted("v"), pool.check_settings, lambda: pool.scores([1, 2])):
+        with pytest.raises(ServerLost, match="http://server1: refused"):
+            ask()
+    assert pool.joined == [0, 1]
+
+
+def test_a_lost_server_joins_again_when_it_answers():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    servers[1].up = False
+    assert not pool.find_restarted("v") and pool.joined == [0]
+    assert pool.scores([1, 2, 3]) == {0: [[-1.0, -1.0]]}
+    servers[1].up, servers[1].version = True, "default"
+    assert pool.find_restarted("v")  # so all get the weights
+    assert [s.lineage for s in servers] == [0, 1] and servers[1].transfer.held is None
+    assert pool.weight_version() == "http://server0: v; http://server1: default"
+    servers[1].version = "v+1"
+    assert pool.weight_version() == "v" and not pool.find_restarted("v")
+    servers[1].version = "v"  # what it was called before it restarted
+    assert pool.find_restarted("v") and [s.lineage for s in servers] == [0, 2]
+    assert pool.joined == [0] and pool.joining == [1] and set(pool.scores([1, 2])) == {0, 1}
+    assert pool.admit() == pool.joined == [0, 1] and pool.joining == []
+    servers[0].up = servers[1].up = False
+    with pytest.raises(ServerLost):
+        pool.find_restarted("v")
+
+
+def test_a_lost_server_is_not_asked_at_every_push():
+    servers = Settled(0), Settled(1)
+    pool = settled_pool(*servers)
+    pool.RETRY_SECONDS = 60.0
+    servers[1].up = False
+    assert not pool.find_restarted("v")
+    asked = servers[1].asked
+    for _ in range(3):
+        assert not pool.find_restarted("v")
+    assert servers[1].asked == asked
+    pool.wait_until_healthy()  # a wait for any server asks all of them
+    assert not pool.find_restarted("v") and servers[1].asked > asked
+
+
+def test_every_engine_behind_an_address_is_probed():
+    servers = Settled(0), Settled(1)
+    servers[1].engines = 2
+    assert settled_pool(*servers).scores([1, 2, 3]) == {0: [[-1.0, -1.0]], 1: [[-1.0, -1.0], [-2.0, -2.0]]}
+
+
+class Pushed(Settled):
+    """A server that takes pushes, and whose logprobs are the trainer's, -1, or off by `wrong`."""
+
+    def __init__(self, number, **values):
+        super().__init__(number, **values)
+        self.version, self.wrong, self.pushes = "default", 0.0, []
+        self.transfer = SimpleNamespace(server=self, leave_nccl=lambda: None, push=self.push)
+
+    def server_info(self):
+        return self._if_up({})
+
+    def score(self, ids, rank):
+        return self._if_up([-1.0 - self.wrong] * (len(ids) - 1))
+
+    @staticmethod
+    def push(weights, version, expected, device, transfers):
+        errors = []
+        for server in (transfer.server for transfer in transfers):
+            server.pushes.append(version)
+            errors.append(None if server.up else ServerLost(f"{server.base_url}: refused"))
+            server.version = version if server.up else server.version
+        return {"load": 0.0}, errors
+
+
+@pytest.fixture
+def pushing():
+    """(push of a version to three servers, the pool)."""
+    pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
+    pool.RETRY_SECONDS = 0.0
+    weights = SimpleNamespace(named_weights=lambda scale: iter([]), expected=set(), sharded=False, final_norm=None)
+    accelerator = SimpleNamespace(device="cpu", is_main_process=True)
+    sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
+    sync._probe_logprobs = lambda scale=1.0: torch.tensor([-1.0, -1.0])
+    yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
+
+
+def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):
+    """It has the version's name, so nothing but the check tells."""
+    push, pool, _ = pushing
+    for step in range(10):
+        push(f"v-{step}")
+    pool.servers[1].wrong = 0.5
+    metrics = push("v-10")  # the tenth is checked
+    assert pool.joined == [0, 2] and metrics["sync/servers"] == 2 and metrics["sync/logprob_difference"] == 0
+    for step in range(11, 14):
+        metrics = push(f"v-{step}")
+        assert pool.joined == [0, 2] and metrics["sync/logprob_difference"] == 0
+        assert pool.servers[1].pushes[-1] == f"v-{step}"
+    pool.servers[1].wrong = 0.0
+    assert push("v-14")["sync/servers"] == 3 and pool.joined == [0, 1, 2]
+
+
+@pytest.mark.parametrize("deaf", [0, 1, 2])
+def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushing, deaf):
+    """The trainer's logprobs move by 1 with the scaled norm; one server's stay where they were."""
+    push, pool, sync = pushing
+    sync.weights.final_norm = "norm"
+    sync.model = SimpleNamespace(dtype=torch.float32, get_submodule=lambda name: torch.nn.LayerNorm(1))
+    sync._probe_logprobs = lambda scale=1.0: torch.full((2,), -1.0 if scale == 1.0 else -2.0)
+    for number, server in enumerate(pool.servers):
+        if number != deaf:
+            server.score = lambda ids, rank, server=server: [-1.0 - server.version.endswith("-probe")] * (len(ids) - 1)
+    with pytest.raises(ServerError, match=f"A changed weight did not arrive at http://server{deaf}: .*by 1.00e"):
+        push("v-0")
+
+
+def test_one_stale_engine_behind_an_address_is_found(pushing):
+    """Its distance counts, and not the mean over the engines."""
+    push, pool, sync = pushing
+    for step in range(10):
+        push(f"v-{step}")
+    pool.servers[2].engines = 4
+    # One engine of four is off by 2e-3, above the tolerance of 1e-3; the mean over the engines is 5e-4.
+    pool.servers[2].server_info = lambda: {"parallel_config": {"data_parallel_size": 4}}
+    pool.servers[2].score = lambda ids, rank: [-1.0 - 2e-3 * (rank == 3)] * (len(ids) - 1)
+    push("v-10")
+    assert pool.joined == [0, 1]
+
+
+def test_the_last_joined_server_dies_at_a_push_and_another_is_back(pushing):
+    push, pool, _ = pushing
+    push("v-0")
+    for number in (1, 2):
+        pool.leave(number, "lost")
+        pool.servers[number].version = "default"
+    pool.servers[0].up = pool.servers[2].up = False
+    assert push("v-1")["sync/servers"] == 1
+    assert pool.joined == [1] and pool.servers[1].version == "v-1"
+
+
+def test_a_push_while_no_server_answers_waits_for_one(pushing):
+    push, pool, sync = pushing
+    push("v-0")
+    for number in (0, 1, 2):
+        pool.leave(number, "lost")
+        pool.servers[number].up = False
+    threading.Timer(0.5, lambda: setattr(pool.servers[2], "up", True)).start()
+    sync.pushed = None
+    assert push("v-0")["sync/servers"] == 1 and pool.joined == [2]
+    pool.servers[2].up, pool.servers[0].timeout = False, 0.5
+    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, .* answers after 0.5 s"):
+        push("v-1")
+
+
+def test_what_another_rank_lost_is_left_out(pushing, monkeypatch):
+    """A server that one rank cannot reach would lose that rank's rollouts in each step."""
+    push, pool, _ = pushing
+    push("v-0")
+    pool.RETRY_SECONDS = 60.0
+    gather = weight_sync.gather_object
+    monkeypatch.setattr(weight_sync, "gather_object", lambda rows: gather(rows) + [[0, 2]] * (rows == [[0, 1, 2]]))
+    assert push("v-1")["sync/servers"] == 2 and pool.joined == [0, 2]
+
+
+def test_a_restart_that_one_rank_found_is_known_to_all(pushing, monkeypatch):
+    """Rank 0 counts a server's restarts. The others prove their rollouts by the same count."""
+    push, pool, _ = pushing
+    push("v-0")
+    ask = weight_sync.on_main_process
+
+    def answer_of_rank_0(function):
+        answer = ask(function)
+        return (answer[0], [0, 3, 0]) if isinstance(answer, tuple) and isinstance(answer[1], list) else answer
+
+    monkeypatch.setattr(weight_sync, "on_main_process", answer_of_rank_0)
+    push("v-1")
+    assert [(server.lineage, server.policy_version) for server in pool.servers] == [(0, 1), (3, 1), (0, 1)]
+
+
+def test_what_comes_during_a_push_may_be_of_its_weights(pushing):
+    """A server goes on before this process knows that the push is whole. So a turn's versions are an interval."""
+    push, pool, _ = pushing
+    push("v-4")
+    original, seen = pool.update_weights, []
+
+    def update_weights(*args):
+        seen.append([(server.policy_version, server.newest_version) for server in pool.servers])
+        return original(*args)
+
+    pool.update_weights = update_weights
+    push("v-5")
+    assert seen == [[(4, 5)] * 3]
+    assert [(server.policy_version, server.newest_version) for server in pool.servers] == [(5, 5)] * 3
+
+
+def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):
+    """30 s, then 60 s; it starts anew where it was there from one push to the next."""
+    push, pool, _ = pushing
+    pool.RETRY_SECONDS = 30.0
+    push("v-0")
+    waits = []
+    for pushes in (["v-1"], ["v-2", "v-3"], []):
+        pool.leave(1, "lost")
+        waits.append(round(pool._not_before[1] - time.monotonic()))
+        pool._not_before.clear()
+        for version in pushes:
+            push(version)
+    assert waits == [30, 60, 30]
+
+
+def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
+    pool = settled_pool(Settled(0), Settled(1))
+    pool.refuse({1: ServerError("disagree by 0.5")})
+    assert pool.joined == [0] and "disagree by 0.5" in caplog.text
+    with pytest.raises(ServerError, match="disagree by 0.7"):
+        pool.refuse({0: ServerError("disagree by 0.7")})
+
+
+class Versioned(Pushed):
+    """A server whose answers say which weights they are of. A push takes 0.3 s."""
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params, index):
+        version = self.version
+        await asyncio.sleep(0.01)
+        return Generation([self.number, version], [-1.0], "stop")
+
+    @staticmethod
+    def push(weights, version, expected, device, transfers):
+        time.sleep(0.3)
+        for server in (transfer.server for transfer in transfers):
+            server.version = tagged(version, server.lineage)
+        return {"load": 0.0}, [None] * len(transfers)
+
+
+@pytest.fixture
+def in_flight(pushing):
+    """(push, pool, a future of what three conversations read, events: the second one goes on; all end)."""
+    push, pool, _ = pushing
+    pool.servers[:], pool.WATCH_SECONDS = [Versioned(n) for n in range(3)], 0.02
+    push("v-0")
+    goes_on, over, routes = threading.Event(), threading.Event(), pool.routes([0, 1, 2])
+
+    async def converse(route, index):
+        read = []
+        while not over.is_set():
+            if index != 1 or not read or goes_on.is_set():
+                read.append(tuple((await route.generate([1], 8, None, index)).token_ids))
+            await asyncio.sleep(0.01)
+        return read
+
+    conversations = [converse(route, index) for index, route in enumerate(routes)]
+    yield push, pool, pool.start_conversations(conversations, "v-0", routes), goes_on, over
+    over.set()
+
+
+def test_a_server_joins_again_while_conversations_run(in_flight):
+    """Until the push is over it holds the weights of a new process. No watch leaves it out again for that."""
+    push, pool, running, goes_on, over = in_flight
+    goes_on.set()
+    time.sleep(0.2)
+    pool.servers[1].version = "default"
+    wait_until(lambda: pool.joined == [0, 2])
+    assert push("v-1")["sync/servers"] == 3
+    time.sleep(0.1)
+    assert pool.joined == [0, 1, 2] and pool._losses[1] == 1
+    over.set()
+    read = [versions for versions in running.result(20) if versions is not None]
+    assert len(read) >= 2 and {version for versions in read for _, version in versions} == {"v-0", "v-1"}
+
+
+def test_a_server_that_restarted_gets_no_conversation_before_its_weights(in_flight):
+    """The push finds the restart. A conversation whose turns there are proven goes on meanwhile, at another server."""
+    push, pool, running, goes_on, over = in_flight
+    time.sleep(0.3)  # the first turn of the second conversation is proven; it is in a slow tool
+    pool.WATCH_SECONDS = 60.0
+    time.sleep(0.1)  # from here on no watch sees a restart
+    pool.servers[1].version = "default"
+    threading.Timer(0.1, goes_on.set).start()  # in the middle of the push
+    assert push("v-1")["sync/servers"] == 3 and pool.joined == [0, 1, 2] and pool.servers[1].lineage == 1
+    time.sleep(0.1)
+    over.set()
+    read = running.result(20)
+    assert read[1][0] == (1, "v-0") and {number for number, _ in read[1][1:]} <= {0, 2}
+    assert {version for versions in read for _, version in versions} == {"v-0", "v-1"}
+
+
+def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
+    """The background loop leaves server 0 while the weights are on their way to both."""
+    push, pool, _ = pushing
+    push("v-0")
+
+    def push_and_lose(weights, version, expected, device, transfers):
+        pool.leave(0, "it did not answer 3 times in a row")
+        return {}, [ServerLost("http://server0: refused"), None, None]
+
+    pool.servers[0].transfer.push = push_and_lose
+    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    assert pool.joined == [1, 2]
+    pool.servers[0].transfer.push = lambda *_: ({}, [None, ServerLost("http://server2: refused")])
+    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    assert pool.joined == [1]
+
+
+def test_a_push_without_servers_says_so_and_walks_to_the_end():
+    """Other ranks gather the weights too."""
+    client, weights = VLLMServerClient(base_url="http://127.0.0.1:9"), iter({"w": torch.ones(2)}.items())
+    with pytest.raises(ServerLost, match="None of the vLLM servers is left to push weights to"):
+        client.transfer.push(weights, "v-1", {"w"}, torch.device("cpu"), [])
+    assert list(weights) == []
+
+
+def test_a_server_that_loads_weights_is_not_lost():
+    """It says nothing meanwhile, for longer than its time limit. Afterwards silence counts again."""
+    pool = make_pool(2)
+    for server in pool.servers:
+        server.version, server.timeout = None, 0.2
+    pool.pushing = True
+    routes = pool.routes([0, 1])
+    running = pool.start_conversations([two_turns(r, i) for i, r in enumerate(routes)], "v", routes)
+    time.sleep(1.0)
+    assert pool.joined == [0, 1] and not running.done()
+    for server in pool.servers:
+        server.version = "v"
+    assert running.result(20) == [[0, 0], [1, 1]]
+    for server in pool.servers:
+        server.version = None
+    pool.pushing = False
+    with pytest.raises(ServerLost, match="does not say which weights it holds"):
+        run(pool, [0, 1], two_turns)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (["http://a:1", "http://a:1/"], "names http://a:1 twice"),
+        (["http://a:1", ""], "is no server's address"),
+        ("http://a:1,,http://b:1", "is no server's address"),
+        (["http://a:1", 5], "expected an address or a list"),
+    ],
+)
+def test_addresses_that_cannot_work(value, error):
+    with pytest.raises((ValueError, ServerError), match=error):
+        server_urls(value)
+
+
+# =====================================================================================================================
+# Two real servers
+# =====================================================================================================================
+
+
+@pytest.fixture(scope="module")
+def servers():
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
+    pair = [WarmVLLMServer(MODEL, *flags).start() for _ in range(2)]
+    try:
+        yield [server.wait() for server in pair]
+    finally:
+        for server in pair:
+            server.stop()
+
+
+def addresses(servers):
+    return [server.url for server in servers]
+
+
+@needs_vllm
+def test_two_servers_train_as_one(servers, tmp_path):
+    """A group's requests are all at one server, both get work, and the weights are written once."""
+    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=3,
+                           weight_sync_dir=str(tmp_path), num_generations=4)  # fmt: skip
+    asked = defaultdict(set)  # group -> servers
+    for number, client in enumerate(trainer.client.servers):
+        post = client._post
+
+        async def recorded(path, payload, read, number=number, post=post):
+            asked[trainer.state.global_step, tuple(payload["prompt"][:300])].add(number)
+            return await post(path, payload, read)
+
+        client._post = recorded
+    written = []
+    transfer = trainer.client.transfer
+    folder = transfer._versions_folder
+    transfer._versions_folder = lambda size: written.append(size) or folder(size)
+    assert [client.transfer.group_port for client in trainer.client.servers] == [51216, 51217]
+    trainer.train()
+    prompts = {tuple(r.prompt_ids) for batch in trainer.batches for r in batch}
+    by_group = defaultdict(set)
+    for (step, ids), numbers in asked.items():
+        for prompt in prompts:
+            if ids[: len(prompt)] == prompt:
+                by_group[step, prompt] |= numbers
+    assert len(by_group) == 12 and all(len(numbers) == 1 for numbers in by_group.values())
+    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 6, 1: 6}
+    assert len(written) == 4  # three steps, and the probe of the first
+    assert trainer.rows("sync/servers") == [2, 2, 2] and trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert max(trainer.rows("sync/logprob_difference")) < 1e-4
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    versions = [requests.get(f"{s.url}/weight_info", timeout=10).json()["weight_version"] for s in servers]
+    assert versions == [trainer.weight_sync.pushed] * 2
+    assert_from_the_weights_of_its_version(trainer)
+    trainer.client.close()
+
+
+@needs_vllm
+def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
+    """Killed amid rollouts of step 2: the other one takes over what it had, step 4 has both again, nothing is lost."""
+    killed = threading.Event()
+
+    def seconds(expression):
+        if trainer.state.global_step == 2 and not killed.is_set():
+            killed.set()
+            servers[1].kill()
+        return 1.0
+
+    class Waits(Watched):
+        def _sync_weights(self):
+            if self.state.global_step == 4 and not servers[1].healthy():
+                servers[1].start().wait()
+            super()._sync_weights()
+
+    trainer = make_trainer(None, tmp_path, slow_calculator(seconds), trainer_class=Waits, max_steps=6,
+                           vllm_server_base_url=addresses(servers))  # fmt: skip
+    trainer.client.RETRY_SECONDS = 0.0
+    trainer.train()
+    assert trainer.state.global_step == 6 and [len(batch) for batch in trainer.batches] == [16] * 6
+    assert trainer.rows("sync/servers") == [2, 2, 2, 1, 2, 2]
+    restarted = trainer.rows("rollout/restarted")
+    assert restarted[:2] + restarted[3:] == [0] * 5 and restarted[2] <= 8  # of its own group at most
+    assert trainer.weight_sync.num_syncs == 6  # what starts over needs no push: the other server holds the weights
+    for batch in trainer.batches:
+        assert [r.index for r in batch] == list(range(16))
+        assert_whole(batch)
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert_from_the_weights_of_its_version(trainer)
+    assert f"{servers[1].url} is left out" in caplog.text and f"{servers[1].url} is back" in caplog.text
+    assert all(not requests.get(f"{s.url}/is_paused", timeout=10).json()["is_paused"] for s in servers)
+    trainer.client.close()
+
+
+@needs_vllm
+def test_a_push_that_one_server_misses(servers, tmp_path):
+    """Its load answers 500 once: it is left out of that step, and joins at the next push."""
+    failed = []
+
+    def rule(request):
+        if request.path == "/collective_rpc" and len(proxy.statuses("/collective_rpc")) and not failed:
+            if sum(r.path == "/collective_rpc" for r in proxy.requests) == 4:  # a look, a probe, one push before it
+                failed.append(request)
+                return Fault("broken load", status=500)
+        return None
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = rule
+        trainer = make_trainer(None, tmp_path, vllm_server_base_url=f"{servers[0].url},{proxy.url}", max_steps=3)
+        trainer.client.RETRY_SECONDS = 0.0
+        trainer.train()
+        assert failed and trainer.rows("sync/servers") == [2, 1, 2]
+        sampled = Counter(r.path for r in proxy.requests)["/v1/completions"]
+        assert sampled > 0
+        assert_from_the_weights_of_its_version(trainer)
+        trainer.client.close()
+
+
+@needs_vllm
+def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path):
+    """It takes requests and answers none. The run goes on without it, and nothing starts over."""
+    frozen = []
+
+    def rule(request):
+        if frozen and request.path != "/health":
+            return Fault("frozen", delay=60.0, status=0)
+        sampled = request.path == "/v1/completions" and "prompt_logprobs" not in request.payload
+        if sampled and trainer.state.global_step == 1:
+            frozen.append(time.monotonic())
+            return Fault("frozen", delay=60.0, status=0)
+        return None
+
+    with FaultProxy(servers[1].url) as proxy:
+        trainer = make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url], max_steps=2)
+        proxy.faults = rule
+        for client in trainer.client.servers:
+            client.VERSION_SECONDS = 0.5
+        trainer.train()
+        assert frozen and trainer.state.global_step == 2
+        assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8
+        assert_from_the_weights_of_its_version(trainer)
+        trainer.client.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("flag", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
+def test_engines_behind_several_addresses_are_refused(servers, tmp_path, flag):
+    def differs(answer):
+        answer["vllm_config"]["parallel_config"][flag] = True
+        return answer
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
+        with pytest.raises(ServerError, match=f"{proxy.url}: --data-parallel-external-lb and .* are not supported"):
+            make_trainer(proxy.port, tmp_path)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_two_engines_behind_one_address(tmp_path):
+    """vLLM's own data parallelism: both engines get every push, and both are probed."""
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs", "--data-parallel-size", "2")
+    with VLLMServer(MODEL, *flags, python=warm_python.executable()) as server, FaultProxy(server.url) as proxy:
+        trainer = make_trainer(proxy.port, tmp_path, max_steps=4)
+        trainer.train()
+        assert max(trainer.rows("sync/logprob_difference")) < 1e-4
+        assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+        probes = [r.headers.get("X-data-parallel-rank") for r in proxy.requests
+                  if r.path == "/v1/completions" and "prompt_logprobs" in r.payload]  # fmt: skip
+        assert probes == ["0", "1"] * 5  # four steps, and the first one's changed norm
+        assert_from_the_weights_of_its_version(trainer)
+
+        # One engine that keeps other weights is noticed, although the other one is right.
+        def further_off(answer):
+            for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+                for token in entry.values():
+                    token["logprob"] -= 0.01
+            return answer
+
+        proxy.faults = lambda r: (
+            Fault("off", change=further_off) if r.headers.get("X-data-parallel-rank") == "1" else None
+        )
+        with pytest.raises(ServerError, match="disagree"):
+            make_trainer(proxy.port, tmp_path / "again", max_steps=1).train()
+
+
+@needs_vllm
+def test_a_server_that_is_not_there_at_the_start_is_named(servers, tmp_path):
+    with pytest.raises(ServerError, match="No vLLM server answers at http://127.0.0.1:9 after 1 s"):
+        make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, "http://127.0.0.1:9"],
+                     vllm_server_timeout=1.0)  # fmt: skip
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("key", "value"), [("model", "/models/other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)]
+)
+def test_servers_that_differ_are_refused_before_weights_load(servers, tmp_path, key, value):
+    def differs(answer):
+        answer["vllm_config"]["model_config"][key] = value
+        return answer
+
+    with FaultProxy(servers[1].url) as proxy:
+        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
+        with pytest.raises(ServerError) as error:
+            make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url])
+        assert f"{key}={value!r} at {proxy.url}" in str(error.value) and f"at {servers[0].url}" in str(error.value)

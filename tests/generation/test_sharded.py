@@ -1,0 +1,160 @@
+"""Training with weights that FSDP2 shards over two gloo processes: against DDP, and against itself, resumed."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import warm_python
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_first_batch import recipe_file
+from transformers import AutoModelForCausalLM
+
+import mt_grpo_trainer as mt
+from mt_grpo.recipe.refusals import check_sharding
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))
+WORKER = str(ROOT / "tests/sharded_worker.py")
+
+
+def launch(config, script, *arguments, fails=False, python=None, precision="no", **env):
+    """Two processes; what they print."""
+    command = [python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(config),
+               "--num_processes", "2", "--mixed_precision", precision, *script, *map(str, arguments)]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", **env})  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its processes, which wait for each other, by SIGKILL after 30 s
+        process.communicate(timeout=60)
+        raise
+    assert bool(process.returncode) == fails, err[-4000:]
+    return out + err
+
+
+def recipe(folder, out, **changes):
+    folder.mkdir(exist_ok=True)
+    changes = {"per_device_train_batch_size": 8, "output_dir": str(folder / out), **changes}
+    return recipe_file(folder, **changes)
+
+
+def train_and_resume(folder, launch_sharded, **changes):
+    """Folders of a run by DDP, of one with sharded weights, and of one that goes on from its checkpoint at step 2."""
+    os.chdir(ROOT)
+    keys = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, **changes}
+    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
+    launch_sharded("--config", recipe(folder / "b", "sharded", **keys))
+    (folder / "b/sharded").rename(folder / "b/whole")
+    (folder / "b/sharded").mkdir()
+    (folder / "b/whole/checkpoint-2").rename(folder / "b/sharded/checkpoint-2")
+    launch_sharded("--config", folder / "b/recipe.yaml", "--resume_from_checkpoint", "last")
+    return folder / "a/ddp", folder / "b/whole", folder / "b/sharded"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    launch_sharded = functools.partial(launch, FSDP2, [WORKER, "train"])
+    return train_and_resume(tmp_path_factory.mktemp("sharded"), launch_sharded)
+
+
+def steps(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: [row[name] for name in ("loss", "grad_norm", "reward")] for row in rows if "reward" in row}
+
+
+def test_fsdp2_trains_as_ddp_does(trained):
+    assert_trains_as_ddp_does(trained)
+
+
+def assert_trains_as_ddp_does(trained, atol=1e-6):
+    """Up to rounding: behind two steps of Adam, of 6e-4 each, it may decide what is sampled."""
+    ddp, whole, resumed = trained
+    for step in (1, 2):
+        assert steps(whole)[step] == pytest.approx(steps(ddp)[step], rel=1e-5), step
+    first, second = (load_file(folder / "checkpoint-2/model.safetensors") for folder in (ddp, resumed))
+    start = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
+    assert second.keys() - first.keys() <= {"lm_head.weight"}  # FSDP2's has both names of the tied weights
+    embedding = second["model.embed_tokens.weight"]
+    assert torch.equal(second.get("lm_head.weight", embedding), embedding)
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=atol)
+        assert not torch.equal(value, start[name].float())
+
+
+def test_fsdp2_goes_on_exactly(trained):
+    assert_goes_on_exactly(trained)
+
+
+def assert_goes_on_exactly(trained):
+    _, whole, resumed = trained
+    assert list(steps(whole)) == [1, 2, 3, 4, 5] and list(steps(resumed)) == [3, 4, 5]
+    assert steps(resumed) == {step: values for step, values in steps(whole).items() if step > 2}
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path, monkeypatch):
+    """Its own mixed precision. Steps of 1e-5 are smaller than the spacing of most weights in bf16, and add up."""
+    monkeypatch.chdir(ROOT)
+    keys = {"bf16": True, "learning_rate": 1e-5, "max_steps": 3}
+    launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "x", "out", **keys), precision="bf16")
+    rows = steps(tmp_path / "x/out")
+    assert list(rows) == [1, 2, 3] and all(map(math.isfinite, sum(rows.values(), [])))
+    start = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")["model.embed_tokens.weight"].float()
+    trained = load_file(tmp_path / "x/out/model.safetensors")["model.embed_tokens.weight"]
+    assert trained.dtype == torch.float32
+    moved = (trained - start).abs()
+    assert 1e-5 < moved.max() < 1e-4 and (moved > 0).float().mean() > 0.5
+    assert (moved > 0)[trained.bfloat16() == start.bfloat16()].float().mean() > 0.5  # what bf16 alone would have lost
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
+    """Names, tied ones too; merged adapters; a scaled norm. Where one rank fails or gives up, no other one waits."""
+    monkeypatch.chdir(ROOT)
+    check_pushed(functools.partial(launch, FSDP2), lora, tmp_path)
+
+
+def check_pushed(launch_sharded, lora, folder):
+    """What both ranks would push is what was saved: the saved weights, with the saved adapter in them."""
+    keys = {"use_peft": True, "lora_r": 4, "lora_alpha": 16, "lora_target_modules": ["q_proj", "down_proj"]}
+    path = recipe(folder / "x", "out", max_steps=2, learning_rate=1e-2, **(keys if lora else {}))
+    text = launch_sharded([WORKER, "weights"], "--config", path)
+    assert text.count("weights are equal") == 2, text[-3000:]
+    out = folder / "x/out"
+    first, second = (torch.load(out / f"pushed-{rank}.pt") for rank in (0, 1))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    if lora:
+        model = AutoModelForCausalLM.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model", dtype=torch.float32)
+        saved = PeftModel.from_pretrained(model, out).merge_and_unload().state_dict()
+    else:
+        saved = load_file(out / "model.safetensors")
+    saved.setdefault("lm_head.weight", saved["model.embed_tokens.weight"])
+    assert saved.keys() == first.keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
+
+
+def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
+    """It would train by DDP without a word."""
+    monkeypatch.chdir(ROOT)
+    args = mt.parse_arguments(["--config", recipe(tmp_path / "x", "out")])[1]
+    check_sharding(args)
+    with monkeypatch.context() as two, pytest.raises(ValueError, match="2 processes were launched.* it counts 1"):
+        two.setenv("WORLD_SIZE", "2")
+        check_sharding(args)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP is asked for, but accelerate shards nothing on a CPU"):
+        check_sharding(args)
+    text = launch(FSDP2, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "x", "out"), fails=True)
+    assert "error: FSDP is asked for, but accelerate shards nothing on a CPU" in text and "Loading weights" not in text

@@ -1,0 +1,243 @@
+"""Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
+
+import http.server
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mt_grpo.base.errors import ServerLost
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_transfer import NCCLGroup
+from mt_grpo_trainer import VLLMServerClient
+
+pytest.importorskip("vllm", reason="TRL's client imports vLLM")
+from trl.generation import vllm_client
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+WEIGHTS = {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([[3.0]], dtype=torch.bfloat16)}
+INFO = {"vllm_config": {"model_config": {"model": "m", "dtype": "torch.float32", "logprobs_mode": "raw"},
+                        "weight_transfer_config": {"backend": "nccl"}}}  # fmt: skip
+ANSWERS = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": INFO, "/get_world_size": {"world_size": 1}}
+
+
+class Endpoints(http.server.ThreadingHTTPServer):
+    """The addresses of a vLLM server that a push uses. `asked` has them in order, each with its body."""
+
+    def __init__(self):
+        self.asked, self.version, self.update_ends = [], "default", threading.Event()
+        self.loads = None  # a barrier, at which `/collective_rpc` waits
+        self.update_ends.set()
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self):
+        """What changes something."""
+        return [path for path, _ in self.asked if path not in ("/health", "/server_info", "/v1/models")]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path, server = self.path.partition("?")[0], self.server
+        body = json.loads(body) if body else {}
+        server.asked.append((path, body))
+        if path == "/update_weights":
+            server.update_ends.wait(20)
+        if path == "/collective_rpc" and server.loads:
+            server.loads.wait(10)
+        if path == "/update_weight_version":
+            server.version = body["new_version"]
+        answer = json.dumps({"/weight_info": {"weight_version": server.version}, **ANSWERS}.get(path, {})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+
+class Communicator:
+    """In place of NCCL's. `broadcasts` has (group port, tensor). With `stuck` it waits until it is destroyed."""
+
+    def __init__(self, port):
+        self.port, self.destroyed, self.stuck, self.broadcasts = port, threading.Event(), False, []
+        self.group = SimpleNamespace(store=1, socket=1)
+
+    def broadcast(self, tensor):
+        self.broadcasts.append(tensor.tolist())
+        if self.stuck:
+            self.destroyed.wait(20)
+            raise RuntimeError("NCCL error: aborted")
+
+    def destroy(self):
+        self.destroyed.set()
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """The communicators that were made, in order."""
+    made = []
+
+    def open_endpoint(init_info):
+        assert {k: init_info[k] for k in ("rank_offset", "world_size", "packed")} == {
+            "rank_offset": 1, "world_size": 2, "packed": True}  # fmt: skip
+        if init_info["master_port"] == 501:
+            raise OSError("Address already in use")
+        made.append(Communicator(init_info["master_port"]))
+        return made[-1]
+
+    def producer(iterator, group, src, post_iter_func):
+        for item in iterator:
+            group.broadcast(post_iter_func(item))
+
+    def join(self):  # TRL's client wants a GPU; the weights are to stay on the CPU
+        self.device = torch.device("cuda")
+        original(self)
+        self.device = torch.device("cpu")
+
+    original = NCCLGroup._join
+    monkeypatch.setattr(NCCLGroup, "_join", join)
+    monkeypatch.setattr(NCCLGroup, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(vllm_client, "open_trainer_endpoint", open_endpoint)
+    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", producer)
+    return made
+
+
+@pytest.fixture
+def servers():
+    started = [Endpoints() for _ in range(3)]
+    for server in started:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield started
+    for server in started:
+        server.update_ends.set()
+        server.shutdown()
+        server.server_close()
+
+
+def client_of(server, port=500, **limits):
+    limits = {"timeout": 5.0, "request_timeout": 5.0, **limits}
+    return VLLMServerClient(base_url=server.url, transport="nccl", group_port=port, **limits)
+
+
+def push(client, version="v-1"):
+    return client.update_weights(iter(WEIGHTS.items()), version, set(WEIGHTS), torch.device("cpu"))
+
+
+def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
+    """Nothing is sampled between the pause and the end, and no key of the old weights stays."""
+    client = client_of(servers[0])
+    assert set(push(client)) == {"gather", "load"}
+    one_push = ["/pause", "/update_weight_version", "/start_weight_update", "/update_weights",
+                "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]  # fmt: skip
+    assert servers[0].paths() == ["/get_world_size", "/init_weight_transfer_engine", *one_push]
+    bodies = dict(servers[0].asked)
+    assert bodies["/update_weights"] == {
+        "update_info": {"names": ["w", "head"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2], [1, 1]]}
+    }
+    assert bodies["/init_weight_transfer_engine"]["init_info"]["master_port"] == 500
+    assert nccl[0].broadcasts == [[1.0, 2.0], [[3.0]]] and servers[0].version == "v-1"
+    servers[0].asked.clear()
+    push(client, "v-2")  # by the same group, once the server says that it did not restart
+    assert servers[0].paths() == ["/pause", "/weight_info", *one_push[1:]]
+    assert len(nccl) == 1 and not nccl[0].destroyed.is_set()
+    client.close()
+
+
+def test_each_server_has_its_own_group(nccl, servers, caplog):
+    clients = [client_of(server, 500 + n) for n, server in enumerate(servers)]
+    pool = ServerPool(clients)
+    with pytest.raises(
+        ServerLost, match=r"forms no NCCL group on port 501 \(vllm_group_port\): Address already in use"
+    ):
+        push_to_all(pool)
+    pool.complete = True
+    push_to_all(pool)
+    assert pool.joined == [0, 2] and [made.port for made in nccl] == [500, 502]
+    assert [made.broadcasts for made in nccl] == [[[1.0, 2.0], [[3.0]]] * 2] * 2
+    pool.close()
+
+
+def push_to_all(pool):
+    pool.update_weights(iter(WEIGHTS.items()), "v-1", set(WEIGHTS), torch.device("cpu"))
+
+
+def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
+    """A restarted server is not in it, and its port is free for the next one. Other servers keep theirs."""
+    pool = ServerPool([client_of(server, 500 + 2 * n) for n, server in enumerate(servers[:2])])
+    pool.complete = True
+    push_to_all(pool)
+    pool.joined, pool.joining = [0], [1]
+    pool.leave_nccl_groups()
+    pool.leave_nccl_groups()
+    assert [made.destroyed.is_set() for made in nccl] == [False, True]
+    assert nccl[1].group.store is None and nccl[0].group.store == 1  # TRL's own close, which frees the port
+    push_to_all(pool)
+    assert [made.port for made in nccl] == [500, 502, 502]
+    pool.close()
+
+
+def test_a_worker_that_is_gone_does_not_hold_the_run(nccl, servers, monkeypatch):
+    """Its sender waits in NCCL for ever, and so does the request that nobody answers."""
+    client = client_of(servers[0])
+    push(client)
+    nccl[0].stuck = True
+    servers[0].update_ends.clear()
+    monkeypatch.setattr(client, "healthy", lambda: False)
+    began = time.monotonic()
+    with pytest.raises(ServerLost, match="did not take the weights: it did not answer 3 health checks in a row"):
+        push(client, "v-2")
+    assert nccl[0].destroyed.is_set() and time.monotonic() - began < 4
+    servers[0].update_ends.set()
+    monkeypatch.undo()
+
+
+def test_a_push_has_a_time_limit(nccl, servers):
+    """The server is healthy, and its worker waits for weights that an error here never sends."""
+    client = client_of(servers[0], request_timeout=1.0)
+    push(client)
+    nccl[0].stuck = True
+    servers[0].update_ends.clear()
+    with pytest.raises(ServerLost, match="did not take the weights: it took more than vllm_request_timeout=1 s"):
+        push(client, "v-2")
+    assert nccl[0].destroyed.is_set() and client.transfer._nccl._client is None
+    servers[0].update_ends.set()
+    with pytest.raises(ServerLost, match="its NCCL group is closed"):
+        push(client, "v-3")
+    client.transfer.leave_nccl()  # as a pool does before it pushes again
+    push(client, "v-3")
+    assert len(nccl) == 2 and servers[0].version == "v-3"
+
+
+def test_an_error_of_trls_client_is_a_lost_server(nccl, servers, monkeypatch):
+    client = client_of(servers[0])
+    push(client)
+    monkeypatch.setattr(nccl[0], "broadcast", lambda tensor: 1 / 0)
+    with pytest.raises(ServerLost, match="did not take the weights: division by zero"):
+        push(client, "v-2")
+    assert servers[0].version == "loading-v-2"  # which nobody takes for right weights
+
+
+def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
+    """It is written once. The barrier lets nobody through before all of them load."""
+    barrier = threading.Barrier(3)
+    for server in servers:
+        server.loads = barrier
+    clients = [VLLMServerClient(base_url=s.url, transport="disk", sync_dir=str(tmp_path)) for s in servers]
+    pool = ServerPool(clients)
+    push_to_all(pool)
+    folders = {body["kwargs"]["weights_path"] for s in servers for path, body in s.asked if path == "/collective_rpc"}
+    assert len(folders) == 1 and pool.joined == [0, 1, 2] and [s.version for s in servers] == ["v-1"] * 3
+    pool.close()

@@ -1,0 +1,509 @@
+"""From rows, conversations and rewards to what is trained and logged: values written by hand, in one process."""
+
+import asyncio
+import json
+import shutil
+import types
+import zlib
+
+import golden_batch as golden
+import pandas
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.data import make_arithmetic, make_chain
+from mt_grpo.reports.metrics import EvaluationMetrics, RewardUse, credit_metrics
+from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
+from mt_grpo.training.rewards import run_rewards
+from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
+
+
+def read_log(out):
+    return [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_a_batch_is_what_was_written_by_hand(random_model, tmp_path, name):
+    """Masks, logprobs and advantages per token, the log and the metrics, with two reward functions of each kind."""
+    golden.assert_as_written(golden.run_case(random_model, tmp_path, name), name)
+
+
+def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
+    """In training and in evaluation, after a restart of the server too: `outcome_a` raises where they are not."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class, lost=(0, 2, 3, 5))
+    trainer.train()
+    assert trainer.llm.lost_so_far == [0, 2, 3, 5]
+    log = read_log(tmp_path)
+    assert [row["mode"] for row in log] == ["train"] * 8 + ["eval"] * 12
+    assert sorted(row["answer"] for row in log[8:]) == ["17"] * 4 + ["42"] * 4 + ["99"] * 4
+    for row in log:
+        assert row["messages"][0]["content"] == f"What is {row['answer']}?"
+        assert row["messages"][1]["content"].count(f" of {row['answer']}") == 1
+
+
+def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, tmp_path):
+    """Twelve rollouts in batches of eight and four: the eight that are written by hand, and the first four again."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    logged = trainer.evaluate()
+    logged = next(row for row in trainer.state.log_history if "eval_reward" in row)
+    rewards = [6.0, 1.75, 1.75, 3.75, 5.25, 3.5, 3.25, 4.75, 6.0, 1.75, 1.75, 3.75]  # R^O + R^T; of rollout 7 R^T
+    mean = sum(rewards) / 12
+    expected = {
+        "eval_reward": 43.25 / 12,  # 3.604; the mean of the batches' means is 3.531
+        "eval_reward_std": (sum((r - mean) ** 2 for r in rewards) / 11) ** 0.5,
+        "eval_rewards/outcome_b/mean": 7.0 / 9, "eval_rewards/turn_a/mean": (9.5 + 0.75 + 1.0 + 1.75) / 10,
+        "eval_turns/mean": 25 / 12, "eval_turns/max": 3.0, "eval_tools/call_frequency": 17 / 12,
+        "eval_stop/max_turns": 4 / 12, "eval_credit/frac_groups_without_signal": 0.0,
+    }  # fmt: skip
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    # A second one starts anew.
+    trainer.evaluate()
+    again = [row for row in trainer.state.log_history if "eval_reward" in row][1]
+    assert {name: again[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path, monkeypatch):
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    trainer.evaluate()
+    score, calls = trainer._calculate_rewards, []
+
+    def breaks_off(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        trainer._logged_rewards = score(*args) * 0 - 100.0  # what a metric of it would be made of
+        return trainer._logged_rewards
+
+    monkeypatch.setattr(trainer, "_calculate_rewards", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate()
+    monkeypatch.undo()
+    trainer.evaluate()
+    first, second = [row for row in trainer.state.log_history if "eval_reward" in row]
+    for name in ("eval_reward", "eval_reward_std", "eval_turns/mean"):
+        assert second[name] == pytest.approx(first[name])
+    assert first["eval_reward"] == pytest.approx(43.25 / 12)
+
+
+def test_rows_that_fill_the_last_batch_do_not_count():
+    """Two ranks evaluate three prompts twice in batches of four rows: the last two rows are the first ones again."""
+    whole, metrics = EvaluationMetrics(), {"reward": []}
+    for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
+        metrics["reward"].append(sum(rewards) / 4)
+        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 8 for r in rewards])  # as many turns as reward
+        whole.add(metrics, columns, torch.tensor(rewards)[:, None], 6)
+    whole.finish(metrics, ["match"], torch.ones(1))
+    assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
+
+
+def test_an_evaluations_other_metrics_are_of_all_its_batches():
+    """Of three rollouts and of one: an extreme is one of all batches, a mean is weighted, and NaN is no number."""
+    nan = float("nan")
+    whole = EvaluationMetrics()
+    whole.rewards = [torch.zeros(3, 1), torch.zeros(1, 1)]
+    whole.columns = [torch.zeros(3, 12), torch.zeros(1, 12)]
+    metrics = {
+        "reward": [0.0, 0.0], "ratio/max": [3.0, 5.0], "ratio/min": [0.5, 0.25], "gap_max": [2.0, 4.0],
+        "gap_min": [2.0, 4.0], "entropy": [1.0, 2.0], "kl": [nan, 2.0], "clip/max": [nan, 1.0],
+        "num_tokens": [7.0, 9.0], "rollout/staleness": [1.0, 2.0], "once": [6.0],
+    }  # fmt: skip
+    expected = {
+        "ratio/max": [5.0], "ratio/min": [0.25], "gap_max": [4.0], "gap_min": [2.0], "entropy": [1.25], "kl": [2.0],
+        "clip/max": [1.0], "num_tokens": [7.0, 9.0], "rollout/staleness": [1.0, 2.0], "once": [6.0],
+    }  # fmt: skip
+    whole.finish(metrics, ["match"], torch.ones(1))
+    assert {name: metrics[name] for name in expected} == expected
+
+
+def test_what_the_loss_uses_is_counted_by_token():
+    """Two records of two rollouts. Of the six trained tokens the logprobs of one are not known on one side."""
+    output = {
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]),
+        "advantages": torch.tensor([[1.0, 9.0, -2.0, 9.0], [0.0, 0.0, 0.0, 0.0]]),
+        "importance_sampling_ratio": torch.tensor([[2.0, 9.0, 1.0, 9.0], [0.0, 0.5, 1.0, 3.0]]),
+        "old_per_token_logps": torch.tensor([[2.0, 9.0, 1.0, 9.0], [1.0, 0.5, 1.0, 4.0]]).log(),
+        "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
+    }
+    found = credit_metrics(output, [0, 1], 2, 1, Accelerator(cpu=True), 3.0)
+    assert found == pytest.approx({
+        "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
+        "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
+        "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,  # of those that are known
+    })  # fmt: skip
+
+
+def one_group(model, out, funcs, **settings):
+    """A trainer that has scored the first four conversations, as one group."""
+    settings = {"num_generations": 4, "per_device_train_batch_size": 4, "scale_rewards": "none", **settings}
+    trainer = golden.make_trainer(model, out, funcs, **settings)
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.train()
+    return trainer, lambda: trainer._generate_and_score_completions([golden.ROWS[0]] * 4)
+
+
+def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, tmp_path):
+    """The second one is not added to the first one's rollouts."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
+    )
+    rows = golden.Dataset.from_list(golden.ROWS)
+    trainer.eval_dataset = {"all": rows, "first": rows.select([0])}
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.model.eval()
+    trainer.evaluate()
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    rewards = {name: value for name, value in logged.items() if name in ("eval_reward", "eval_turns/mean")}
+    assert rewards == pytest.approx({"eval_reward": 13.25 / 4, "eval_turns/mean": 9 / 4}, abs=1e-5)
+    first = next(row for row in trainer.state.log_history if "eval_reward" in row)
+    assert first["eval_reward"] == pytest.approx(43.25 / 12, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "none"),
+    [("outcome", 1.0), ("merged", 0.0), ("mt_grpo", 0.0), ("turn_return", 0.0), ("gigpo", 0.0), ("turn_credit", 0.0)],
+)
+def test_what_has_signal_is_what_the_estimator_trains(random_model, tmp_path, monkeypatch, name, none):
+    """Outcomes are equal, and turn rewards differ: between rollouts, and within two of them."""
+    monkeypatch.setattr(golden, "OUTCOME_B", [1.0] * 4)
+    monkeypatch.setattr(golden, "TURN_A", [[0.5, 0.0, 0.25], [1.0, 0.0], [0.0], [0.25, 1.0, 0.5]])
+    trainer, score = one_group(random_model, tmp_path, ([golden.turn_a], [golden.outcome_b]), credit_assignment=name)
+    output = score()
+    assert trainer._metrics["train"]["credit/frac_groups_without_signal"] == [none]
+    trained = output["advantages"] * output["completion_mask"] * output["tool_mask"]
+    assert bool((trained != 0).any()) == (none == 0.0)
+
+
+def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, monkeypatch):
+    """Where all that would be trained is masked, a group has no signal, whatever its advantages."""
+    trainer, score = one_group(random_model, tmp_path, ([golden.turn_a], [golden.outcome_b]))
+    score()
+    assert trainer._metrics["train"]["credit/frac_groups_without_signal"] == [0.0]
+    # Truncated rollouts are out of the loss; rollouts 1 and 2, which are left, get the same.
+    masked, score = one_group(
+        random_model, tmp_path / "masked", ([], [golden.outcome_b]), mask_truncated_completions=True
+    )
+    roll_out = masked._roll_out
+
+    def truncated(rows):
+        rollouts = roll_out(rows)
+        rollouts[0].stop_reason = rollouts[3].stop_reason = StopReason.MAX_TOKENS
+        return rollouts
+
+    monkeypatch.setattr(masked, "_roll_out", truncated)
+    monkeypatch.setattr(golden, "OUTCOME_B", [1.5, 1.0, 1.0, 0.5])  # around 1.0: 0.5, 0, 0, -0.5
+    score()
+    assert masked._metrics["train"]["credit/frac_groups_without_signal"] == [1.0]
+
+
+def test_a_reward_that_moves_nothing_is_said_once(random_model, tmp_path, caplog):
+    funcs = [golden.turn_a, golden.rollout_a], [golden.outcome_b]
+    said = []
+    for name in ("outcome", "mt_grpo"):
+        trainer, score = one_group(random_model, tmp_path / name, funcs, credit_assignment=name)
+        caplog.clear()
+        score()
+        score()
+        said.append([r.getMessage() for r in caplog.records if r.getMessage().startswith("Reward ")])
+        assert trainer._reward_use.unused == (["turn_a", "rollout_a"] if name == "outcome" else [])
+    turn, rollout = said[0]
+    assert turn.startswith(
+        "Reward turn_a: none of the 6 numbers that it gave moves an advantage with credit_assignment=outcome. "
+    )
+    assert rollout.startswith("Reward rollout_a: none of the 3 numbers that it gave moves an advantage with")
+    # Rollout 0 has no outcome, so what it was given is not compared. The others' numbers are in the comparison of
+    # rollout 2, in which nothing was observed.
+    turn, rollout = said[1]
+    assert turn.startswith("Reward turn_a: 3 of the 6 numbers that it gave move no advantage with")
+    assert rollout.startswith("Reward rollout_a: 1 of the 3 numbers that it gave move no advantage with")
+
+
+def test_a_reward_that_gives_nothing_is_not_unused():
+    """Nor is one of weight 0. What is unused is counted over the batches, and a number that moves ends it."""
+    nan, no = float("nan"), torch.tensor([False, False])
+    use = RewardUse(["turn", "absent", "zero", "match"], [1.0, 1.0, 0.0, 1.0], "credit_assignment=outcome")
+    whole = torch.tensor([[0.5, nan, 0.5, 1.0], [0.1, nan, 0.1, 0.0]])  # one turn function, and three of outcomes
+    counts = {"outcome": no, "rollout_turn": no, "turn": torch.zeros(2, 3, dtype=torch.bool)}
+    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), counts)
+    assert metrics == {"credit/frac_rewards_unused": 1.0} and use.unused == ["turn", "match"]
+    assert [text.partition(":")[0] for text in texts] == ["Reward turn", "Reward match"]
+    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), {**counts, "outcome": ~no})
+    assert metrics == {"credit/frac_rewards_unused": 0.5} and use.unused == ["turn"] and texts == []
+
+
+def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):
+    """TRL's `log_completions`: each row has its own prompt, rewards, and the mean advantage of its sampled tokens."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, log_completions=True, shuffle_dataset=False, **golden.CASES["mt_grpo"][1]
+    )
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.train()
+    rows = pandas.read_parquet(tmp_path / "completions/completions_00001.parquet").to_dict("records")
+    assert len(rows) == 8
+    for index, row in enumerate(rows):
+        assert row["prompt"][0]["content"] == f"What is {golden.ROWS[index // 4]['answer']}?"
+        assert f"rollout {index} of" in row["completion"][0]["content"]
+        assert row["outcome_a"] == golden.OUTCOME_A[index] or golden.OUTCOME_A[index] is None
+        turns = golden.CONVERSATIONS[index]
+        total = sum(golden.per_token(index, golden.MT_GRPO[index], 0.0))
+        assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
+
+
+def test_a_conversation_gets_its_own_samples():
+    """Whichever conversation asks first: what is sampled in one batch is given back by rollout, cut to its budget."""
+
+    def generate_batch(prompt_ids, max_tokens):
+        return [[ids[0] + 1] * max_tokens for ids in prompt_ids], [[-ids[0] / 8] * max_tokens for ids in prompt_ids]
+
+    backend = InProcessBackend(generate_batch, lambda i: i == 21)
+
+    async def ask(i):
+        await asyncio.sleep(0.02 * (4 - i))
+        return await backend.generate([10 * i], i + 1, None, i)
+
+    generations = backend.serve([ask(i) for i in range(4)])
+    assert [g.token_ids for g in generations] == [[1], [11, 11], [21, 21, 21], [31, 31, 31, 31]]
+    assert [g.logprobs for g in generations] == [[0.0], [-1.25] * 2, [-2.5] * 3, [-3.75] * 4]
+    assert [g.finish_reason for g in generations] == ["length", "length", "stop", "length"]
+
+
+# =====================================================================================================================
+# Reward functions that change what they get
+# =====================================================================================================================
+
+
+def spoil(columns):
+    """Change everything that a reward function gets."""
+    for turns in columns["rollout_turns"]:
+        for turn in turns:
+            turn.token_ids.reverse()
+            turn.token_ids.append(1)
+            turn.observation_ids.clear()
+            turn.logprobs.clear()
+            turn.text, turn.results, turn.state_key = "", [], "elsewhere"
+            turn.messages.clear()
+            if turn.tool_call is not None:
+                turn.tool_call.arguments.clear()
+        turns.reverse()
+        turns.append(turns[0])
+    for messages in columns["prompts"] + columns["completions"]:
+        for message in messages:
+            message["content"] = "spoiled"
+            for each in message.get("tool_calls", []):
+                each["function"]["arguments"].clear()
+        messages.pop()
+    for name in ("completion_ids", "prompts", "completions", "rollout_turns", "answer"):
+        columns[name].reverse()
+        columns[name].pop()
+
+
+@pytest.mark.parametrize("name", ["mt_grpo", "turn_return"])
+def test_a_reward_that_changes_its_arguments_changes_nothing_else(random_model, tmp_path, name):
+    """What is trained, the log, and what the other functions get are as without it; a function may be async."""
+
+    def turn_a(**columns):
+        values = golden.turn_a(**columns)
+        spoil(columns)
+        return values
+
+    async def outcome_b(**columns):
+        values = golden.outcome_b(**columns)
+        spoil(columns)
+        return values
+
+    funcs = [turn_a, *golden.FUNCS[0][1:]], [golden.outcome_a, outcome_b]
+    golden.assert_as_written(golden.run_case(random_model, tmp_path, name, funcs=funcs), name)
+
+
+def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves():
+    board = types.SimpleNamespace(moves=["e4"])
+    call = ToolCall("echo", {"text": "a", "more": ["b"]})
+    columns = {
+        "prompts": [[{"role": "user", "content": "go"}]],
+        "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", calls=[call], observation_ids=[3])]],
+        "steps": [["1", ("2", [3])]], "environment": [board], "log_extra": print,
+        "trainer_state": board,
+    }  # fmt: skip
+    seen = []
+
+    def keep(**columns):
+        seen.append(columns)
+        return [0.0]
+
+    async def keep_async(**columns):
+        return keep(**columns)
+
+    run_rewards([keep, keep_async, keep], columns, 10.0, torch.device("cpu"))
+    assert len(seen) == 3 and all(got == columns for got in seen)  # equal, and nothing of it is the same object
+    for got in (columns, *seen):
+        others = [other for other in (columns, *seen) if other is not got]
+        (turn,) = got["rollout_turns"][0]
+        parts = [
+            *(got[name] for name in columns if name not in ("log_extra", "trainer_state")),
+            got["prompts"][0], got["prompts"][0][0],
+            got["rollout_turns"][0], turn, turn.token_ids, turn.logprobs, turn.observation_ids, turn.tool_call,
+            turn.tool_call.arguments, turn.tool_call.arguments["more"], got["steps"][0], got["steps"][0][1][1],
+        ]  # fmt: skip
+        ids = {id(part) for part in parts}
+        for other in others:
+            (turn,) = other["rollout_turns"][0]
+            assert not ids & {id(other["prompts"]), id(other["prompts"][0][0]), id(other["steps"][0][1][1]), id(turn),
+                              id(turn.token_ids), id(turn.logprobs), id(turn.observation_ids), id(turn.tool_call),
+                              id(turn.tool_call.arguments["more"]), id(other["environment"])}  # fmt: skip
+        assert got["environment"][0] is got["trainer_state"] is board and got["log_extra"] is print
+
+
+# =====================================================================================================================
+# Limits and ends
+# =====================================================================================================================
+
+
+class Writes(VLLMServerClient):
+    """Answers each rollout with one text; a text that is cut by the limit ends by `length`."""
+
+    def __init__(self, tokenizer, texts):
+        super().__init__(tokenizer=tokenizer)
+        self.texts, self.params = texts, []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        self.params.append(sampling_params)
+        ids = self.tokenizer(self.texts[index], add_special_tokens=False)["input_ids"]
+        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
+
+    async def gather_from(self, version, coroutines):
+        return [await coroutine for coroutine in coroutines]
+
+
+def alternating(completions, **kwargs):
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def test_a_rollout_is_truncated_where_its_stop_reason_says_so(random_model, tmp_path):
+    """Not where its last id is no end of turn, as after an answer. All lengths, shares and masks are by hand."""
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([alternating] * 4, [alternating] * 2), num_generations=4, max_completion_length=40,
+        mask_truncated_completions=True,
+    )  # fmt: skip
+    prompts = [[{"role": "user", "content": text}] for text in ("What is 17?", "What is 42?" + "." * 22)]
+    trainer.env.max_turn_tokens, trainer.env.max_model_len = 20, 62  # prompts of 30 and 52 tokens
+    end = "<|im_end|>"
+    trainer.llm = Writes(trainer.processing_class, [
+        "<answer>17</answer>", "<answer>1</answer>", "n" * 99, "five." + end,
+        "n" * 99, "n" * 99, "no." + end, "ok" + end,
+    ])  # fmt: skip
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([{"prompt": prompts[i // 4], "answer": ""} for i in range(8)])
+    reasons = [row["stop_reason"] for row in read_log(tmp_path)]
+    assert reasons == ["answered", "answered", "max_tokens", "no_tool_call",
+                       "context_length", "context_length", "no_tool_call", "no_tool_call"]  # fmt: skip
+    lengths = [19, 18, 20, 6, 10, 10, 4, 3]
+    assert output["completion_mask"].sum(1).tolist() == lengths
+    trained = (output["completion_mask"] * output["tool_mask"]).sum(1).tolist()
+    assert trained == [19, 18, 0, 6, 0, 0, 4, 3]
+    metrics = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    expected = {
+        "completions/clipped_ratio": 3 / 8, "completions/mean_length": 90 / 8, "completions/min_length": 3.0,
+        "completions/max_length": 20.0, "completions/mean_terminated_length": 50 / 5,
+        "completions/min_terminated_length": 3.0, "completions/max_terminated_length": 19.0,
+        "stop/answered": 2 / 8, "stop/max_tokens": 1 / 8, "stop/context_length": 2 / 8, "stop/no_tool_call": 3 / 8,
+    }  # fmt: skip
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def base_model(random_model, tmp_path_factory):
+    """The random model as a base model: it and its tokenizer end a text by another token than the template a turn."""
+    path = tmp_path_factory.mktemp("base-model") / "model"
+    shutil.copytree(random_model, path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        random_model, eos_token="<|endoftext|>", extra_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    tokenizer.save_pretrained(path)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({**values, "eos_token_id": tokenizer.eos_token_id}))
+    return str(path)
+
+
+def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
+    """Though the model's and the tokenizer's own end is another token: in-process, and in what a server is told."""
+    turns = []
+
+    def keep(rollout_turns, **kwargs):
+        turns.extend(turn for rollout in rollout_turns for turn in rollout)
+        return alternating(rollout_turns)
+
+    trainer = golden.make_trainer(
+        base_model, tmp_path, ([keep] * 4, [keep] * 2), num_generations=4, max_completion_length=256
+    )
+    tokenizer = trainer.processing_class
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert (tokenizer.eos_token_id, trainer.model.config.eos_token_id) == (eos, eos)
+    assert end in tokenizer.all_special_ids
+    trainer.train()
+    ended = [turn for turn in turns if turn.token_ids[-1] == end]
+    assert ended  # the model ends one token in forty
+    assert not any(end in turn.token_ids[:-1] or "<|im_end|>" in turn.text for turn in turns)
+    assert all(turn.finish_reason == "stop" for turn in ended)
+    assert "no_tool_call" in [row["stop_reason"] for row in read_log(tmp_path)]
+    # TRL cuts a sample at its first end, so that transformers, which would go on sampling until then, has to know too.
+    assert set(trainer.generation_config.eos_token_id) == set(trainer.generation_kwargs["eos_token_id"]) == {end, eos}
+
+    trainer.llm = Writes(tokenizer, ["ok<|im_end|>"] * 8)
+    trainer.evaluate()
+    assert all({end, eos} <= set(params["stop_token_ids"]) for params in trainer.llm.params) and trainer.llm.params
+
+
+# =====================================================================================================================
+# Which problems are trained on, and which are for evaluation
+# =====================================================================================================================
+
+
+def build(tmp_path, *arguments):
+    return build_trainer(*parse_arguments([
+        "--config", "hf_recipes/tiny/calculator.yaml", "--output_dir", str(tmp_path / "out"), "--eval_strategy",
+        "steps", "--eval_steps", "1", *arguments,
+    ]))  # fmt: skip
+
+
+def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(golden.ROOT)
+    for split in ("train", "test"):
+        rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = build(tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "8", "--eval_dataset_size", "2")
+    assert trainer.train_dataset["question"][:] == [f"train {i}" for i in range(8)]
+    assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
+
+
+def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeypatch):
+    """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
+    monkeypatch.chdir(golden.ROOT)
+    trainer = build(tmp_path, "--dataset_size", "500", "--eval_dataset_size", "50")
+    train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
+    assert (len(train), len(test)) == (500, 50)
+    held_out = [
+        [zlib.crc32(question.removeprefix("What is ").removesuffix("?").encode()) % 10 == 0 for question in questions]
+        for questions in (train, test)
+    ]
+    assert not any(held_out[0]) and all(held_out[1])
+
+
+@pytest.mark.parametrize("make", [make_arithmetic, make_chain])
+def test_no_generated_problem_is_in_both_splits(make):
+    train, test = ({row["question"] for row in make(3000, seed, split)} for seed, split in ((0, "train"), (1, "test")))
+    assert len(train) == len(test) == 3000 and not train & test

@@ -1,0 +1,187 @@
+"""The chain task: its problems, its tool, its rewards per turn, and the conversations that warmed its models up."""
+
+import importlib.util
+import random
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from build import chain as build
+from build.common import encode, pad_right
+from evaluate import evaluate, load_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.recipe.data import make_chain
+from mt_grpo.recipe.plugins import load_state_key, load_tools
+from mt_grpo.rollout import ToolCall, ToolResult, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+(calculator,) = load_tools(str(ROOT / "tools/step_calculator.py"))
+state_key = load_state_key(str(ROOT / "tools/step_calculator.py"))
+spec = importlib.util.spec_from_file_location("chain_reward", ROOT / "rewards/chain_reward.py")
+rewards = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rewards)
+
+
+def test_every_value_of_a_chain_follows_from_the_one_before():
+    rows = make_chain(300, seed=5)
+    assert Counter(len(row["steps"]) for row in rows).keys() == {3, 4}
+    for row in rows:
+        words = row["question"].removesuffix(".").replace(",", "").split()
+        assert words[:2] == ["Start", "with"] and words[3::3] == ["then"] * len(row["steps"])
+        value = words[2]
+        for sign, number, step in zip(words[4::3], words[5::3], row["steps"], strict=True):
+            value = calculator(f"{value} {sign} {number}")
+            assert value == step and 0 <= int(value) <= 999
+        assert row["answer"] == value
+
+
+def test_no_test_problem_is_trained_on():
+    train, test = ({row["question"] for row in make_chain(2000, 0, split)} for split in ("train", "test"))
+    assert len(train) == len(test) == 2000 and not train & test
+    assert all(zlib.crc32(question.removesuffix(".").encode()) % 10 == 0 for question in test)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("17 * 3", "51"), ("4-9", "-5"), (" -3 + -4 ", "-7"), ("999999999 * 2", "1999999998")]
+)
+def test_one_operation(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["1 + 2 + 3", "(1 + 2)", "7", "2 / 1", "1.5 + 1", "", "2 ** 9", "1" * 10 + " + 1"]
+)
+def test_anything_else_is_an_error_for_the_model(expression):
+    with pytest.raises(ValueError, match="expected one operation on two integers"):
+        calculator(expression)
+
+
+def turn(*results, calls=None, answer=None):
+    """Each result is a text, or a text and its error; `calls` of them were asked for."""
+    results = [ToolResult(*([result] if isinstance(result, str) else result)) for result in results]
+    calls = [ToolCall("calculator", {})] * (calls or len(results))
+    messages = [{"role": "user", "content": result.text} for result in results]
+    return Turn([1], None, "", "stop", calls, results, answer=answer, messages=messages)
+
+
+# Start with 4, then * 3, then + 2, then * 2: 12 14 28.
+STEPS, GOLD = ["12", "14", "28"], "28"
+RIGHT = [turn("12"), turn("14"), turn("28"), turn(answer="28")]
+DETOUR = [
+    turn("12"), turn("24"), turn("14"), turn(("Error: bad", "tool")), turn("28"), turn("28"), turn(answer="27"),
+]  # fmt: skip
+EARLY = [turn(answer="4")]
+SILENT = [turn("12"), turn()]
+ROLLOUTS = [RIGHT, DETOUR, EARLY, SILENT]
+
+
+def test_a_right_step_is_rewarded_once_and_in_order():
+    values = rewards.right_step_reward_func(ROLLOUTS, answer=[GOLD] * 4, steps=[STEPS] * 4)
+    assert values == [[0.3, 0.3, 0.3, None], [0.3, 0.0, 0.3, 0.0, 0.3, 0.0, None], [None], [0.3, None]]
+
+
+def test_without_steps_the_answer_is_the_only_step():
+    values = rewards.right_step_reward_func([SILENT, RIGHT], answer=["12", "28"])
+    assert values == [[0.3, None], [0.0, 0.0, 0.3, None]]
+
+
+def test_calls_that_run_are_rewarded():
+    values = rewards.call_executed_reward_func(ROLLOUTS)
+    assert values == [[0.1, 0.1, 0.1, None], [0.1, 0.1, 0.1, 0.0, 0.1, 0.1, None], [None], [0.1, None]]
+
+
+def test_outcomes():
+    gold = ["28", "28", "4", "14"]
+    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
+    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
+        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
+    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
+
+
+def test_several_calls_in_a_turn():
+    rollouts = [
+        [turn("12", "14"), turn("28"), turn(answer="28")],
+        [turn("14", "12"), turn("14", ("28", "tool")), turn("28", calls=2)],  # one after the other, as they ran
+        [turn("12", "12", "14", "28", "28")],
+        [turn("12"), turn(calls=2)],
+        [],
+    ]
+    values = rewards.right_step_reward_func(rollouts, answer=[GOLD] * 5, steps=[STEPS] * 5)
+    assert values == [[0.6, 0.3, None], [0.3, 0.3, 0.3], [pytest.approx(0.9)], [0.3, None], []]
+    values = rewards.call_executed_reward_func(rollouts)
+    assert values == [[0.1, 0.1, None], [0.1, 0.0, 0.1], [0.1], [0.1, None], []]
+
+
+def test_the_environments_own_words_are_no_result():
+    said = turn(answer="4")
+    said.messages = [{"role": "user", "content": "12"}]
+    assert rewards.call_executed_reward_func([[said]]) == [[None]]
+    assert rewards.right_step_reward_func([[said, turn("12")]], answer=[GOLD], steps=[STEPS]) == [[None, 0.3]]
+
+
+def test_the_state_is_the_number_of_turns_and_the_last_result():
+    keys = [state_key(DETOUR[:k]) for k in range(len(DETOUR))]
+    assert keys == [(0, None), (1, "12"), (2, "24"), (3, "14"), (4, "14"), (5, "28"), (6, "28")]
+
+
+ROW = {"question": "Start with 4, then * 3, then + 2, then * 2.", "steps": STEPS, "answer": GOLD}
+
+
+def test_a_warm_start_without_mistakes_is_the_right_conversation():
+    said = [m["content"] for m in build.make_conversation(ROW, 1.0, 1.0, random.Random(0))[2:]]
+    assert said == [
+        build.call("4 * 3"), "<result>\n12\n</result>", build.call("12 + 2"), "<result>\n14\n</result>",
+        build.call("14 * 2"), "<result>\n28\n</result>", "<answer>28</answer>",
+    ]  # fmt: skip
+
+
+def test_a_warm_start_with_mistakes_has_every_kind_of_them():
+    rng = random.Random(0)
+    firsts = Counter(build.make_conversation(ROW, 0.0, 0.0, rng)[2]["content"] for _ in range(500))
+    right = build.call("4 * 3")
+    assert right not in firsts
+    mistakes = [build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), right.replace('"}}', '"}')]
+    for mistake in [*mistakes, "<answer>4</answer>", "4 * 3"]:
+        assert firsts[mistake] > 0, mistake
+    lasts = Counter(build.make_conversation(ROW, 1.0, 0.0, rng)[8]["content"] for _ in range(200))
+    assert lasts["<answer>28</answer>"] == 0 and lasts[build.call("28 * 2")] > 20 and lasts["28"] > 20
+
+
+@pytest.mark.parametrize(
+    ("recipe", "low", "high", "greedy"), [("chain", 0.08, 0.2, 0.7), ("chain-sparse", 0.003, 0.02, 0.04)]
+)
+@torch.no_grad()
+def test_the_bundled_models_are_as_good_as_the_benchmark_says(recipe, low, high, greedy):
+    """The probability of the conversation without mistakes, of which nothing is sampled: 0.11 and 0.008.
+
+    Greedily both can do much more, which is what RL brings out: 0.89 and 0.08 of the problems.
+    """
+    script_args, args, model_args = load_recipe(str(ROOT / f"hf_recipes/tiny/{recipe}.yaml"))
+    path = ROOT / model_args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    env = mt.build_env(script_args, args, [calculator], tokenizer)
+    rows = make_chain(64, seed=1, split="test")
+    conversations = [build.make_conversation(row, 1.0, 1.0, random.Random(0)) for row in rows]
+    batch = [encode(conversation, env.format_of(tokenizer), build.TOOLS) for conversation in conversations]
+    for row, (ids, _) in zip(rows, batch):
+        prompt = env.prompt_ids(env.with_system_prompt([{"role": "user", "content": row["question"]}]), tokenizer)
+        assert ids[: len(prompt)] == prompt  # what the model was warmed up on is what the recipe shows it
+    ids, labels = pad_right(batch, tokenizer.pad_token_id)
+    logprobs, labels = model(ids).logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    said = labels != -100
+    of_labels = logprobs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    assert low < (of_labels * said).sum(1).exp().mean() < high
+    assert ((logprobs.argmax(-1) == labels) | ~said).all(1).float().mean() > greedy
+
+
+def test_the_bundled_models_call_their_tool():
+    """Nine in ten do; sampled, and far from the bound."""
+    recipe = load_recipe(str(ROOT / "hf_recipes/tiny/chain.yaml"))
+    result = evaluate(str(ROOT / recipe[2].model_name_or_path), recipe, num_problems=64, progress=False)
+    assert result["tool_executed"] > 0.5

@@ -1,0 +1,316 @@
+"""The client of the vLLM server where there is none, or another service: a proxy answers in its place."""
+
+import asyncio
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import warm_python
+from bench.common import free_port
+from bench.fault_proxy import Fault, FaultProxy
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.files import output_lock
+from mt_grpo.generation.versions import SharedQuestion
+from mt_grpo_trainer import VLLMServerClient
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def shared_proxy():
+    with FaultProxy("http://127.0.0.1:9") as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(shared_proxy):
+    shared_proxy.forget()
+    return shared_proxy
+
+
+@pytest.fixture
+def client(proxy):
+    client = VLLMServerClient("127.0.0.1", proxy.port, timeout=2.0)
+    yield client
+    client.close()
+
+
+# =====================================================================================================================
+# Waiting
+# =====================================================================================================================
+
+
+def test_an_answer_that_trickles_is_no_answer(proxy, client):
+    """A time limit bounds the whole call: at this pace the answer would be whole after 20 s."""
+    proxy.faults = lambda request: Fault("drip", drip=0.5, status=200, body=b" " * 40)
+    with pytest.raises(ServerLost, match="GET .*/weight_info: no whole answer within 1 s"):
+        client.request("GET", "/weight_info", timeout=1.0)
+    with pytest.raises(ServerError, match="No vLLM server answers at .* after 2 s.*no whole answer within"):
+        client.wait_until_healthy()
+
+
+def test_a_wait_says_what_it_waits_for(proxy, client, caplog):
+    """At once, and then every ten seconds; in this test more often."""
+    assert client.NOTICE_SECONDS == 10.0
+    proxy.faults = lambda request: Fault("down", status=503, body=b"the engine is loading")
+    waiting = f"Waiting up to 2 s more for a vLLM server: GET {proxy.url}/health: 503 the engine is loading"
+    with caplog.at_level(logging.WARNING), pytest.raises(ServerError, match="after 2 s.*503 the engine is loading"):
+        client.wait_until_healthy()
+    assert [waiting in message for message in caplog.messages] == [True]
+    caplog.clear()
+    client.NOTICE_SECONDS = 0.5
+    with caplog.at_level(logging.WARNING), pytest.raises(ServerError):
+        client.wait_until_healthy()
+    assert len(caplog.messages) >= 2 and waiting in caplog.messages[0]
+
+
+def test_a_server_that_comes_up_meanwhile_is_found(proxy, client):
+    proxy.faults = lambda request: Fault("up" if len(proxy.requests) == 2 else "down",
+                                         status=200 if len(proxy.requests) == 2 else 503, body=b"")  # fmt: skip
+    client.wait_until_healthy()
+    assert proxy.counts == {"down": 1, "up": 1}
+
+
+def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path):
+    """As a user sees it: what is waited for while it waits, one line at the end, the password nowhere."""
+    port = free_port()
+    command = [warm_python.executable(), "mt_grpo_trainer.py", "--config", "hf_recipes/tiny/calculator-vllm.yaml",
+               "--vllm_server_base_url", f"http://ann:hunter2@127.0.0.1:{port}", "--vllm_server_timeout", "1",
+               "--output_dir", str(tmp_path)]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 1 and "hunter2" not in result.stdout + result.stderr, result.stderr[-3000:]
+    assert any(line.startswith("Waiting up to 1 s more for a vLLM server: GET http://127.0.0.1:") for line in lines)
+    assert lines[-1].startswith(f"error: No vLLM server answers at http://127.0.0.1:{port} after 1 s. Start one with")
+    assert "Traceback" not in result.stderr
+
+
+# =====================================================================================================================
+# Addresses and answers that are no vLLM server's
+# =====================================================================================================================
+
+
+@pytest.mark.parametrize("url", [
+    "http://gpu1:99999", "http://gpu1:0", "http://gpu1:-1", "http://gpu1:http", "ftp://gpu1", "gpu1:8000", "http://",
+    "http://[::1", "http://gpu 1:8000", "http://gpu1:8000?x=1", "http://ann:hun/ter2@gpu1:8000",
+    "ftp://ann:hunter2@gpu1",
+])  # fmt: skip
+def test_an_address_that_can_never_work_is_refused(url):
+    with pytest.raises(ServerError, match="is no server's address. Expected http://HOST:PORT or https://") as raised:
+        VLLMServerClient(base_url=url)
+    assert "ter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("host, port, message", [
+    ("http://gpu1", 8000, "vllm_server_host='http://gpu1': expected a name"),
+    ("gpu1", 70_000, "'http://gpu1:70000' is no server's address"),
+    ("gpu1:8000", 8000, "'http://gpu1:8000:8000' is no server's address"),
+])  # fmt: skip
+def test_a_host_and_port_that_can_never_work_are_refused(host, port, message):
+    with pytest.raises(ServerError, match=message):
+        VLLMServerClient(host, port)
+
+
+@pytest.mark.parametrize("host, url", [
+    ("0.0.0.0", "http://127.0.0.1:8000"), ("gpu1", "http://gpu1:8000"), ("::1", "http://[::1]:8000"),
+    ("[::1]", "http://[::1]:8000"),
+])  # fmt: skip
+def test_a_host_becomes_a_url(host, url):
+    assert VLLMServerClient(host).base_url == url
+
+
+def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):
+    """At the start. In the middle of a run it is the name server that fails, and may come back."""
+    with pytest.raises(ServerError, match="no-such-host.invalid.*No server can be reached by this address") as raised:
+        VLLMServerClient("no-such-host.invalid", timeout=3.0).wait_until_healthy()
+    assert not isinstance(raised.value, ServerLost)
+    proxy.faults = lambda request: Fault("up", status=200, body=b"")
+    client.wait_until_healthy()
+    client.base_url = "http://no-such-host.invalid:8000"
+    with pytest.raises(ServerLost, match="no-such-host.invalid"):
+        client.request("GET", "/health")
+
+
+OLLAMA = b'{"object": "list", "data": [{"id": "llama3", "object": "model", "owned_by": "library"}]}'
+NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url"
+
+
+@pytest.mark.parametrize("ask, status, body, message", [
+    ("health", 200, b"<html>Grafana</html>", f"GET .*/health: 200 '<html>Grafana</html>'. {NO_VLLM}"),
+    ("health", 404, b"<html>nginx</html>", f"GET .*/health: 404 <html>nginx</html>. {NO_VLLM}"),
+    ("models", 404, b"<html>nginx</html>", f"GET .*/v1/models: 404 <html>nginx</html>. {NO_VLLM}"),
+    ("models", 200, OLLAMA, f"GET .*/v1/models: 200 .*llama3.*. {NO_VLLM}"),
+    ("models", 200, b'{"data": []}', f"GET .*/v1/models: 200 '{{\"data\": \\[\\]}}'. {NO_VLLM}"),
+    ("models", 200, b'["a"]', f"GET .*/v1/models: 200 .*. {NO_VLLM}"),
+    ("models", 200, b"<html>" + b"x" * 100_000, f"GET .*/v1/models: 200 '<html>x*'. {NO_VLLM}"),
+    ("models", 401, b'{"error": "Unauthorized"}', "401 .*Unauthorized.*. Set VLLM_API_KEY to the key"),
+    ("models", 403, b"no", "403 no. Set VLLM_API_KEY to the key"),
+    ("sample", 401, b'{"error": "Unauthorized"}', "401 .*Unauthorized.*. Set VLLM_API_KEY to the key"),
+    ("info", 404, b'{"detail": "Not Found"}', "404 .*Not Found.*. Start the vLLM server with VLLM_SERVER_DEV_MODE=1"),
+    ("info", 200, b'{"vllm_config": {}}', f"GET .*/server_info: 200 .*. {NO_VLLM}"),
+    ("version", 200, b'{"version": 1}', f"GET .*/weight_info: 200 .*. {NO_VLLM}"),
+    ("score", 200, b'{"choices": []}', f"POST .*/v1/completions: 200 .*. {NO_VLLM}"),
+])  # fmt: skip
+def test_another_service_is_told_as_such(proxy, client, ask, status, body, message):
+    """At once, with the status and the beginning of what came."""
+    proxy.faults = lambda request: Fault("other", status=status, body=body)
+    if ask in ("sample", "score"):
+        client.__dict__["model_card"] = {"id": "model"}
+    asks = {
+        "health": client.wait_until_healthy, "models": lambda: client.model_card, "info": client.server_info,
+        "version": client.weight_version, "sample": lambda: run_async(client.generate([5, 6], 8)),
+        "score": lambda: client.score([5, 6]),
+    }  # fmt: skip
+    with pytest.raises(ServerError, match=message) as raised:
+        asks[ask]()
+    assert not isinstance(raised.value, ServerLost) and proxy.counts["other"] == 1
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    client = VLLMServerClient(base_url=f"http://ann:s%20t@127.0.0.1:{proxy.port}/", timeout=1.0)
+    assert client.base_url == f"http://127.0.0.1:{proxy.port}"
+    proxy.faults = lambda request: Fault("no", status=400)
+    for ask in (client.server_info, lambda: run_async(client.generate([5, 6], 8))):
+        client.__dict__["model_card"] = {"id": "model"}
+        with pytest.raises(ServerError):
+            ask()
+    # python3 -c 'import base64; print(base64.b64encode(b"ann:s t"))'
+    assert [request.headers.get("Authorization") for request in proxy.requests] == ["Basic YW5uOnMgdA=="] * 2
+    with pytest.raises(ServerError, match="VLLM_API_KEY. A request has room for one") as raised:
+        VLLMServerClient(base_url="http://ann:hunter2@gpu1", api_key="key")
+    assert "hunter2" not in str(raised.value)
+    VLLMServerClient("127.0.0.1", proxy.port, api_key="key").healthy()
+    assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
+
+
+# =====================================================================================================================
+# Which weights a rollout came from
+# =====================================================================================================================
+
+
+def test_an_answer_proves_only_what_was_finished_when_it_was_asked_for(proxy, client):
+    """Finished between question and answer: the server may have restarted before it was sampled."""
+    client.WATCH_SECONDS = 0.2
+
+    def rule(request):
+        first = sum(r.path == "/weight_info" for r in proxy.requests) == 1
+        return Fault("v" if first else "default", status=200, delay=1.5 * first,
+                     body=b'{"weight_version": "v"}' if first else b'{"weight_version": "default"}')  # fmt: skip
+
+    async def early():
+        return "early"
+
+    async def between():
+        while not proxy.requests:
+            await asyncio.sleep(0.01)
+        return "between"
+
+    async def never():
+        await asyncio.sleep(60)
+
+    proxy.faults = rule
+    assert run_async(client.gather_from("v", [early(), between(), never()])) == ["early", None, None]
+    assert proxy.counts == {"v": 1, "default": 1}
+
+
+@pytest.mark.parametrize(
+    "held, expected",
+    [("v-1", "result"), ("v-10", "result"), *((held, None) for held in ("default", "v-0", "V-1", ""))],
+)
+def test_only_this_version_and_later_ones_count(proxy, client, held, expected):
+    client.WATCH_SECONDS = 0.2
+    proxy.faults = lambda request: Fault("other", status=200, body=f'{{"weight_version": "{held}"}}'.encode())
+    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
+
+
+@pytest.mark.parametrize("held, expected", [("loading-v-2", "result"), ("v-1+1", None)])
+def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
+    """Nothing is known meanwhile. A restart that the push found out makes what is unproven worthless."""
+    client.WATCH_SECONDS = 0.2
+
+    def rule(request):
+        first = sum(r.path == "/weight_info" for r in proxy.requests) < 3
+        if not first:
+            client.lineage = int("+" in held)  # what a rank hears of at the end of the push
+        version = held if first else held.removeprefix("loading-")
+        return Fault("other", status=200, body=f'{{"weight_version": "{version}"}}'.encode())
+
+    proxy.faults = rule
+    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
+    assert len(proxy.requests) >= 3
+
+
+# =====================================================================================================================
+# Locks in places where others may write
+# =====================================================================================================================
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_an_output_lock_is_an_ordinary_file(tmp_path, kind):
+    """Not waited for, and nothing is written where a link leads."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    other.write_text("precious")
+    lock = out / ".lock"
+    {"fifo": lambda: os.mkfifo(lock), "link": lambda: lock.symlink_to(other), "folder": lock.mkdir}[kind]()
+    raised = []
+
+    def enter():
+        with pytest.raises(ValueError, match="output_dir='.*/out' cannot be written to: .*lock") as error:
+            with output_lock(str(out)):
+                pass
+        raised.append(error)
+
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert raised and other.read_text() == "precious"
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("of_server", [None, "nccl"])
+@pytest.mark.parametrize("transport", ["auto", "disk", "nccl"])
+def test_the_way_of_weights_depends_on_device_server_and_key(transport, of_server, device, key, monkeypatch):
+    """NCCL where this process has CUDA, the server was started for it, and no key is needed; else the disk."""
+    client = VLLMServerClient("127.0.0.1", 8000, transport=transport, api_key=key)
+    config = {"weight_transfer_config": of_server and {"backend": of_server}}
+    monkeypatch.setattr(client, "server_info", lambda: config)
+    if transport == "nccl" and (of_server != "nccl" or key):
+        with pytest.raises(ServerError, match="weight_sync=nccl"):
+            client.transfer.resolve(torch.device(device))
+        return
+    nccl = transport == "nccl" or (transport == "auto" and of_server == "nccl" and device == "cuda" and not key)
+    assert client.transfer.resolve(torch.device(device)) == ("nccl" if nccl else "disk")
+
+
+def test_an_answer_is_shared_by_who_asked_before_it_was_sent():
+    """One question is under way at a time. Who comes while it is shares the next one, which proves what was before."""
+    sent, go = [], asyncio.Event()
+
+    async def ask():
+        sent.append(len(sent))
+        await go.wait()
+        return sent[-1]
+
+    async def story():
+        question = SharedQuestion(ask)
+        early = [asyncio.ensure_future(question.answer()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        late = [asyncio.ensure_future(question.answer()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert sent == [0]
+        early[0].cancel()  # the others get their answer
+        go.set()
+        return await asyncio.gather(*early[1:], *late)
+
+    assert run_async(story()) == [0, 0, 1, 1] and sent == [0, 1]

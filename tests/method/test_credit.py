@@ -1,0 +1,810 @@
+"""Credit assignment: golden numbers worked out by hand, the formula of TRL, and what must hold for any rewards."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training.rewards import check_advantages
+from mt_grpo.training.tensors import NAN, nanstd
+from mt_grpo_trainer import (
+    CREDIT_ASSIGNMENTS,
+    RewardTable,
+    norm,
+    numbers_that_count,
+    token_advantages,
+    turn_advantages,
+)
+
+NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
+SCALES = ["group", "batch", "none"]
+
+
+def table(
+    outcome: list,
+    observed: list[list[int]],
+    turn: list[list] | None = None,
+    rollout_turn: list | None = None,
+    state: list[list[int]] | None = None,
+) -> RewardTable:
+    """Python lists to a `RewardTable`: None for "no value", rows of unequal length, one entry per turn.
+
+    Without `state` two turns are in the same state if they are the same turn of a group.
+    """
+
+    def value(number):
+        return NAN if number is None else float(number)
+
+    num_turns = max(len(row) for row in observed)
+    values = torch.full((len(outcome), num_turns), NAN)
+    got_one = torch.zeros(len(outcome), num_turns, dtype=torch.bool)
+    sampled, states = torch.zeros_like(got_one), torch.full(got_one.shape, -1)
+    for i, row in enumerate(observed):
+        sampled[i, : len(row)] = True
+        states[i, : len(row)] = torch.tensor(range(len(row)) if state is None else state[i])
+        got_one[i, : len(row)] = torch.tensor(row, dtype=torch.bool)
+        if turn is not None:
+            assert len(turn[i]) == len(row)
+            values[i, : len(row)] = torch.tensor([value(v) for v in turn[i]])
+    per_rollout = [None] * len(outcome) if rollout_turn is None else rollout_turn
+    return RewardTable(
+        torch.tensor([value(v) for v in outcome]), torch.tensor([value(v) for v in per_rollout]), values, got_one,
+        sampled, states,
+    )  # fmt: skip
+
+
+def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
+    """The advantages of the turns that exist; columns beyond a rollout's last turn belong to no token."""
+    assert advantages.shape == (len(expected), max(len(row) for row in expected))
+    assert not advantages.isnan().any()
+    for i, row in enumerate(expected):
+        assert advantages[i, : len(row)].tolist() == pytest.approx(row, abs=2e-6), f"rollout {i}"
+
+
+# --- norm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, group_size, scale, expected",
+    [
+        # Mean 0.5, unbiased std sqrt(1/3) = 0.577350: 0.5 / 0.577450.
+        ([1, 0, 1, 0], 4, "group", [0.865875, -0.865875, 0.865875, -0.865875]),
+        ([1, 0, 1, 0], 4, "none", [0.5, -0.5, 0.5, -0.5]),
+        # Mean 3, std 1: 1 / 1.0001.
+        ([2, 3, 4], 3, "group", [-0.999900, 0.0, 0.999900]),
+        # The std of two values is |a - b| / sqrt(2) = 0.141421: 0.1 / 0.141521.
+        ([0.2, 0.4], 2, "group", [-0.706607, 0.706607]),
+        # Two groups are two worlds: the second is shifted by 100 and ten times wider.
+        ([2, 3, 4, 90, 100, 110], 3, "group", [-0.999900, 0.0, 0.999900, -0.999990, 0.0, 0.999990]),
+        # batch: centred 0.5 -0.5 1 -1, std sqrt(2.5 / 3) = 0.912871; over 0.912971.
+        ([1, 0, 4, 2], 2, "batch", [0.547663, -0.547663, 1.095325, -1.095325]),
+        ([1, 0, 4, 2], 2, "none", [0.5, -0.5, 1.0, -1.0]),
+        # None is left out: mean and std are those of 1 and 0, 0.5 / 0.707207.
+        ([1, None, 0], 3, "group", [0.707007, 0.0, -0.707007]),
+        ([None, 4, None, 8], 4, "none", [0.0, -2.0, 0.0, 2.0]),
+        # batch without the None: centred 0.5 -0.5 3 -3, std sqrt(18.5 / 3) = 2.483277; over 2.483377.
+        ([1, None, 0, 7, 1, None], 3, "batch", [0.201339, 0.0, -0.201339, 1.208032, -1.208032, 0.0]),
+    ],
+)
+def test_norm_golden(values, group_size, scale, expected):
+    x = torch.tensor([NAN if v is None else float(v) for v in values])
+    assert norm(x, group_size, scale).tolist() == pytest.approx(expected, abs=2e-6)
+
+
+def test_norm_of_columns_treats_each_as_a_set_of_its_own():
+    x = torch.tensor([[1.0, 0.2, NAN], [0.0, 0.4, 5.0], [1.0, NAN, NAN], [0.0, NAN, NAN]])
+    expected = torch.tensor(
+        [[0.865875, -0.706607, 0.0], [-0.865875, 0.706607, 0.0], [0.865875, 0.0, 0.0], [-0.865875, 0.0, 0.0]]
+    )
+    torch.testing.assert_close(norm(x, 4), expected, atol=2e-6, rtol=0)
+
+
+def test_norm_scales_all_columns_of_a_batch_by_one_standard_deviation():
+    # Centred: 0.5 -0.5 | 1.5 -1.5, std sqrt(5 / 3) = 1.290994; over 1.291094.
+    x = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
+    expected = torch.tensor([[0.387269, 1.161806], [-0.387269, -1.161806]])
+    torch.testing.assert_close(norm(x, 2, "batch"), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3, 0.7 + 0.1, 1e6, 123456.789])
+@pytest.mark.parametrize("size", [2, 3, 7, 64])
+def test_equal_values_give_exactly_zero(value, size, scale):
+    """Not the rounding error of their mean, divided by 1e-4."""
+    x = torch.full((2 * size,), value)
+    assert norm(x, size, scale).tolist() == [0.0] * (2 * size)
+    with_none = x.clone()
+    with_none[0] = NAN
+    assert norm(with_none, size, scale).tolist() == [0.0] * (2 * size)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_fewer_than_two_values_give_exactly_zero(scale):
+    assert norm(torch.tensor([5.0, NAN, NAN, NAN, NAN, NAN]), 3, scale).tolist() == [0.0] * 6
+    assert norm(torch.tensor([5.0, -1.0, 2.0]), 1, scale).tolist() == [0.0] * 3
+
+
+def test_a_group_without_spread_stays_zero_beside_one_that_has_some():
+    x = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 2.0])
+    for scale in SCALES:
+        assert norm(x, 3, scale)[:3].tolist() == [0.0, 0.0, 0.0]
+        assert norm(x, 3, scale)[5] > 0
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 7])
+def test_norm_is_the_formula_of_trl(group_size):
+    generator = torch.Generator().manual_seed(group_size)
+    rewards = torch.randn(6 * group_size, generator=generator)
+    # GRPOTrainer._generate_and_score_completions, scale_rewards "group" and "none".
+    mean = rewards.view(-1, group_size).mean(dim=1).repeat_interleave(group_size, dim=0)
+    std = rewards.view(-1, group_size).std(dim=1).repeat_interleave(group_size, dim=0)
+    torch.testing.assert_close(norm(rewards, group_size, "group"), (rewards - mean) / (std + 1e-4))
+    torch.testing.assert_close(norm(rewards, group_size, "none"), rewards - mean)
+
+
+def test_norm_leaves_its_argument_alone():
+    x = torch.tensor([1.0, NAN, 3.0, 4.0])
+    before = x.clone()
+    norm(x, 2)
+    torch.testing.assert_close(x, before, equal_nan=True)
+
+
+def test_nanstd_by_hand():
+    x = torch.tensor([[2.0, 4.0, NAN], [1.0, NAN, NAN], [NAN, NAN, NAN], [3.0, 4.0, 5.0]])
+    std = nanstd(x, 1)
+    assert std.shape == (4, 1)
+    assert std[0].item() == pytest.approx(math.sqrt(2))
+    assert std[1].isnan() and std[2].isnan()
+    assert std[3].item() == pytest.approx(1.0)
+
+
+# --- outcome and merged ----------------------------------------------------------------------------------------------
+
+
+def test_outcome_gives_every_turn_the_same_and_ignores_turn_rewards():
+    rewards = table([1, 0, 1, 0], [[1, 0], [1, 0], [0], [1, 1, 0]], turn=[[9, 9], [0, 0], [3], [1, 2, 3]])
+    up, down = 0.865875, -0.865875
+    assert_rows(turn_advantages(rewards, "outcome", 4, 1.0, "group"), [[up] * 2, [down] * 2, [up], [down] * 3])
+
+
+def test_merged_adds_all_turn_rewards_to_the_outcome():
+    # Totals: 1 + 0.2 + 0.4 = 1.6, 0 + 0.6 = 0.6, 0.5 + 0.5 = 1, 0 + 0 = 0; mean 0.8.
+    rewards = table(
+        [1, 0, 0.5, 0],
+        [[1, 1, 0], [1, 0], [0], [1, 0]],
+        turn=[[0.2, None, 0.4], [None, 0.6], [0.5], [None, None]],
+    )
+    assert_rows(turn_advantages(rewards, "merged", 4, 1.0, "none"), [[0.8] * 3, [-0.2] * 2, [0.2], [-0.8] * 2])
+    # Squares 0.64 + 0.04 + 0.04 + 0.64 = 1.36, std sqrt(1.36 / 3) = 0.673300; over 0.673400.
+    assert_rows(
+        turn_advantages(rewards, "merged", 4, 1.0, "group"), [[1.187999] * 3, [-0.297] * 2, [0.297], [-1.187999] * 2]
+    )
+
+
+def test_merged_counts_a_reward_per_rollout_once():
+    rewards = table([1, 0], [[1, 1, 0], [0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, "merged", 2, 1.0, "none"), [[0.3] * 3, [-0.3]])
+
+
+# --- mt_grpo: one turn reward per rollout, the paper's form ----------------------------------------------------------
+
+PAPER = dict(outcome=[1, 0, 0.5], observed=[[1, 0]] * 3, rollout_turn=[0.2, 0.2, 0.8])
+
+
+def test_the_papers_two_turns():
+    # norm(R^O) = 0.5 -0.5 0; norm(R^T) = -0.2 -0.2 0.4. The call gets both, the answer the outcome's only.
+    assert_rows(turn_advantages(table(**PAPER), "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.7, -0.5], [0.4, 0.0]])
+    assert_rows(turn_advantages(table(**PAPER), "mt_grpo", 3, 0.5, "none"), [[0.4, 0.5], [-0.6, -0.5], [0.2, 0.0]])
+
+
+def test_the_papers_two_turns_scaled():
+    # Std of the outcomes 0.5: 0.5 / 0.5001 = 0.999800. Of the turn rewards sqrt(0.12) = 0.346410: -0.577184, 1.154368.
+    assert_rows(
+        turn_advantages(table(**PAPER), "mt_grpo", 3, 1.0, "group"),
+        [[0.422616, 0.999800], [-1.576984, -0.999800], [1.154368, 0.0]],
+    )
+
+
+def test_the_papers_two_turns_scaled_by_the_batch():
+    # Outcomes centred 0.5 -0.5 | 1.5 -1.5, std sqrt(5 / 3), over 1.291094: 0.387269, 1.161806.
+    # Turn rewards centred -0.2 0.2 | 0 0, std sqrt(0.08 / 3) = 0.163299, over 0.163399: 1.223995.
+    rewards = table([1, 0, 3, 0], [[1, 0]] * 4, rollout_turn=[0.2, 0.6, 0.4, 0.4])
+    assert_rows(
+        turn_advantages(rewards, "mt_grpo", 2, 1.0, "batch"),
+        [[-0.836726, 0.387269], [0.836726, -0.387269], [1.161806, 1.161806], [-1.161806, -1.161806]],
+    )
+
+
+def test_a_reward_per_rollout_goes_to_the_first_observed_turn_only():
+    rewards = table([1, 0], [[1, 1, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.5, 0.5, 0.5], [-0.3, -0.5]])
+
+
+def test_a_reward_per_rollout_covers_the_turns_up_to_the_first_observation():
+    rewards = table([1, 0], [[0, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.3, 0.5], [-0.3, -0.5]])
+
+
+def test_a_rollout_without_a_call_is_compared_by_the_sum_of_its_rewards():
+    # Per rollout: norm(R^O) = 0.5 -0.5 0 0; norm(R^T) over all four, mean 0.4: -0.2 0.2 0.4 -0.4.
+    # Silent rollouts: R^O + R^T = 1.2 0.6 1.3 0.5, mean 0.9: the last two 0.4 and -0.4.
+    rewards = table([1, 0, 0.5, 0.5], [[1, 0], [1, 0], [0], [0]], rollout_turn=[0.2, 0.6, 0.8, 0])
+    expected = [[0.3, 0.5], [-0.3, -0.5], [0.4], [-0.4]]
+    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 1.0, "none"), expected)
+    # With c = 0.5: R^O + R^T / 2 = 1.1 0.3 0.9 0.5, mean 0.7.
+    expected = [[0.4, 0.5], [-0.4, -0.5], [0.2], [-0.2]]
+    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 0.5, "none"), expected)
+
+
+def test_none_per_rollout_is_left_out():
+    # Turn rewards of the first two only: mean 0.4, -0.2 and 0.2. The third keeps its outcome's advantage.
+    rewards = table([1, 0, 0.5], [[1, 0]] * 3, rollout_turn=[0.2, 0.6, None])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.3, -0.5], [0.0, 0.0]])
+
+
+# --- mt_grpo: a turn reward per turn ---------------------------------------------------------------------------------
+
+# Three calls and an answer, two calls and an answer, one call and an answer, an answer at once.
+CHAIN = dict(
+    outcome=[1, 0, 0.5, 0.5],
+    observed=[[1, 1, 1, 0], [1, 1, 0], [1, 0], [0]],
+    turn=[[0.2, 0.4, 0.6, None], [0.6, 0.0, None], [0.4, None], [None]],
+)
+
+
+def test_unequal_rollouts_in_one_group():
+    # norm(R^O) = 0.5 -0.5 0 0. Turn 0 of three rollouts, mean 0.4: -0.2 0.2 0. Turn 1 of two, mean 0.2: 0.2 -0.2.
+    # Turn 2 of one survivor: 0. The silent one: R^O + R^T = 2.2 0.6 0.9 0.5, mean 1.05: -0.55.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "none"),
+        [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55]],
+    )
+    # c = 2: the silent one: R^O + 2 R^T = 3.4 1.2 1.3 0.5, mean 1.6: -1.1.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "mt_grpo", 4, 2.0, "none"),
+        [[0.1, 0.9, 0.5, 0.5], [-0.1, -0.9, -0.5], [0.0, 0.0], [-1.1]],
+    )
+
+
+def test_unequal_rollouts_in_one_group_scaled():
+    # Outcomes: std sqrt(0.5 / 3) = 0.408248, 0.5 / 0.408348 = 1.224445. Turn 0: std 0.2, 0.2 / 0.2001 = 0.999500.
+    # Turn 1: std 0.282843, 0.2 / 0.282943 = 0.706857. The silent one: std sqrt(1.85 / 3) = 0.785281, -0.55 / 0.785381.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "group"),
+        [[0.224945, 1.931302, 1.224445, 1.224445], [-0.224945, -1.931302, -1.224445], [0.0, 0.0], [-0.700297]],
+    )
+
+
+def test_unequal_rollouts_scaled_by_the_batch():
+    # Turn rewards of both turns form one set: centred -0.2 0.2 | 0.5 (alone: compared with none, and no spread), two
+    # values, std 0.282843; 0.2 / 0.282943 = 0.706857. Outcomes 0.5 -0.5: std 0.707107, 0.5 / 0.707207 = 0.707007.
+    rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.5, None], [0.6, None]])
+    assert_rows(
+        turn_advantages(rewards, "mt_grpo", 2, 1.0, "batch"),
+        [[0.000150, 0.707007, 0.707007], [-0.000150, -0.707007]],
+    )
+
+
+def test_a_number_counts_whether_or_not_something_was_read_behind_its_turn():
+    """None counts nowhere, and a number is compared with all numbers of its turn."""
+    rewards = table([1, 0, 0], [[1, 0], [1, 0], [1, 1, 0]], turn=[[0.2, 5], [0.2, -1], [0.8, 2, 7]])
+    # norm(R^O) = 2/3 -1/3 -1/3. Turn 0, mean 0.4: -0.2 -0.2 0.4. Turn 1, mean 2: 3 -3 0. Turn 2: 7 is alone.
+    assert_rows(
+        turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"),
+        [[2 / 3 - 0.2, 2 / 3 + 3], [-1 / 3 - 0.2, -1 / 3 - 3], [-1 / 3 + 0.4, -1 / 3, -1 / 3]],
+    )
+
+
+def test_the_reward_of_the_turn_that_ends_a_game_counts():
+    """A game that pays 0.1 for its first move and 1 or -1 where it is over, with nothing to read behind that."""
+    rewards = table([0, 0], [[1, 1], [1, 1]], turn=[[0.1, 1.0], [0.1, -1.0]])
+    # Turn 0: equal. Turn 1: mean 0, std sqrt(2): 1 / 1.414314.
+    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), [[0.0, 0.707057], [0.0, -0.707057]])
+
+
+def test_a_rollout_without_observation_is_in_the_comparison_and_gets_no_second_term():
+    # norm(R^O) = 0. Turn 0 of all three, mean 0.2: 0.1 0.1 -0.2. The silent one: R^T = 0.3 0.3 0, mean 0.2: -0.2.
+    rewards = table([1, 1, 1], [[1, 0], [1, 0], [0]], turn=[[0.3, None], [0.3, None], [0.0]])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.1, 0.0], [0.1, 0.0], [-0.2]])
+
+
+def test_a_turn_without_reward_keeps_the_outcomes_advantage():
+    rewards = table([1, 0, 0.5], [[1, 0]] * 3, turn=[[0.2, None], [None, None], [0.6, None]])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.5, -0.5], [0.2, 0.0]])
+
+
+def test_both_forms_of_turn_reward_add_up():
+    # Outcomes equal. Per rollout, mean 0.5: 0.5 -0.5 on turn 0. Per turn: turn 0 -0.2 0.2, turn 1 0.1 -0.1.
+    rewards = table([1, 1], [[1, 1, 0], [1, 1, 0]], turn=[[0.2, 0.4, None], [0.6, 0.2, None]], rollout_turn=[1.0, 0.0])
+    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.1, 0.0], [-0.3, -0.1, 0.0]])
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_group_where_nobody_called_a_tool(scale):
+    # R^O + R^T = 1.5 0.5 1 1, mean 1; std sqrt(0.5 / 3), 0.5 / 0.408348.
+    rewards = table([1, 0, 1, 0], [[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
+    top = 1.224445 if scale == "group" else 0.5
+    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 1.0, scale), [[top], [-top], [0.0], [0.0]])
+
+
+def test_groups_do_not_touch_each_other():
+    rewards = table(
+        CHAIN["outcome"] + [5, 5, 3, 3],
+        CHAIN["observed"] + [[1, 0]] * 4,
+        turn=CHAIN["turn"] + [[8, None], [6, None], [7, None], [7, None]],
+    )
+    assert_rows(
+        turn_advantages(rewards, "mt_grpo", 4, 1.0, "none"),
+        [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55], [2, 1], [0, 1], [-1, -1], [-1, -1]],
+    )
+
+
+# --- turn_return -----------------------------------------------------------------------------------------------------
+
+
+def test_turn_return_of_unequal_rollouts():
+    # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3; turn 3
+    # is one survivor. norm(R^O) = 0.5 -0.5 0 0.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none"),
+        [[0.5 + 0.65, 0.5 + 2 / 3, 0.5 + 0.3, 0.5], [-0.45, -0.5 - 1 / 3, -0.8], [-0.15, -1 / 3], [-0.55]],
+    )
+
+
+def test_turn_return_with_a_discount_and_a_coefficient():
+    # gamma 0.5: 0.55 0.7 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.3875; turn 1, mean 0.7 / 3; turn 2, mean 0.3.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 2.0, "none", discount=0.5),
+        [[0.825, 0.5 + 1.4 * 2 / 3, 1.1, 0.5], [-0.075, -0.5 - 1.4 / 3, -1.1], [0.025, -1.4 / 3], [-0.775]],
+    )
+
+
+def test_turn_return_without_future():
+    """gamma 0 leaves a turn its own reward, compared with everyone who stood there, callers or not."""
+    # Turn 0: 0.2 0.6 0.4 0, mean 0.3. Turn 1: 0.4 0 0, mean 0.4 / 3. Turn 2: 0.6 0.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none", discount=0.0),
+        [[0.4, 0.5 + 0.8 / 3, 0.8, 0.5], [-0.2, -0.5 - 0.4 / 3, -0.8], [0.1, -0.4 / 3], [-0.3]],
+    )
+
+
+def test_turn_return_scaled_by_the_group():
+    # Outcomes 1.224445 (see above). Turn 0: 0.65 0.05 -0.15 -0.55, squares 0.75, std sqrt(0.25) = 0.5, over 0.5001.
+    # Turn 1: 2/3 -1/3 -1/3, std 0.577350, over 0.577450. Turn 2: 0.3 -0.3, std 0.424264, over 0.424364.
+    assert_rows(
+        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "group"),
+        [
+            [1.224445 + 1.299740, 1.224445 + 1.154501, 1.224445 + 0.706940, 1.224445],
+            [-1.224445 + 0.099980, -1.224445 - 0.577250, -1.224445 - 0.706940],
+            [-0.299940, -0.577250],
+            [-1.099780],
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_returns_scaled_by_the_batch(name):
+    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3 and one alone; four values, std sqrt(0.26 / 3) = 0.294392,
+    # over 0.294492: 0.679136 and 1.018703. Outcomes 0.707007.
+    rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.6, None], [0.4, None]])
+    assert_rows(
+        turn_advantages(rewards, name, 2, 1.0, "batch"),
+        [[1.386143, 1.725710, 0.707007], [-1.386143, -1.725710]],
+    )
+
+
+def test_none_counts_as_zero_in_a_return():
+    # Returns 0.4 0.4 0 | 0.6 0. Turn 0, mean 0.5; turn 1, mean 0.2.
+    rewards = table([1, 1], [[1, 1, 0], [1, 0]], turn=[[None, 0.4, None], [0.6, None]])
+    assert_rows(turn_advantages(rewards, "turn_return", 2, 1.0, "none"), [[-0.1, 0.2, 0.0], [0.1, -0.2]])
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_returns_where_nobody_called_a_tool(name):
+    # norm(R^O) = 0.5 -0.5 0.5 -0.5; returns 0.5 0.5 0 1, mean 0.5.
+    rewards = table([1, 0, 1, 0], [[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
+    assert_rows(turn_advantages(rewards, name, 4, 1.0, "none"), [[0.5], [-0.5], [0.0], [0.0]])
+
+
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_a_reward_per_rollout_beside_returns(name):
+    # Mean 0.4: -0.2 on the first's turns up to its first observation, 0.2 on all turns of the one that never called.
+    rewards = table([1, 0], [[1, 1, 0], [0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, name, 2, 1.0, "none"), [[0.3, 0.5, 0.5], [-0.3]])
+
+
+# --- gigpo -----------------------------------------------------------------------------------------------------------
+
+
+def test_gigpo_compares_turns_in_the_same_state():
+    # Returns as for turn_return. State 0: mean 0.55. State 1: 1.0 (turn 1), 0 (turn 2), 0 (turn 1), mean 1/3.
+    # State 2: 0.6 (turn 2), 0 (turn 1), mean 0.3. State 3: one visit.
+    rewards = table(**CHAIN, state=[[0, 1, 2, 3], [0, 2, 1], [0, 1], [0]])
+    assert_rows(
+        turn_advantages(rewards, "gigpo", 4, 1.0, "none"),
+        [[1.15, 0.5 + 2 / 3, 0.8, 0.5], [-0.45, -0.8, -0.5 - 1 / 3], [-0.15, -1 / 3], [-0.55]],
+    )
+
+
+def test_gigpo_where_a_state_comes_back():
+    # Returns 0.6 0.2 | 0.1, all in state 5: mean 0.3.
+    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.3, -0.1], [-0.2]])
+
+
+def test_gigpo_keeps_groups_apart():
+    # The same state in two groups is two sets: (0.4, 0.2) and (1.0, 0.0).
+    rewards = table([0] * 4, [[1]] * 4, turn=[[0.4], [0.2], [1.0], [0.0]], state=[[5]] * 4)
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.1], [-0.1], [0.5], [-0.5]])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
+    for seed in range(5):
+        rewards = random_table(seed)
+        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
+        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+# --- turn_credit -----------------------------------------------------------------------------------------------------
+
+
+def test_turn_credit_shifts_within_a_rollout():
+    # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
+    expected = [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]
+    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 1.0, "none"), expected)
+    expected = [[0.1, 0.5, 0.9, 0.5], [0.1, -1.1, -0.5], [0.0, 0.0], [0.0]]
+    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 2.0, "none"), expected)
+
+
+def test_turn_credit_teaches_where_all_outcomes_are_equal():
+    rewards = table([0, 0], [[1, 1, 0], [1, 1, 0]], turn=[[0.5, 0, None], [0.5, 0, None]])
+    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
+    for name in ("outcome", "merged", "mt_grpo", "turn_return", "gigpo"):
+        assert turn_advantages(rewards, name, 2, 1.0, "group").eq(0).all()
+
+
+def test_turn_credit_has_no_place_for_a_reward_per_rollout():
+    rewards = table([1, 0], [[1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
+    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "none"), [[0.5, 0.5], [-0.5, -0.5]])
+
+
+# --- the gradient ----------------------------------------------------------------------------------------------------
+
+OUTCOMES = torch.tensor([[0.4, 0.4], [0.9, 0.1], [0.2, 1.0]]).double()  # [first action, second action] -> R^O
+CALL_REWARDS = torch.tensor([0.0, 0.7, 0.2]).double()  # first action (0: no call, its second action is not taken)
+
+
+def expected_reward(parameters: torch.Tensor) -> torch.Tensor:
+    """E[R^O + R^T] of a tabular policy: 3 logits for the first turn, 2 for the second turn after each call."""
+    first, second = parameters[:3].softmax(0), parameters[3:].view(2, 2).softmax(1)
+    after = torch.cat([OUTCOMES[:1, 0], (second * OUTCOMES[1:]).sum(1)])  # (3,) E[R^O | first action]
+    return (first * (after + CALL_REWARDS)).sum()
+
+
+@pytest.mark.parametrize("name, per_turn", [("mt_grpo", False), ("turn_return", True), ("merged", True)])
+def test_the_gradient_of_a_toy_policy(name, per_turn):
+    """Unscaled and at c = 1 the policy gradient is (G - 1) / G of the true one: the baseline includes the rollout."""
+    groups, size = 60_000, 4
+    parameters = torch.tensor([0.1, 0.4, -0.3, 0.5, -0.2, -0.4, 0.3]).double()
+    step = 1e-5 * torch.eye(7).double()
+    true = torch.stack([expected_reward(parameters + h) - expected_reward(parameters - h) for h in step]) / 2e-5
+
+    generator = torch.Generator().manual_seed(11)
+    n = groups * size
+    p_first, p_second = parameters[:3].softmax(0), parameters[3:].view(2, 2).softmax(1)
+    first = torch.multinomial(p_first.expand(n, 3), 1, generator=generator)[:, 0]
+    called = first > 0
+    second = torch.multinomial(p_second[(first - 1).clamp(min=0)], 1, generator=generator)[:, 0]
+    calls = CALL_REWARDS[first].float()
+    turn = torch.full((n, 2), NAN)
+    if per_turn:
+        turn[:, 0] = calls
+    rewards = RewardTable(
+        OUTCOMES[first, second].float(), torch.full((n,), NAN) if per_turn else calls, turn,
+        torch.stack([called, torch.zeros_like(called)], 1), torch.stack([torch.ones_like(called), called], 1),
+        torch.stack([torch.zeros_like(first), first], 1),
+    )  # fmt: skip
+    advantages = turn_advantages(rewards, name, size, 1.0, "none").double()
+
+    score_first = torch.nn.functional.one_hot(first, 3) - p_first  # (N, 3) gradient of log pi
+    row = torch.nn.functional.one_hot((first - 1).clamp(min=0), 2)  # (N, 2) which call
+    score_second = torch.nn.functional.one_hot(second, 2) - p_second[(first - 1).clamp(min=0)]
+    score_second = (row[:, :, None] * score_second[:, None] * called[:, None, None]).view(n, 4)
+    samples = torch.cat([advantages[:, :1] * score_first, advantages[:, 1:] * score_second], 1)
+    per_group = samples.view(groups, size, 7).mean(1)
+    error = per_group.std(0) / groups**0.5
+    assert (true.abs() > 20 * error).sum() >= 5  # there is a gradient to find
+    assert ((per_group.mean(0) - true * (size - 1) / size).abs() < 4 * error).all()
+
+
+# --- what holds for all of them --------------------------------------------------------------------------------------
+
+
+def random_table(seed: int, num_groups: int = 5, group_size: int = 6, num_turns: int = 4) -> RewardTable:
+    generator = torch.Generator().manual_seed(seed)
+    n = num_groups * group_size
+    observations = torch.randint(0, num_turns, (n, 1), generator=generator)
+    turn = torch.randn(n, num_turns, generator=generator)
+    turn[torch.rand(n, num_turns, generator=generator) < 0.2] = NAN
+    turn[torch.arange(num_turns) > observations] = NAN
+    rollout_turn = torch.randn(n, generator=generator)
+    rollout_turn[torch.rand(n, generator=generator) < 0.2] = NAN
+    observed = torch.arange(num_turns) < observations
+    sampled = torch.arange(num_turns) <= observations
+    state = torch.randint(0, 3, (n, num_turns), generator=generator).where(sampled, -1)
+    return RewardTable(torch.randn(n, generator=generator), rollout_turn, turn, observed, sampled, state)
+
+
+def permuted(rewards: RewardTable, order: torch.Tensor) -> RewardTable:
+    return RewardTable(**{name: v[order] if torch.is_tensor(v) else v for name, v in vars(rewards).items()})
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_within_a_group_and_of_groups_does_not_matter(name, scale):
+    rewards = random_table(3)
+    generator = torch.Generator().manual_seed(4)
+    within = torch.cat([6 * g + torch.randperm(6, generator=generator) for g in range(5)])
+    between = (torch.tensor([3, 0, 4, 1, 2])[:, None] * 6 + torch.arange(6)).flatten()
+    before = turn_advantages(rewards, name, 6, 0.7, scale)
+    for order in (within, between):
+        after = turn_advantages(permuted(rewards, order), name, 6, 0.7, scale)
+        torch.testing.assert_close(after, before[order], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_mean_zero_in_every_group(scale):
+    rewards = random_table(5)
+    for name in ("outcome", "merged"):
+        advantages = turn_advantages(rewards, name, 6, 1.0, scale)
+        torch.testing.assert_close(advantages.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
+    # mt_grpo: the turn's own term sums to zero over the rollouts that have a number at that turn, where all of them
+    # observed something.
+    calling = torch.cat([torch.ones(30, 1, dtype=torch.bool), rewards.observed[:, 1:]], 1)
+    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN), observed=calling)
+    own = turn_advantages(with_turns, "mt_grpo", 6, 1.0, scale) - turn_advantages(rewards, "outcome", 6, 1.0, scale)
+    torch.testing.assert_close(own.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
+    assert own.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_constant_added_to_all_outcomes_changes_nothing(name):
+    rewards = random_table(6)
+    shifted = replace(rewards, outcome=rewards.outcome + 3)
+    torch.testing.assert_close(
+        turn_advantages(shifted, name, 6, 1.0, "group"),
+        turn_advantages(rewards, name, 6, 1.0, "group"),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_coefficient_zero_is_outcome(scale):
+    for seed in range(5):
+        rewards = random_table(seed)
+        assert torch.equal(
+            turn_advantages(rewards, "mt_grpo", 6, 0.0, scale), turn_advantages(rewards, "outcome", 6, 1.0, scale)
+        )
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_identical_rewards_give_exactly_zero(name, scale):
+    turn = [1 / 3, 1 / 3 if name == "turn_credit" else 0.7, None]  # none of them exact in binary
+    rewards = table([0.1] * 7, [[1, 1, 0]] * 7, turn=[turn] * 7, rollout_turn=[0.3] * 7)
+    assert turn_advantages(rewards, name, 7, 1.3, scale).eq(0).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_of_one_has_no_advantage(name, scale):
+    rewards = random_table(7, num_groups=4, group_size=1)
+    if name == "turn_credit":  # compares the turns of one rollout
+        rewards.turn[:] = NAN
+    rewards.state[:] = torch.arange(4)  # nor does gigpo compare turns of one rollout that are in different states
+    assert turn_advantages(rewards, name, 1, 1.0, scale).eq(0).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_without_any_outcome_the_advantage_is_zero(name, scale):
+    rewards = table([None] * 4, [[1, 0], [1, 0], [0], [0]], turn=[[1, 2], [3, 4], [5], [6]], rollout_turn=[1, 2, 3, 4])
+    assert turn_advantages(rewards, name, 4, 1.0, scale).eq(0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_without_outcome_gets_zero_and_the_others_are_compared_without_it(name):
+    rewards = table([1, None, 0], [[1, 0]] * 3)
+    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mt_grpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),  # 0.2 and 0.6, mean 0.4; the 10 is in no baseline
+        ("turn_return", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
+        ("gigpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
+        ("merged", [[-0.2, -0.2], [0.0, 0.0], [0.2, 0.2]]),
+    ],
+)
+@pytest.mark.parametrize("per_rollout", [False, True])
+def test_turn_rewards_of_a_rollout_without_outcome_are_in_no_baseline(name, expected, per_rollout):
+    values = [0.2, 10, 0.6]
+    rewards = (
+        table([1, None, 1], [[1, 0]] * 3, rollout_turn=values)
+        if per_rollout
+        else table([1, None, 1], [[1, 0]] * 3, turn=[[value, None] for value in values])
+    )
+    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_turn_rewards_all_are_outcome(name):
+    rewards = table([1, 0, 0.5, 0.5], CHAIN["observed"])
+    assert_rows(turn_advantages(rewards, name, 4, 1.0, "none"), [[0.5] * 4, [-0.5] * 3, [0.0] * 2, [0.0]])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_finite_whatever_is_missing(name, scale):
+    for seed in range(10):
+        rewards = random_table(seed)
+        rewards.outcome[torch.rand(30, generator=torch.Generator().manual_seed(seed)) < 0.5] = NAN
+        advantages = turn_advantages(rewards, name, 6, 1.0, scale)
+        assert advantages.shape == (30, 4) and advantages.isfinite().all()
+        assert advantages[rewards.outcome.isnan()].eq(0).all()
+
+
+# --- numbers that count ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_number_changes_an_advantage_or_is_known_not_to(name, scale):
+    """Over random tables: nothing that a reward gave is dropped without a word, and what counts is not called dropped.
+
+    With `batch` a number can change what other groups are divided by, and count in no comparison.
+    """
+    counted = 0
+    for seed in range(6):
+        rewards = random_table(seed, num_groups=2, group_size=4, num_turns=3)
+        rewards.outcome[::5] = NAN
+        masks = numbers_that_count(rewards, name, 4, 0.7)
+        before = turn_advantages(rewards, name, 4, 0.7, scale)[rewards.sampled]
+        for part in ("outcome", "rollout_turn", "turn"):
+            for place in (~getattr(rewards, part).isnan()).nonzero().tolist():
+                values = getattr(rewards, part).clone()
+                # By two amounts: where only the sign of a group's difference counts, one of them changes it.
+                changed = []
+                for by in (-9.0, 9.0):
+                    values[tuple(place)] += by
+                    after = turn_advantages(replace(rewards, **{part: values}), name, 4, 0.7, scale)
+                    changed.append(not torch.allclose(after[rewards.sampled], before, atol=1e-6, rtol=0))
+                    values[tuple(place)] -= by
+                counts = masks[part][tuple(place)].item()
+                assert any(changed) == counts or (scale == "batch" and not counts), (seed, part, place)
+                counted += any(changed)
+            assert not masks[part][getattr(rewards, part).isnan()].any()
+    assert counted > 30
+
+
+def test_numbers_that_count_by_hand():
+    # Two groups of two. mt_grpo: turn 1 of the first group has one number. The second group's second rollout has no
+    # outcome: nothing is compared there but a rollout with itself.
+    rewards = table([1, 0, 1, None], [[1, 0], [1, 0], [1], [1]], turn=[[0.2, 5], [0.2, None], [3], [4]],
+                    rollout_turn=[1, None, 1, 1])  # fmt: skip
+    masks = numbers_that_count(rewards, "mt_grpo", 2, 1.0)
+    assert masks["turn"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
+    assert masks["rollout_turn"].tolist() == [False, False, False, False]  # alone in the first group, too
+    assert masks["outcome"].tolist() == [True, True, False, False]
+    assert not numbers_that_count(rewards, "mt_grpo", 2, 0.0)["turn"].any()  # turn_advantage_coef: 0
+    assert numbers_that_count(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
+    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
+    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
+
+
+def test_numbers_that_count_draw_no_random_number_of_the_run():
+    state = torch.get_rng_state()
+    numbers_that_count(random_table(1), "gigpo", 6, 1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def by_item(rewards, coef, discount):
+    first = rewards.outcome[0].item()
+    return torch.tensor([[x.item() - first] * rewards.turn.shape[1] for x in rewards.outcome])
+
+
+def by_rank(rewards, coef, discount):
+    return rewards.outcome.argsort().argsort()[:, None].expand(rewards.turn.shape).float()
+
+
+def by_numpy(rewards, coef, discount):
+    return torch.from_numpy(rewards.outcome.numpy() - 0.5)[:, None].expand(rewards.turn.shape)
+
+
+def in_place(rewards, coef, discount):
+    rewards.outcome[rewards.outcome.isnan()] = 0.0
+    return rewards.outcome[:, None].expand(rewards.turn.shape)
+
+
+def in_float32(rewards, coef, discount):
+    advantages = torch.zeros(rewards.turn.shape)
+    advantages[rewards.sampled] = rewards.outcome[:, None].expand(rewards.turn.shape)[rewards.sampled]
+    return advantages
+
+
+def of_zeros_and_ones(rewards, coef, discount):
+    assert set(rewards.outcome.tolist()) <= {0.0, 1.0}
+    return rewards.outcome[:, None].expand(rewards.turn.shape)
+
+
+@pytest.mark.parametrize("fork", [by_item, by_rank, by_numpy, in_place, in_float32])
+def test_an_estimator_without_gradients_uses_what_changes_its_advantages(fork, monkeypatch):
+    """It is of a fork: it reads the outcome, and no turn reward. Asking it ends no run, and changes no reward."""
+    monkeypatch.setitem(CREDIT_ASSIGNMENTS, "fork", fork)
+    rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
+    masks = numbers_that_count(rewards, "fork", 2, 1.0)
+    assert masks["outcome"].tolist() == [True, True] and not masks["turn"].any()
+    assert rewards.outcome.tolist() == [1, 0] and rewards.observed.tolist() == [[True, False], [True, False]]
+
+
+def test_an_estimator_that_random_numbers_make_raise_is_said_to_drop_nothing(monkeypatch):
+    monkeypatch.setitem(CREDIT_ASSIGNMENTS, "fork", of_zeros_and_ones)
+    masks = numbers_that_count(table([1, 0], [[1, 0], [1]], turn=[[0.2, None], [0.4]]), "fork", 2, 1.0)
+    assert masks["outcome"].all() and masks["turn"].tolist() == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])
+def test_sums_that_float32_cannot_compare_end_the_run(coef, reward):
+    """Their squares are infinite, so a comparison gives 0 to all: rollouts without observation lose their rewards."""
+    rewards = table([1, 0], [[0, 0], [0, 0]], turn=[[reward, reward], [0, 0]])
+    with pytest.raises(RunError, match="Step 3: the rewards of a rollout add up to .*e.*Lower turn_advantage_coef"):
+        check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, coef, "group"), 3, coef)
+    rewards.turn /= 10
+    check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), 3, 1.0)
+
+
+# --- token advantages ------------------------------------------------------------------------------------------------
+
+
+def test_token_advantages_of_a_two_turn_rollout():
+    # ob=[1 2] ac=[10 11] ob+=[20 21] ac=[30], one token of padding.
+    advantages, turn_ids = torch.tensor([[0.3, 0.5]]), torch.tensor([[0, 0, -1, -1, 1, -1]])
+    expected = torch.tensor([[0.3, 0.3, 0.0, 0.0, 0.5, 0.0]])
+    assert torch.equal(token_advantages(advantages, turn_ids), expected)
+
+
+def test_token_advantages_of_rollouts_of_unequal_length():
+    advantages = torch.tensor([[1.0, 2.0, 3.0], [-4.0, 99.0, 99.0], [NAN, NAN, NAN]])
+    turn_ids = torch.tensor([[0, -1, 1, 1, -1, 2], [0, 0, 0, -1, -1, -1], [-1, -1, -1, -1, -1, -1]])
+    expected = torch.tensor(
+        [[1.0, 0.0, 2.0, 2.0, 0.0, 3.0], [-4.0, -4.0, -4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    )
+    assert torch.equal(token_advantages(advantages, turn_ids), expected)
+
+
+def test_from_rewards_to_tokens():
+    """The whole way: rewards of the chain above to the advantage of every token."""
+    advantages = turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "none")
+    turn_ids = torch.tensor(
+        [
+            [0, 0, -1, 1, -1, 2, -1, 3],
+            [0, -1, 1, 1, -1, 2, -1, -1],
+            [0, -1, 1, -1, -1, -1, -1, -1],
+            [0, 0, 0, -1, -1, -1, -1, -1],
+        ]
+    )
+    expected = torch.tensor(
+        [
+            [0.3, 0.3, 0.0, 0.7, 0.0, 0.5, 0.0, 0.5],
+            [-0.3, 0.0, -0.7, -0.7, 0.0, -0.5, 0.0, 0.0],
+            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [-0.55, -0.55, -0.55, 0.0, 0.0, 0.0, 0.0, 0.0],
+        ]
+    )
+    torch.testing.assert_close(token_advantages(advantages, turn_ids), expected, atol=1e-6, rtol=0)

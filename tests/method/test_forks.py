@@ -1,0 +1,506 @@
+"""The forks of docs/forking.md: another conversation as a recipe key, or as a short file; each one trains."""
+
+import json
+import os
+import re
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+from processes import ends
+from test_conversation import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
+
+import mt_grpo_trainer as mt
+from mt_grpo.recipe.plugins import load_class
+from mt_grpo.rollout import Generation, StopReason
+from mt_grpo_trainer import MultiTurnToolEnv
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/forking.md").read_text()
+ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(4)]
+
+
+def size(path: str) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+def keys_of_the_page(word: str) -> dict:
+    """The block of recipe keys with a word in it."""
+    (block,) = [body for body in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S) if word in body]
+    return yaml.safe_load(block)
+
+
+def build(folder: Path, model: str, rows: list[dict] = ROWS, **keys):
+    """A trainer by a recipe, from the project's folder: four rollouts of one prompt for each of two steps."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "model_name_or_path": model, "dataset_name": str(folder / "rows.jsonl"), "output_dir": str(folder / "out"),
+        "use_cpu": True, "bf16": False, "dtype": "float32", "gradient_checkpointing": False, "report_to": "none",
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": 4, "max_steps": 2,
+        "max_completion_length": 400, "learning_rate": 0.01, "save_strategy": "no", "logging_steps": 1,
+        "disable_tqdm": True, "max_env_steps": 3, "scale_rewards": "none", **keys,
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    before = Path.cwd()
+    os.chdir(ROOT)  # recipes name files from there
+    try:
+        return mt.build_trainer(*mt.parse_arguments(["--config", str(folder / "recipe.yaml")]))
+    finally:
+        os.chdir(before)
+
+
+def train(trainer) -> tuple[list[dict], list[dict]]:
+    """(the rollout log, the metrics of each step). The weights must have changed, as rewards differ in a group."""
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert any(not old.equal(new) for old, new in zip(before, trainer.model.parameters()))
+    log = (Path(trainer.args.output_dir) / "rollouts.rank0.jsonl").read_text().splitlines()
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert trainer.state.global_step == len(steps) == 2
+    return [json.loads(line) for line in log], steps
+
+
+class Says:
+    """A model that says the same turns in every conversation. How many it has said shows in the prompt."""
+
+    def __init__(self, tokenizer, turns: list[str]):
+        self.tokenizer, self.turns = tokenizer, turns
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        said = self.tokenizer.decode(prompt_ids).count("<|im_start|>assistant") - 1
+        text = self.turns[said] + f" {index}" * (said == len(self.turns) - 1) + "<|im_end|>"
+        sampled = self.tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
+        return Generation(sampled, None, "stop")
+
+
+def hermes(name: str, /, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def in_tags(name: str, arguments: dict) -> str:
+    return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
+
+
+BY_INDEX = """
+def by_index(rollout_turns, **kwargs):
+    return [float(turns[-1].text[-1] in "13") for turns in rollout_turns]
+
+
+OUTCOME_REWARD_FUNCS = [by_index]
+"""
+
+
+def test_the_sizes_of_the_page():
+    rows = re.findall(r"^\| .* \| \[`(.*)`\]\(.*\) \| (\d+) \|$", PAGE, re.M)
+    assert len(rows) == 3 and {path: size(path) for path, _ in rows} == {path: int(lines) for path, lines in rows}
+
+
+# --- a recipe key: the model's own call format, several calls in a turn ----------------------------------------------
+
+MEET = """
+import threading
+
+BARRIER = threading.Barrier(8)
+
+
+def meet(name: str) -> str:
+    \"\"\"Wait for the others.
+
+    Args:
+        name: Who waits.
+    \"\"\"
+    BARRIER.wait(60)
+    return f"{name} met"
+
+
+TOOL_FUNCTIONS = [meet]
+"""
+
+
+def test_hermes_and_parallel_calls(hermes_model, tmp_path):
+    """Four rollouts of two calls each: all eight meet, so that the calls of a turn run at the same time."""
+    (tmp_path / "tools.py").write_text(MEET)
+    (tmp_path / "rewards.py").write_text(BY_INDEX)
+    keys = keys_of_the_page("tool_format") | {"max_parallel_calls": 2}
+    assert keys.keys() == keys_of_the_page("tool_format").keys() and len(keys) == 2
+    files = {"tools_script": str(tmp_path / "tools.py"), "reward_fn": str(tmp_path / "rewards.py")}
+    trainer = build(tmp_path, hermes_model, **keys, **files, max_completion_length=900)
+    three = "\n".join(hermes("meet", name=name) for name in "abc")
+    trainer.llm = Says(trainer.processing_class, [three, "So we met"])
+    rows, steps = train(trainer)
+    assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 2.0]
+    assert steps[0]["tools/call_frequency"] == 3.0
+    assert steps[0]["tools/malformed_frequency"] == pytest.approx(1 / 3)
+    said = [(message["role"], message["content"]) for message in rows[0]["messages"]]
+    assert said == [
+        ("user", said[0][1]), ("assistant", three), ("tool", "a met"), ("tool", "b met"),
+        ("tool", "Error: not run, since a turn may have at most 2 calls. Call it again."),
+        ("assistant", "So we met 0"),
+    ]  # fmt: skip
+
+
+def test_hermes_in_process(hermes_model, tmp_path):
+    """The model itself generates: its noise has no call, so each conversation is one turn."""
+    (tmp_path / "rewards.py").write_text(
+        "def even(completion_ids, **kwargs):\n    return [float(len(ids) % 2) for ids in completion_ids]\n\n\n"
+        "OUTCOME_REWARD_FUNCS = [even]\n"
+    )
+    files = {"tools_script": "tools/calculator.py", "reward_fn": str(tmp_path / "rewards.py")}
+    _, steps = train(build(tmp_path, hermes_model, tool_format="hermes", **files, max_completion_length=64))
+    assert all(step["turns/max"] == 1 for step in steps)
+    assert steps[0]["stop/answered"] + steps[0]["stop/max_tokens"] == 1.0
+
+
+# --- a user played by a second model ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user(monkeypatch):
+    """A server that speaks `/v1/chat/completions`. The user asks once more, and is content then."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            again = sum(message["role"] == "assistant" for message in asked[-1][1]["messages"]) == 1
+            message = {"role": "assistant", "content": "And what is 1 + 1?" if again else "DONE"}
+            data = json.dumps({"choices": [{"message": message}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("USER_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("USER_MODEL", "second")
+        yield asked
+        server.shutdown()
+
+
+def test_a_simulated_user(user, tmp_path):
+    """The bundled model calls the calculator or answers; a turn without a call goes to the user."""
+    assert size("tools/user_simulator.py") <= 40
+    trainer = build(
+        tmp_path, "hf_recipes/tiny/calculator-model", [{**row, "goal": "two sums"} for row in ROWS],
+        environment="tools/user_simulator.py:SimulatedUser", tools_script="tools/calculator.py",
+        reward_fn="rewards/calculator_reward.py", system_prompt="Use the calculator, then answer.",
+    )  # fmt: skip
+    rows, steps = train(trainer)
+    ended = [row for row in rows if row["stop_reason"] in ("environment_stop", "answered")]
+    assert ended and all(row["rewards"]["SimulatedUser"] == (row in ended) for row in rows)
+    said = [message["content"] for message in ended[0]["messages"] if message["role"] == "user"]
+    assert said[0].startswith("What is") and "And what is 1 + 1?" in said and "DONE" not in said
+    assert steps[0]["rewards/SimulatedUser/mean"] == sum(row in ended for row in rows if row["step"] == 0) / 4
+    path, sent = next((path, sent) for path, sent in user if len(sent["messages"]) == 5)
+    assert (path, sent["model"]) == ("/v1/chat/completions", "second")
+    assert [message["role"] for message in sent["messages"]] == ["system", "assistant", "user", "assistant", "user"]
+    assert "You want: two sums" in sent["messages"][0]["content"]
+    assert sent["messages"][1]["content"].startswith("What is")
+
+
+def test_a_user_who_cannot_be_reached_is_not_trained_on(monkeypatch, random_model, tmp_path):
+    monkeypatch.setenv("USER_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("USER_MODEL", "second")
+    trainer = build(
+        tmp_path, random_model, [{**row, "goal": "two sums"} for row in ROWS],
+        environment="tools/user_simulator.py:SimulatedUser", max_completion_length=32,
+    )  # fmt: skip
+    message = r"The environment failed in all 4 rollouts of step 0.*SimulatedUser.respond raised ClientConnectorError"
+    with pytest.raises(Exception, match=message):
+        trainer.train()
+
+
+# --- an environment that forgets -------------------------------------------------------------------------------------
+
+
+def look(place: str) -> str:
+    """Look.
+
+    Args:
+        place: Where.
+    """
+    return f"grass in {place}<|im_end|>"
+
+
+@pytest.mark.parametrize("tool_format", ["xml", "hermes"])
+def test_what_a_short_memory_reads(tool_format):
+    """Results are read as the format writes them, also behind an edit; control tokens in them stay broken."""
+    xml = tool_format == "xml"
+    tokenizer, write = (CHATML_TOKENIZER, call) if xml else (QWEN3_TOKENIZER, hermes)
+    memory = load_class(f"{ROOT}/tools/short_memory.py:ShortMemory", "environment")
+    env = MultiTurnToolEnv([look], None, 3, tokenizer=tokenizer, tool_format=tool_format, environment=memory,
+                           max_completion_length=4000)  # fmt: skip
+    thought, end = "<think>Where?</think>", "" if xml else "<|im_end|>"
+    first, second = write("look", place="A"), write("look", place="B")
+    script = [f"{first}{end}", f"{thought}{second}{end}", "<answer>grass</answer>"]
+    backend = Scripted([script])
+    (rollout,) = env.generate(["Look."], backend, rows=[{}])["rollouts"]
+
+    def turn(role, text):
+        return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+    def result(text, framed=True):
+        if xml:
+            return turn("user", f"<result>\n{text}\n</result>" if framed else text)
+        return turn("user", f"<tool_response>\n{text}\n</tool_response>")
+
+    start = tokenizer.decode(rollout.prompt_ids).removesuffix("<|im_start|>assistant\n")
+    grass = ["grass in A< |im_end|>", "grass in B< |im_end|>"]
+    assert start.endswith(turn("user", "Look."))
+    one = start + turn("assistant", first) + result(grass[0]) + "<|im_start|>assistant\n"
+    assert backend.of(0)[1].prompt == ids(one)
+    two = start + turn("assistant", first) + result("(forgotten)", framed=False)
+    two += turn("assistant", second) + result(grass[1]) + "<|im_start|>assistant\n"
+    assert backend.requests[-1].prompt == ids(two)
+    assert rollout.stop_reason == StopReason.ANSWERED
+    assert [len(record.turns) for record in rollout.records] == [2, 1]
+    assert [turn.observation for turn in rollout.turns] == [*grass, None]
+
+
+def test_a_short_memory_trains(tmp_path):
+    assert size("tools/short_memory.py") <= 25
+    chain = yaml.safe_load((ROOT / "hf_recipes/tiny/chain.yaml").read_text())
+    keys = {key: chain[key] for key in ("tools_script", "reward_fn", "system_prompt", "max_turn_tokens")}
+    trainer = build(
+        tmp_path, "hf_recipes/tiny/chain-model", **keys, environment="tools/short_memory.py:ShortMemory",
+        max_env_steps=4, dataset_name="chain", dataset_size=4,
+    )  # fmt: skip
+    _, steps = train(trainer)
+    assert any(step["records/mean"] > 1 for step in steps)
+
+
+# --- a sandbox -------------------------------------------------------------------------------------------------------
+
+RAN = """
+import json
+from pathlib import Path
+
+
+def ran(environments, rollout_turns, **kwargs):
+    seen = Path(__file__).with_name("seen.jsonl")
+    with seen.open("a") as file:
+        for environment in environments:
+            names = sorted(path.name for path in environment.folder.iterdir())
+            file.write(json.dumps([str(environment.folder), names]) + "\\n")
+    return [float(turns[-1].text[-1] in "13") for turns in rollout_turns]
+
+
+OUTCOME_REWARD_FUNCS = [ran]
+"""
+
+
+def test_a_sandbox(random_model, tmp_path):
+    """Each conversation has its own folder. Rewards find it, and it is gone behind them."""
+    assert size("tools/sandbox.py") <= 40
+    (tmp_path / "rewards.py").write_text(RAN)
+    files = {"tools_script": "tools/sandbox.py", "reward_fn": str(tmp_path / "rewards.py")}
+    trainer = build(tmp_path, random_model, **files, system_prompt="{tool_descriptions}", max_completion_length=900)
+    trainer.llm = Says(trainer.processing_class, [
+        in_tags("write_file", {"name": "main.py", "content": "import os\nprint(6 * 7, os.listdir())"}),
+        in_tags("run_python", {"name": "main.py"}), "It is 42",
+    ])  # fmt: skip
+    rows, _ = train(trainer)
+    said = [message["content"] for message in rows[0]["messages"] if message["role"] == "user"][1:]
+    assert said == ["<result>\n36 characters written\n</result>", "<result>\n42 ['main.py']\n[exit code 0]\n</result>"]
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert len({folder for folder, _ in seen}) == len(seen) == 8
+    assert all(names == ["main.py"] for _, names in seen)
+    assert not any(Path(folder).exists() for folder, _ in seen)
+
+
+def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
+    sandbox = load_class(f"{ROOT}/tools/sandbox.py:Sandbox", "environment")()
+    sandbox.seconds = 1
+    sandbox.reset()
+    monkeypatch.setenv("SECRET", "hidden")
+    try:
+        programs = {
+            "endless.py": "import os, time\nif child := os.fork():\n    print(child, flush=True)\ntime.sleep(1000)",
+            "large.py": "while True: print('x' * 1000)",
+            "env.py": "import os\nprint('SECRET' in os.environ)",
+            "../out.py": "print(1)",
+        }
+        for name, text in programs.items():
+            sandbox.write_file(name, text)
+        process, ended = sandbox.run_python("endless.py").split("\n")
+        assert ended == "[exit code -9]" and ends(int(process), 10)
+        large = sandbox.run_python("large.py")
+        assert large.startswith("x" * 1000) and len(large) < 4100
+        assert sandbox.run_python("env.py") == "False\n[exit code 0]"
+        assert sandbox.run_python("../out.py") == "1\n[exit code 0]"
+        assert not (sandbox.folder.parent / "out.py").exists()
+    finally:
+        sandbox.close()
+    assert not sandbox.folder.exists()
+
+
+# --- classes written for TRL -----------------------------------------------------------------------------------------
+
+# In the shape of TRL's pages on OpenEnv: the class of the quick start, and a game in its style. The packages of their
+# clients are replaced by local ones; the classes know nothing of this project.
+TRL_ECHO = '''
+from echo_client import EchoAction, EchoClient
+
+
+class EchoToolEnv:
+    def __init__(self):
+        self.env = EchoClient(base_url="http://127.0.0.1:9")
+        self.reward = 0.0
+
+    def reset(self, **kwargs) -> str | None:
+        self.reward = 0.0
+        return None
+
+    def echo(self, message: str) -> str:
+        """
+        Send a message and hear it again.
+
+        Args:
+            message: What to send.
+
+        Returns:
+            What came back.
+        """
+        observation = self.env.step(EchoAction(message=message))
+        self.reward = observation.observation.reward
+        return observation.observation.echoed_message
+
+
+def reward_func(environments, **kwargs):
+    return [env.reward for env in environments]
+
+
+ENVIRONMENT = EchoToolEnv
+OUTCOME_REWARD_FUNCS = [reward_func]
+'''
+
+TRL_GAME = '''
+from game_client import GameAction, GameClient
+
+
+class GameEnv:
+    def __init__(self):
+        self.client = GameClient(base_url="http://127.0.0.1:9")
+
+    def reset(self, **kwargs) -> str | None:
+        result = self.client.reset()
+        self._told = result.text
+        self.reward, self.done = 0.0, False
+        return self._told
+
+    def guess(self, guess: str) -> str:
+        """
+        Guess the word.
+
+        Args:
+            guess: The word, such as '[abcde]'
+
+        Returns:
+            What the game says.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        result = self.client.step(GameAction(message=guess))
+        told, self._told = self._told, result.text
+        self.reward, self.done = result.reward, result.done
+        return result.text[len(told) :]
+
+
+def reward_func(environments, **kwargs) -> list[float]:
+    return [env.reward for env in environments]
+
+
+ENVIRONMENT = GameEnv
+OUTCOME_REWARD_FUNCS = [reward_func]
+'''
+
+
+class EchoClient:
+    def __init__(self, base_url):
+        pass
+
+    def step(self, action):
+        observation = SimpleNamespace(echoed_message=action.message, reward=len(action.message) / 10)
+        return SimpleNamespace(observation=observation)
+
+
+class GameClient:
+    """It tells all that was said so far with each answer."""
+
+    def __init__(self, base_url):
+        pass
+
+    def reset(self):
+        self.text = "\nGuess a word of five letters."
+        return SimpleNamespace(text=self.text)
+
+    def step(self, action):
+        right = action.message == "[grass]"
+        self.text += f"\n{action.message}: {'right' if right else 'wrong'}"
+        return SimpleNamespace(text=self.text, reward=float(right), done=right)
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """The packages that the classes import."""
+    for name, names in {"echo_client": (EchoClient, "EchoAction"), "game_client": (GameClient, "GameAction")}.items():
+        module = ModuleType(name)
+        setattr(module, names[0].__name__, names[0])
+        setattr(module, names[1], SimpleNamespace)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def from_trl(folder: Path, code: str, model: str, **keys):
+    path = folder / "theirs.py"
+    path.write_text(code)
+    return build(folder, model, tools_script=str(path), reward_fn=str(path), tool_format="hermes", **keys)
+
+
+class Echoes(Says):
+    """It echoes as many letters as its index says, plus one."""
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        self.turns = [hermes("echo", message="x" * (index + 1)), "Done"]
+        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
+
+
+def test_the_class_of_trls_quick_start(hermes_model, clients, tmp_path):
+    trainer = from_trl(tmp_path, TRL_ECHO, hermes_model, max_completion_length=900)
+    assert trainer.reward_func_names == ["reward_func"]
+    trainer.llm = Echoes(trainer.processing_class, [])
+    rows, _ = train(trainer)
+    assert [row["rewards"] for row in rows[:4]] == [{"reward_func": pytest.approx(n / 10)} for n in (1, 2, 3, 4)]
+    assert rows[2]["messages"][-2] == {
+        "role": "tool", "name": "echo", "tool_call_id": "call00000", "content": "xxx"
+    }  # fmt: skip
+    assert '"description": "What to send."' in trainer.processing_class.decode(trainer._rollouts[0].prompt_ids)
+
+
+class Guesses(Says):
+    """Odd ones know the word, and guess again."""
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        words = ("[grass]", "[grass]") if index % 2 else ("[hedge]", "[grove]")
+        self.turns = [*(hermes("guess", guess=word) for word in words), "Done"]
+        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
+
+
+def test_a_game_written_for_trl(hermes_model, clients, tmp_path):
+    """`reset` is joined to the prompt, an exception is an observation, and instances are reset and used again."""
+    trainer = from_trl(tmp_path, TRL_GAME, hermes_model, max_completion_length=900)
+    trainer.llm = Guesses(trainer.processing_class, [])
+    rows, _ = train(trainer)
+    assert [row["rewards"]["reward_func"] for row in rows] == [0.0, 1.0, 0.0, 1.0] * 2
+    said = [message["content"] for message in rows[5]["messages"]]
+    assert re.fullmatch(r"What is \d \+ 2\?\nGuess a word of five letters\.", said[0])
+    assert (said[2], said[4]) == ("\n[grass]: right", "Error: Game over.")
+    assert rows[0]["messages"][4]["content"] == "\n[grove]: wrong"

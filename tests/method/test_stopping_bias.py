@@ -1,0 +1,196 @@
+"""What each estimator does to the decision to stop, in worlds where the truth is known.
+
+60,000 groups of 8 rollouts of at most 3 turns; every turn is the last with probability 1/2. An estimator is unbiased
+if the mean advantage of turn k over the rollouts that stopped there, minus that over those that went on, is what
+stopping is worth: 0 in worlds 1 and 2, where rewards are drawn independently of it, and minus the return of going on
+in world 3.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from mt_grpo.training.tensors import NAN
+from mt_grpo_trainer import RewardTable, norm, turn_advantages
+
+GROUPS, G, K = 60_000, 8, 3
+UNBIASED = ["outcome", "merged", "turn_return", "gigpo"]  # gigpo with states that do not recur
+SCALES = ["group", "batch", "none"]
+
+
+@cache
+def world(number: int, seed: int = 0) -> RewardTable:
+    """Rollouts of 1, 2 or 3 turns; a turn that is not the last called a tool."""
+    generator = torch.Generator().manual_seed(1000 * number + seed)
+    n = GROUPS * G
+    coins = torch.rand(n, K - 1, generator=generator) < 0.5
+    length = 1 + (~coins).int().cumprod(1).sum(1)  # (N,) turns, 1 to 3
+    turns = torch.arange(K)
+    sampled, observed = turns < length[:, None], turns < length[:, None] - 1
+    outcome = (torch.rand(n, generator=generator) < 0.3).float()
+    x = (torch.rand(n, 1, generator=generator) < 0.3).float()
+    if number == 1:  # X at the last turn
+        turn = torch.where(observed, 0.0, x)
+    elif number == 2:  # half of what is left at each tool turn, the rest at the last: the return to go is X / 2^k
+        left = x * 0.5**turns
+        turn = torch.where(observed, left / 2, left)
+    else:  # each tool turn pays for itself
+        turn = observed * (torch.rand(n, K, generator=generator) < 0.3).float()
+    state = turns * 2 + (torch.rand(n, K, generator=generator) < 0.5)  # two states a turn, which never come back
+    return RewardTable(
+        outcome, torch.full((n,), NAN), turn.where(sampled, NAN), observed, sampled, state.where(sampled, -1)
+    )
+
+
+def normalise_and_accumulate(rewards: RewardTable, scale_rewards: str) -> torch.Tensor:
+    """The construction to avoid: each turn index is normalised, then what follows a turn is summed."""
+    per_turn = norm(rewards.turn, G, scale_rewards)
+    return norm(rewards.outcome, G, scale_rewards)[:, None] + per_turn.flip(1).cumsum(1).flip(1)
+
+
+def stop_minus_go(advantages: torch.Tensor, rewards: RewardTable, k: int) -> tuple[float, float]:
+    """The difference of the means at turn k, and its standard error over groups (a group's rollouts depend)."""
+    at_k = advantages[:, k].double()
+    stops, goes = rewards.sampled[:, k] & ~rewards.observed[:, k], rewards.observed[:, k]
+    means = at_k[stops].mean(), at_k[goes].mean()
+    influence = (at_k - means[0]) * stops / stops.sum() - (at_k - means[1]) * goes / goes.sum()
+    return (means[0] - means[1]).item(), influence.view(GROUPS, G).sum(1).square().sum().sqrt().item()
+
+
+def estimate(name: str, rewards: RewardTable, scale: str) -> torch.Tensor:
+    return turn_advantages(rewards, name, G, 1.0, scale)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_says_nothing_about_stopping_where_stopping_is_worth_nothing(name, number, scale):
+    rewards = world(number)
+    advantages = estimate(name, rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert 0 < error < 0.02  # there is something to compare, and it is measured well
+        assert abs(difference) < 4 * error, k
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("number", [1, 2])
+def test_normalising_per_turn_and_accumulating_teaches_when_to_stop(number, scale):
+    rewards = world(number)
+    advantages = normalise_and_accumulate(rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert abs(difference) > 20 * error, k
+
+
+@pytest.mark.parametrize("name", ["merged", "turn_return"])
+def test_says_what_going_on_is_worth(name):
+    """World 3: going on from turn 0 pays 0.3, and 0.3 again with probability 1/2, where stopping pays nothing."""
+    rewards = world(3)
+    difference, error = stop_minus_go(estimate(name, rewards, "none"), rewards, 0)
+    assert abs(difference - -(0.3 + 0.5 * 0.3) * (G - 1) / G) < 4 * error
+
+
+def only_calls_are_paid(rewards: RewardTable) -> RewardTable:
+    """The same world with None for a turn that called nothing, as the paper's rewards say it."""
+    return replace(rewards, turn=rewards.turn.where(rewards.observed, NAN))
+
+
+def test_mt_grpo_says_it_times_the_share_that_calls():
+    """Callers are compared with callers, only rollouts that never called with all: here half of the 0.45 is lost."""
+    rewards = only_calls_are_paid(world(3))
+    difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
+    assert difference == pytest.approx(-0.197, abs=0.006) and error < 0.002
+
+
+def test_mt_grpo_says_more_of_it_where_a_turn_without_a_call_is_given_a_zero():
+    """A number is compared with all numbers of its turn, so that calls are compared with what did not call."""
+    rewards = world(3)
+    difference, error = stop_minus_go(estimate("mt_grpo", rewards, "none"), rewards, 0)
+    assert difference == pytest.approx(-0.327, abs=0.007) and error < 0.002
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_mt_grpo_says_nothing_about_stopping_where_only_calls_are_paid(scale):
+    """World 1: calls are paid 0.0, whatever comes. A turn's own number never depends on how the rollout ended."""
+    rewards = only_calls_are_paid(world(1))
+    advantages = estimate("mt_grpo", rewards, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert 0 < error < 0.02
+        assert abs(difference) < 4 * error, k
+
+
+def trade_off() -> RewardTable:
+    """World 4: stopping at turn 0 pays an outcome of Bernoulli(0.6), going on Bernoulli(0.3) and 0.3 for turn 0."""
+    rewards = world(1)
+    generator = torch.Generator().manual_seed(4)
+    goes = rewards.observed[:, 0]
+    outcome = (torch.rand(GROUPS * G, generator=generator) < torch.where(goes, 0.3, 0.6)).float()
+    turn = torch.zeros_like(rewards.turn).where(rewards.sampled, NAN)
+    turn[:, 0] = 0.3 * goes
+    # One state a turn: a set of n damps by (n - 1) / n, and the two terms balance only if both are damped alike.
+    return replace(rewards, outcome=outcome, turn=turn, state=torch.arange(K).where(rewards.sampled, -1))
+
+
+@pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
+def test_unscaled_rewards_are_exchanged_one_to_one(name):
+    rewards = trade_off()
+    difference, error = stop_minus_go(estimate(name, rewards, "none"), rewards, 0)
+    assert abs(difference) < 4 * error < 0.02
+
+
+def test_scaling_changes_what_a_turn_reward_is_worth():
+    """Both ways pay 0.6 in the mean, but a sure 0.3 over its std outweighs an uncertain one over its own."""
+    rewards = trade_off()
+    difference, error = stop_minus_go(estimate("turn_return", rewards, "group"), rewards, 0)
+    assert difference == pytest.approx(-1.21, abs=0.02) and error < 0.005
+
+
+# --- measured biases, as the docstrings state them; the tolerances are four standard errors --------------------------
+
+
+@pytest.mark.parametrize("number, bias", [(1, (0.129, 0.228)), (2, (0.065, 0.055))])
+def test_the_bias_of_mt_grpo_where_a_reward_pays_at_the_stop(number, bias):
+    """To stop pays now and to go on pays later, and a turn's number is compared with those of the same turn alone."""
+    rewards = world(number)
+    advantages = estimate("mt_grpo", rewards, "none")
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=4 * error)
+        assert abs(difference) > 10 * error
+
+
+@pytest.mark.parametrize("number, bias", [(1, (0.124, 0.250)), (2, (-0.024, 0.024))])
+def test_the_bias_of_turn_credit(number, bias):
+    rewards = world(number)
+    advantages = estimate("turn_credit", rewards, "none")
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=0.008)
+        assert abs(difference) > 10 * error
+
+
+@pytest.mark.parametrize("number, scale, bias", [(1, "group", (0.047, 0.026)), (2, "none", (-0.012, -0.012))])
+def test_the_bias_of_gigpo_where_a_state_comes_back(number, scale, bias):
+    rewards = world(number)
+    recurring = replace(rewards, state=torch.zeros_like(rewards.state).where(rewards.sampled, -1))
+    advantages = estimate("gigpo", recurring, scale)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=4 * error)
+        assert abs(difference) > 4 * error
+
+
+def test_the_bias_of_a_z_score_under_skewed_rewards():
+    """Stopping pays Bernoulli(0.3) and going on always 0.3: worth the same, until divided by the group's std."""
+    rewards = world(1)
+    generator = torch.Generator().manual_seed(7)
+    lottery = (torch.rand(GROUPS * G, generator=generator) < 0.3).float()
+    skewed = replace(rewards, outcome=torch.where(rewards.observed[:, 0], 0.3, lottery))
+    for scale, bias in (("group", -0.28), ("batch", 0.0), ("none", 0.0)):
+        difference, error = stop_minus_go(estimate("outcome", skewed, scale), skewed, 0)
+        assert difference == pytest.approx(bias, abs=0.01), scale
+        assert (abs(difference) > 20 * error) == (scale == "group")

@@ -1,0 +1,797 @@
+"""The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
+
+import asyncio
+import inspect
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
+
+from mt_grpo.base.files import output_lock
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.recipe.refusals import CHOICES
+from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.training.rewards import run_rewards, state_numbers
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
+
+
+def echo(text: str) -> str:
+    """Return the text.
+
+    Args:
+        text: What to return.
+    """
+    return text
+
+
+def length_reward(completion_ids, **kwargs):
+    """Something that varies with what was sampled, in 0 to 1."""
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+def turn_reward(rollout_turns, **kwargs):
+    return [[len(turn.token_ids) % 5 / 5 for turn in turns] for turns in rollout_turns]
+
+
+def settings(tmp_path, **changes):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=24, max_steps=2, logging_steps=1,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=7, lr_scheduler_type="constant",
+    )  # fmt: skip
+    return {**values, **changes}
+
+
+def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, prompts=None, **changes):
+    return cls(
+        model=model,
+        env=MultiTurnToolEnv([echo], system_prompt=None),
+        turn_reward_funcs=[turn_reward],
+        outcome_reward_funcs=[length_reward],
+        args=MTGRPOConfig(**settings(tmp_path, **changes)),
+        train_dataset=Dataset.from_dict({"prompt": prompts or PROMPTS}),
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+    )
+
+
+class Gradients(TrainerCallback):
+    """The gradients that the first optimizer step uses."""
+
+    def __init__(self):
+        self.values = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.values:
+            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def fixed_ids(prompts):
+    """Prompt and completion ids that both trainers are given: lengths and contents differ within a group."""
+    prompt_ids = [[65 + len(p[0]["content"]), 66, 67] for p in prompts]
+    completion_ids = [[(7 * i + 3 * j + len(p[0]["content"])) % 200 for j in range(3 + (i * 5) % 11)]
+                      for i, p in enumerate(prompts)]  # fmt: skip
+    return prompt_ids, completion_ids
+
+
+class FixedTRL(GRPOTrainer):
+    def _generate(self, prompts):
+        prompt_ids, completion_ids = fixed_ids(prompts)
+        completions = [[{"role": "assistant", "content": ""}] for _ in prompts]
+        return prompt_ids, completion_ids, None, completions, None, {}, None, []
+
+
+class FixedMTGRPO(MTGRPOEnvTrainer):
+    advantage_error = 0.0
+
+    def _roll_out(self, rows):
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids, completion_ids = fixed_ids(prompts)
+        return [
+            Rollout(p, ids, i, [Turn(c, None, "", "stop")], StopReason.NO_TOOL_CALL)
+            for i, (p, ids, c) in enumerate(zip(prompts, prompt_ids, completion_ids))
+        ]
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["advantages"][0] += self.advantage_error
+        return output
+
+
+def gradients_of(cls, model, tmp_path, error=0.0, **changes):
+    callback = Gradients()
+    config = dict(max_steps=1, max_grad_norm=1e9, **changes)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    if issubclass(cls, MTGRPOEnvTrainer):
+        config = MTGRPOConfig(**settings(tmp_path, credit_assignment="outcome", **config))
+        trainer = cls(model, MultiTurnToolEnv([echo], system_prompt=None), outcome_reward_funcs=[length_reward],
+                      args=config, train_dataset=dataset, callbacks=[callback])  # fmt: skip
+        trainer.advantage_error = error
+    else:
+        trainer = cls(model, [length_reward], args=GRPOConfig(**settings(tmp_path, **config)), train_dataset=dataset,
+                      callbacks=[callback])  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], callback.values
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+def test_one_turn_without_tools_is_trl(random_model, tmp_path, loss_type, accumulation):
+    """Same ids, outcome rewards only: TRL's loss and every parameter's gradient, to 1e-6 relative."""
+    changes = dict(loss_type=loss_type, gradient_accumulation_steps=accumulation, per_device_train_batch_size=8)
+    expected_loss, expected = gradients_of(FixedTRL, random_model, tmp_path, **changes)
+    loss, actual = gradients_of(FixedMTGRPO, random_model, tmp_path, **changes)
+    assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
+    assert expected.keys() == actual.keys() and len(expected) > 10
+    assert max(g.abs().max() for g in expected.values()) > 1e-4  # there is something to compare
+    for name in expected:
+        assert (actual[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+    _, wrong = gradients_of(FixedMTGRPO, random_model, tmp_path, error=0.01, **changes)
+    assert any((wrong[n] - expected[n]).norm() > 1e-6 * expected[n].norm() for n in expected)
+
+
+class TwoTurns(FixedMTGRPO):
+    """Conversations of two turns with an observation between them; the advantages of one turn can be left alone."""
+
+    only_turn, observation_advantage = None, 0.0
+
+    def _roll_out(self, prompts):
+        rollouts = super()._roll_out(prompts)
+        for rollout in rollouts:
+            ids = rollout.turns[0].token_ids
+            half = (len(ids) + 1) // 2
+            call = Turn(
+                ids[:half], None, "", "stop", messages=[{"role": "user", "content": "6"}], observation_ids=[1, 2, 3]
+            )
+            rollout.turns = [call, Turn(ids[half:], None, "", "stop")]
+        return rollouts
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        for i, rollout in enumerate(self._rollouts):
+            for j, turn in enumerate(rollout.turn_ids):
+                if turn == -1:
+                    output["advantages"][i, j] = self.observation_advantage
+                elif self.only_turn not in (None, turn):
+                    output["advantages"][i, j] = 0.0
+        return output
+
+
+def call_reward(rollout_turns, **kwargs):
+    return [[sum(turns[0].token_ids) % 7 / 7, None] for turns in rollout_turns]
+
+
+@pytest.mark.parametrize("loss_type", [name for name in CHOICES["loss_type"] if name != "vespo"])
+def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_type):
+    """On-policy a loss is linear in the advantages: the gradient of all turns is the sum of each turn's own, none of
+    them nothing, and what stands on the environment's tokens has no part in it."""
+
+    def gradient(only_turn=None, observation_advantage=0.0):
+        callback = Gradients()
+        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9))
+        trainer = TwoTurns(
+            random_model, MultiTurnToolEnv([echo], system_prompt=None), [call_reward], [length_reward], args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}), callbacks=[callback],
+        )  # fmt: skip
+        trainer.only_turn, trainer.observation_advantage = only_turn, observation_advantage
+        trainer.train()
+        return torch.cat([values.flatten() for values in callback.values.values()])
+
+    whole, first, second = gradient(), gradient(only_turn=0), gradient(only_turn=1)
+    assert min(first.norm(), second.norm()) > 0.1 * whole.norm() > 1e-4
+    assert (first + second - whole).norm() < 1e-5 * whole.norm()
+    assert (gradient(observation_advantage=100.0) - whole).norm() < 1e-6 * whole.norm()
+
+
+def test_evaluation_during_training(random_model, tmp_path):
+    trainer = make_trainer(
+        random_model, tmp_path, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:3]}), eval_strategy="steps",
+        eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2,
+    )  # fmt: skip
+    trainer.train()
+    evaluations = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert len(evaluations) == 2
+    for row in evaluations:
+        assert math.isfinite(row["eval_reward"]) and 1 <= row["eval_turns/mean"] <= 3
+        assert sum(value for key, value in row.items() if key.startswith("eval_stop/")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("prompts, step", [(None, 2), (4, 2), (4, 3), (4, 5)],
+                         ids=["first-epoch", "new-epoch", "second-epoch", "third-epoch"])  # fmt: skip
+def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, step):
+    """From a checkpoint at a generation boundary: the same losses, rewards and weights. Two prompts a step."""
+    steps, prompts = step + 2, PROMPTS[:prompts]
+    whole = make_trainer(random_model, tmp_path / "whole", max_steps=steps, prompts=prompts)
+    whole.train()
+    first = make_trainer(
+        random_model, tmp_path / "parts", max_steps=step, save_strategy="steps", save_steps=step, prompts=prompts
+    )
+    first.train()
+    second = make_trainer(random_model, tmp_path / "parts", max_steps=steps, prompts=prompts)
+    pushed_before = second._weight_counter.version
+    second.train(resume_from_checkpoint=step == 2 or str(tmp_path / f"parts/checkpoint-{step}"))
+    assert second._weight_counter.version == pushed_before + 1 + 2 + 1  # the load, two steps, the end of training
+    for key in ("loss", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
+        uninterrupted = [row[key] for row in whole.state.log_history if key in row]
+        resumed = [row[key] for row in second.state.log_history if key in row]
+        assert len(resumed) == steps
+        assert resumed == pytest.approx(uninterrupted, abs=1e-5), key
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters()):
+        assert torch.allclose(a, b, atol=1e-6), name
+
+
+def test_a_trainer_that_trains_again_begins_with_a_batch_of_its_own(random_model, tmp_path):
+    """Resumed inside a batch: that batch is rolled out again, and not the last one of the first training trained."""
+    trainer = make_trainer(
+        random_model, tmp_path, max_steps=3, per_device_train_batch_size=4, steps_per_generation=2,
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
+
+    class SavesInsideABatch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 1
+
+    trainer.add_callback(SavesInsideABatch())
+    rolled_out, generate = [], trainer._generate_and_score_completions
+
+    def noted(inputs):
+        rolled_out.append((trainer.state.global_step, [row["prompt"][0]["content"] for row in inputs]))
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = noted
+    trainer.train()
+    whole = list(rolled_out)
+    assert [step for step, _ in whole] == [0, 2] and whole[0][1] != whole[1][1]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [step for step, _ in rolled_out[2:]] == [1, 2]
+    assert [prompts for _, prompts in rolled_out[2:]] == [prompts for _, prompts in whole]
+
+
+@pytest.mark.parametrize("prompts", [4, 6], ids=["end of an epoch", "in an epoch"])
+def test_a_run_that_is_resumed_at_its_end_does_nothing_more(random_model, tmp_path, prompts):
+    """As a job that is queued again. Two prompts a step."""
+    settings = dict(max_steps=2, save_strategy="steps", save_steps=2, prompts=PROMPTS[:prompts])
+    first = make_trainer(random_model, tmp_path, **settings)
+    first.train()
+    second = make_trainer(random_model, tmp_path, **settings)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 2
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters()))
+
+
+def test_resuming_without_a_checkpoint_is_an_error(random_model, tmp_path):
+    with pytest.raises(ValueError, match="no whole checkpoint: it has no trainer_state.json. There is none in"):
+        make_trainer(random_model, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_lora_trains_the_adapter_only(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_several_iterations_and_reference(random_model, tmp_path):
+    """num_iterations 2 uses each rollout twice; beta loads the reference and logs the divergence."""
+    trainer = make_trainer(random_model, tmp_path, num_iterations=2, beta=0.1, max_steps=4)
+    calls = []
+    original = trainer._roll_out
+    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
+    trainer.train()
+    assert calls == [8, 8]  # 4 optimizer steps from 2 batches of rollouts
+    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7
+
+
+def test_gradient_accumulation_rolls_out_once_per_step(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    calls = []
+    original = trainer._roll_out
+    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
+    trainer.train()
+    assert calls == [8, 8]
+
+
+class Scripted:
+    """A backend that plays one fixed conversation: a tool call, then an answer."""
+
+    def __init__(self, tokenizer, texts):
+        self.turns = [
+            tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts
+        ]
+        self.seen = {}
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = len(self.seen.setdefault(index, []))
+        self.seen[index].append(list(prompt_ids))
+        ids = self.turns[min(turn, len(self.turns) - 1)]
+        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
+
+
+CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
+
+
+def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
+    """The batch that reaches TRL's loss: masks, ids and advantages per token of a two-turn conversation."""
+    trainer = make_trainer(random_model, tmp_path, max_completion_length=200)
+    tokenizer = trainer.processing_class
+    trainer.llm = Scripted(tokenizer, [CALL, "<answer>hi</answer>"])
+    trainer.model.train()
+    rows = [{"prompt": PROMPTS[0]}] * 4 + [{"prompt": PROMPTS[1]}] * 4
+    output = trainer._generate_and_score_completions(rows)
+    call = len(CALL)  # byte tokenizer: one id a character; <|im_end|> follows </tool> and is not kept
+    answer = len("<answer>hi</answer>")
+    result = len("E\nSuser\n<result>\nhi\n</result>E\nSassistant\n")  # E, S: the control tokens, one id each
+    expected = [1] * call + [0] * result + [1] * answer
+    assert output["tool_mask"][0, : len(expected)].tolist() == expected
+    assert output["completion_mask"][0].sum() == len(expected)
+    sampled = output["completion_ids"][0, :call].tolist()
+    assert tokenizer.decode(sampled) == CALL
+    for index, prompts in trainer.llm.seen.items():
+        rollout = trainer._rollouts[index]
+        assert prompts == [rollout.prompt_ids, rollout.prompt_ids + rollout.completion_ids[: call + result]]
+    assert output["advantages"].shape == output["completion_ids"].shape
+    assert (output["advantages"][:, call : call + result] == 0).all()
+
+
+def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, mask_truncated_completions=True, max_completion_length=8)
+    trainer.llm = Scripted(trainer.processing_class, ["a text that is longer than eight tokens"])
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([{"prompt": PROMPTS[0]}] * 8)
+    assert output["tool_mask"].sum() == 0 and output["completion_mask"].sum() == 8 * 8
+
+
+def test_rollouts_can_be_looked_into(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, log_rollouts=3, max_completion_length=200)
+    trainer.llm = Scripted(trainer.processing_class, [CALL, "<answer>hi</answer>"])  # 53 and 19 tokens
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 3
+    assert rows[0]["messages"][-1]["role"] == "assistant"
+    assert set(rows[0]["rewards"]) == {"turn_reward", "length_reward"}
+    assert [row["step"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    for row in rows:
+        expected = [19 % 5 / 5] if row["step"] else [53 % 5 / 5, 19 % 5 / 5]  # in the second step all answer at once
+        assert row["turn_rewards"] == pytest.approx(expected)
+        assert row["turn_advantages"] == [0.0] * len(expected)  # all of a group did the same
+        assert row["stop_reason"] == "answered"
+
+
+def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
+    calls = []
+
+    def counted(completion_ids, **kwargs):
+        calls.append(len(completion_ids))
+        return [0.5 if i % 2 else None for i, _ in enumerate(completion_ids)]
+
+    async def patient(rollout_turns, **kwargs):
+        return [1.0] * len(rollout_turns)
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [counted, patient],
+        outcome_reward_weights=[2.0, 1.0], args=MTGRPOConfig(**settings(tmp_path, max_steps=1)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert calls == [8]
+    assert row["rewards/counted/mean"] == 0.5 and row["rewards/patient/mean"] == 1.0
+    assert "rewards/turn_reward/mean" in row
+    table = trainer._reward_table
+    assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
+
+
+def test_turn_rewards_alone_train(random_model, tmp_path):
+    """Without outcome functions the outcome is 0 for all, not missing."""
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward],
+        args=MTGRPOConfig(**settings(tmp_path)), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
+
+
+def test_limits_that_args_and_environment_give_differently_are_refused(random_model, tmp_path):
+    with pytest.raises(ValueError, match="max_env_steps=5, but the environment has max_steps=2"):
+        make_trainer(random_model, tmp_path, max_env_steps=5)
+    with pytest.raises(ValueError, match="isolate_tools: none of the environment's tools runs in a process"):
+        make_trainer(random_model, tmp_path, isolate_tools=True)
+
+
+def test_each_epoch_has_an_order_of_its_own_the_first_is_trls(random_model, tmp_path):
+    """Every prompt once in an epoch, four times in a row; and which epochs came before does not matter."""
+    trainer = make_trainer(random_model, tmp_path)
+    sampler, trls = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
+    orders = []
+    for epoch in (0, 1.0, 2.0, 1.0):
+        trainer.state.epoch = epoch
+        orders.append(list(sampler))
+        assert sorted(orders[-1]) == sorted(list(range(len(PROMPTS))) * 4) and len(sampler) == len(orders[-1])
+    assert orders[0] == list(trls) and orders[1] == orders[3] != orders[2] != orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "expected a list of 8"),
+        ([[1.0]] * 8, "OUTCOME_"),
+        ([float("nan")] * 8, "finite"),
+        (None, "expected a list"),
+    ],
+)
+def test_wrong_reward_values_are_refused(random_model, tmp_path, values, message):
+    trainer = make_trainer(random_model, tmp_path)
+    trainer.reward_funcs[1] = lambda **kwargs: values
+    with pytest.raises(RunError, match=f"Rewards failed at step 0: rank 0: .*{message}"):
+        trainer.train()
+
+
+def reward_columns():
+    return {"prompts": PROMPTS, "rollout_turns": [[] for _ in PROMPTS]}
+
+
+def test_async_rewards_wait_at_the_same_time():
+    """Each of three waits until all have begun, which one after another never happens."""
+    begun = []
+
+    def make(name):
+        async def reward(prompts, **kwargs):
+            begun.append(name)
+            while len(begun) < 3:
+                await asyncio.sleep(0.005)
+            return [name] * len(prompts)
+
+        return reward
+
+    values = run_rewards([make(1), make(2), make(3)], reward_columns(), 10.0, torch.device("cpu"))
+    assert values == [[1] * 6, [2] * 6, [3] * 6]
+
+
+def test_a_reward_that_hangs_ends_the_run_with_its_name(random_model, tmp_path):
+    async def hanging_judge(**kwargs):
+        await asyncio.sleep(3600)
+
+    def hanging_request(**kwargs):
+        over.wait(3600)
+
+    over = threading.Event()
+
+    for func in (hanging_judge, hanging_request):
+        trainer = make_trainer(random_model, tmp_path, reward_timeout=0.3)
+        trainer.reward_funcs[1] = func
+        with pytest.raises(RuntimeError, match=rf"{func.__name__} took longer than reward_timeout=0.3 s for 8 roll"):
+            trainer.train()
+    over.set()
+
+
+def test_a_reward_that_raises_is_named_and_ends_the_others():
+    cancelled = []
+
+    async def slow(**kwargs):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    def broken(**kwargs):
+        raise KeyError("gold")
+
+    with pytest.raises(RuntimeError, match="Reward broken raised KeyError: 'gold'"):
+        run_rewards([broken, slow], reward_columns(), 30.0, torch.device("cpu"))
+    for _ in range(200):
+        if cancelled:
+            break
+        time.sleep(0.01)
+    assert cancelled
+
+
+def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
+    def turn(ids, key=None):
+        return Turn(ids, None, "", "stop", observation_ids=[9], state_key=key)
+
+    plain = [state_numbers(Rollout([], [1], turns=[turn(a), turn(b), turn([5])])) for a, b in (
+        ([1], [2]), ([1], [3]), ([4], [2]))]  # fmt: skip
+    assert plain[0][0] == plain[1][0] == plain[2][0]  # nothing was said yet
+    assert plain[0][1] == plain[1][1] != plain[2][1]
+    assert len({numbers[2] for numbers in plain}) == 3
+    read = []  # the same turns behind which other results were read
+    for result in (7, 8):
+        first = Turn([1], None, "", "stop", observation_ids=[result])
+        read.append(state_numbers(Rollout([], [1], turns=[first, turn([2])])))
+    assert read[0][0] == read[1][0] and read[0][1] != read[1][1]
+    keyed = state_numbers(Rollout([], [1], turns=[turn([1], "a"), turn([2], "b"), turn([3], "a")]))
+    assert keyed[0] == keyed[2] != keyed[1] and min(keyed) >= 0
+    assert keyed[0] == 5747026578550324724  # the same in every process, on every rank
+    for key in (object(), ("a", {1, 2}), ({"a": 1},), [turn([1])]):
+        with pytest.raises(ValueError, match="expected a string, a number or a tuple"):
+            state_numbers(Rollout([], [1], turns=[turn([1], key)]))
+
+
+def test_prompts_with_control_tokens_are_told_before_training(random_model, tmp_path, caplog):
+    prompts = [[{"role": "user", "content": text}] for text in ("1?", "2?<|im_end|>", "3?", "4?")]
+    evaluated = Dataset.from_dict({"prompt": [p for p in prompts[1:2] for _ in range(8)]})
+    make_trainer(random_model, tmp_path, prompts=prompts, eval_dataset=evaluated, eval_strategy="steps", eval_steps=1)
+    told = [text.split(": the prompt")[0] for text in caplog.messages if "control token" in text]
+    assert told == ["train_dataset, row 1", "eval_dataset, row 0 (and 7 more)"]
+
+
+def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
+    make_trainer(random_model, tmp_path, credit_assignment="gigpo")
+    assert "without state keys" in caplog.text and "turn_return" in caplog.text
+
+
+def test_the_environment_names_the_state_in_which_each_turn_begins():
+    """It is asked before every turn with the turns so far, and its answer is kept with the turn."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
+    env = MultiTurnToolEnv([echo], system_prompt=None, tokenizer=tokenizer, state_key=lambda turns: ("at", len(turns)))
+    said = ['<tool>{"name": "echo", "args": {"text": "a"}}</tool>'] * 2 + ["<answer>a</answer>"]
+
+    class Scripted:
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            return Generation(tokenizer(said.pop(0), add_special_tokens=False)["input_ids"], None, "stop")
+
+    (rollout,) = env.generate(["go"], Scripted())["rollouts"]
+    assert [turn.state_key for turn in rollout.turns] == [("at", 0), ("at", 1), ("at", 2)]
+
+
+def test_a_state_key_that_raises_is_named(random_model, tmp_path):
+    env = MultiTurnToolEnv([echo], system_prompt=None, state_key=lambda turns: {}["board"])
+    trainer = MTGRPOEnvTrainer(
+        random_model, env, [turn_reward], [length_reward], train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
+    )  # fmt: skip
+    with pytest.raises(RunError, match="The state key raised KeyError: 'board'"):
+        trainer.train()
+
+
+def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
+    release = threading.Event()
+
+    async def blocking(prompts, **kwargs):
+        release.wait(60)
+        return [1.0] * len(prompts)
+
+    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
+    try:
+        with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
+            run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, discount):
+    """The advantages of a step are those of the pure function with the recipe's coefficient, scale and discount."""
+    args = settings(tmp_path, credit_assignment="turn_return", turn_discount=discount, turn_advantage_coef=0.7,
+                    scale_rewards="none")  # fmt: skip
+    trainer = TwoTurns(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
+        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
+    table = trainer._reward_table
+    expected = turn_advantages(table, "turn_return", 4, 0.7, "none", discount)
+    for i, rollout in enumerate(trainer._rollouts):
+        turns = torch.tensor(rollout.turn_ids)
+        for k in (0, 1):
+            assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
+    other = turn_advantages(table, "turn_return", 4, 0.7, "none", 1.5 - discount)
+    assert (expected - other).abs().max() > 0.01
+
+
+def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
+    """With one state for all turns the table holds one number; the environment gets the turns so far."""
+
+    def state_key(turns):
+        return "everywhere"
+
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None, state_key=state_key), [turn_reward],
+        [length_reward], args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.train()
+    assert "without state keys" not in caplog.text
+    table = trainer._reward_table
+    assert len(table.state[table.sampled].unique()) == 1 and (table.state[~table.sampled] == -1).all()
+
+
+FAILING_REWARD = """
+import os
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step == 2 and os.environ.get("JUDGE_IS_DOWN"):
+        raise ConnectionError("the judge is down")
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+
+
+def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, monkeypatch):
+    """Nothing is lost when rewards fail for good, even with save_strategy no: the resumed run is the uninterrupted."""
+    (tmp_path / "rewards.py").write_text(FAILING_REWARD)
+
+    def train(output, *arguments):
+        recipe = ROOT / "hf_recipes/tiny/calculator.yaml"
+        main(["--config", str(recipe), "--model_name_or_path", str(random_model), "--output_dir",
+              str(tmp_path / output), "--reward_fn", str(tmp_path / "rewards.py"), "--max_steps", "4",
+              "--dataset_size", "64",
+              "--per_device_train_batch_size", "8", "--max_completion_length", "32", "--max_turn_tokens", "12",
+              "--max_tool_response_tokens", "10", "--disable_tqdm", "true", *arguments])  # fmt: skip
+        return json.loads((tmp_path / output / "trainer_state.json").read_text())["log_history"]
+
+    whole = train("whole")
+    monkeypatch.setenv("JUDGE_IS_DOWN", "1")
+    with pytest.raises(SystemExit) as stopped:
+        train("parts")
+    saved = tmp_path / "parts" / "checkpoint-2"
+    failure = "Reward length_reward raised ConnectionError: the judge is down"
+    assert f"Rewards failed at step 2: rank 0: RuntimeError: {failure}" in str(stopped.value)
+    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
+    monkeypatch.delenv("JUDGE_IS_DOWN")
+    resumed = train("parts", "--resume_from_checkpoint", str(saved))
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole]
+    for key in ("reward", "loss"):
+        expected = [row[key] for row in whole if key in row]
+        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 4
+
+
+def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
+    trainer = make_trainer(random_model, tmp_path)
+    assert trainer.save_where_it_stopped() == "No step was finished, so there is nothing to save."
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path)
+
+    class Broken:
+        async def generate(self, *args):
+            raise RuntimeError("the backend is gone")
+
+    trainer.llm = Broken()
+    with pytest.raises(RuntimeError, match="step 0: rank 0: RuntimeError: the backend is gone"):
+        trainer.train()
+
+
+def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
+    """Merged layer by layer: what is sent is W + BA, and the base weights are bit for bit what they were."""
+    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    sent = {name: tensor.clone() for name, tensor in weights.named_weights()}
+    base = trainer.model.get_base_model()
+    layer = base.model.layers[0].self_attn.q_proj
+    merged = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert torch.allclose(sent["model.layers.0.self_attn.q_proj.weight"], merged, atol=1e-7)
+    assert sent.keys() == weights.expected and "lm_head.weight" in sent  # tied, so twice
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
+    iterator = weights.named_weights()
+    for _ in range(3):
+        next(iterator)
+    iterator.close()  # a push that fails half-way
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
+def test_fsdp_1_is_refused(random_model, tmp_path):
+    """Its shards are no single parameters; it is what accelerate takes where `fsdp_version` is missing."""
+    trainer = make_trainer(random_model, tmp_path)
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    weights._dist.fsdp_version = 1
+    with pytest.raises(ValueError, match="Set fsdp_version: 2"):
+        weights._init_vllm()
+
+
+CONTRACT = {  # private TRL methods that this project overrides or calls -> (class, parameters, what must be in them)
+    "_generate": (GRPOTrainer, ["self", "prompts"], [
+        "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images",
+        "num_input_tokens_seen", '"completions/clipped_ratio"']),
+    "_generate_and_score_completions": (GRPOTrainer, ["self", "inputs"], [
+        "self._generate(prompts)", "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
+        '"advantages": advantages', 'output["tool_mask"] = tool_mask', "importance_sampling_ratio",
+        "num_generations = self.num_generations if mode == \"train\" else self.num_generations_eval"]),
+    "_calculate_rewards": (GRPOTrainer, ["self", "inputs", "prompts", "completions", "completion_ids_list"], [
+        "gather(rewards_per_func)", "log_extra", "log_metric"]),
+    "_generate_single_turn": (GRPOTrainer, ["self", "prompt_ids", "images", "multimodal_fields", "num_generations",
+                              "has_tool_images"], [
+        "self.generation_config", "self.generation_kwargs", "self._last_loaded_step",
+        "return completion_ids, logprobs"]),
+    "_compute_loss": (GRPOTrainer, ["self", "model", "inputs"], [
+        "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
+    "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], ["self._generate_and_score_completions"]),
+    "_save_checkpoint": (GRPOTrainer, ["self", "model", "trial"], ["super()._save_checkpoint(model, trial)"]),
+    "_save_rng_state": (GRPOTrainer, ["self", "output_dir"], []),
+    "_get_train_sampler": (GRPOTrainer, ["self", "dataset"], ["return RepeatSampler(", "seed=self.args.seed"]),
+    "_log_completion_extra": (GRPOTrainer, ["self", "column", "values"], []),
+    "_log_metric": (GRPOTrainer, ["self", "name", "value"], []),
+    "gather_params": (DistributedBackend, ["self", "params"], ["deepspeed.zero.GatheredParameters(params)"]),
+    "_fix_param_name_to_vllm": (VLLMGeneration, ["self", "name", "extra_prefixes"], []),
+    "_init_vllm": (VLLMGeneration, ["self"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract_with_trl(name):
+    """A new TRL may rename or reshape what is overridden here; then this says so before a run is silently wrong."""
+    owner, parameters, fragments = CONTRACT[name]
+    where = f"TRL {trl.__version__}: {owner.__name__}.{name}"
+    method = getattr(owner, name, None)
+    assert method is not None, f"{where} is gone"
+    assert list(inspect.signature(method).parameters) == parameters, f"{where} has other parameters"
+    source = inspect.getsource(inspect.unwrap(method))
+    for fragment in fragments:
+        assert fragment in source, f"{where} no longer has {fragment!r}"
+
+
+def test_two_runs_do_not_write_into_one_directory(tmp_path):
+    """The second is told who is there; what ended holds nothing."""
+    holder = (
+        "import sys\n"
+        "from mt_grpo.base.files import output_lock\n"
+        "with output_lock(sys.argv[1]):\n"
+        "    print('held', flush=True)\n"
+        "    input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=ROOT, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"in use by another run .process {process.pid}.. Set another output_dir"):
+        with output_lock(str(tmp_path)):
+            pass
+    process.kill()
+    process.wait()
+    with output_lock(str(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, tmp_path, taken):
+    """A signal came during the optimizer step: what was started ahead of the next one does not stay open."""
+    cancelled = []
+    batch = SimpleNamespace(prompts=None, cancel=lambda: cancelled.append(True))
+
+    class Stopped(MTGRPOEnvTrainer):
+        def _roll_out(self, prompts):
+            self._in_flight, self._stop_signal = deque([batch]), signal.SIGTERM
+            batch.prompts = [row["prompt"] for row in prompts]
+            if taken:  # and started to wait for
+                self._batch = self._in_flight.popleft()
+            return super()._roll_out(prompts)
+
+    trainer = make_trainer(random_model, tmp_path, cls=Stopped)
+    with pytest.raises(RunStopped):
+        trainer.train()
+    assert cancelled == [True] and not trainer._in_flight and trainer._batch is None

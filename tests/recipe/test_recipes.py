@@ -1,0 +1,1473 @@
+"""Every recipe parses, trains a step and has no key that nothing reads; every TRL key works here or is refused."""
+
+import dataclasses
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import accelerate.commands.launch
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import DistributedType
+from conftest import data_file
+from safetensors.torch import save_file
+from transformers import TrainingArguments
+from trl import GRPOConfig, ModelConfig, ScriptArguments
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.ranks import RunError
+from mt_grpo.conversation.tools.signature import fill_in_tools
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.checks import weights_of
+from mt_grpo.recipe.data import load_rows, make_arithmetic
+from mt_grpo.recipe.keys import known_keys
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
+from mt_grpo.reports.preflight import facts_of_settings
+from mt_grpo.reports.troubles import troubles
+from mt_grpo.rollout import ToolCall
+from mt_grpo.run.checkpoints import checkpoint_to_resume
+from mt_grpo.training.rewards import run_rewards
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
+LAUNCHERS = sorted(ROOT.glob("hf_recipes/accelerate/*.yaml"))
+CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]  # without a GPU, transformers refuses `bf16: true`
+
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(autouse=True)
+def project_folder(monkeypatch):
+    """Recipes name files from the project's folder, and their `env:` is set in this process: undone after a test."""
+    before = dict(os.environ)
+    monkeypatch.chdir(ROOT)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test when a model is loaded."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("weights were loaded before the configuration was checked")
+
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", load)
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def write(folder: Path, recipe: dict) -> str:
+    """Path of a new recipe file."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return str(path)
+
+
+def header(path: Path) -> str:
+    """The comment that a recipe begins with."""
+    return re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0]
+
+
+def num_processes(path: Path) -> int:
+    """Of the training command in the header; one where it starts `python` itself."""
+    found = re.search(r"--num_processes (\d+)", header(path))
+    return int(found[1]) if found else 1
+
+
+# --- the recipes as files --------------------------------------------------------------------------------------------
+
+
+@each_recipe
+def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
+    """Also TRL's own arithmetic, as each of the processes that the header starts would do it."""
+    processes = num_processes(path)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    # In place of the process group that WORLD_SIZE would make accelerate wait for.
+    state = SimpleNamespace(num_processes=processes, distributed_type=DistributedType.NO, device=torch.device("cpu"))
+    monkeypatch.setattr(transformers.training_args, "PartialState", lambda **kwargs: state)
+    monkeypatch.setattr(transformers.training_args.AcceleratorState, "_reset_state", lambda **kwargs: None)
+
+    _, args, _ = mt.parse_arguments(["--config", str(path), *CPU_FLAGS])
+
+    steps = args.gradient_accumulation_steps
+    assert args.generation_batch_size == args.per_device_train_batch_size * processes * steps
+    assert args.generation_batch_size % args.num_generations == 0
+    if args.save_strategy == "steps":
+        # A resumed run starts with new rollouts: only where an unbroken one does too is it the same run.
+        assert args.save_steps % args.num_iterations == 0 and args.steps_per_generation == steps
+    sums = re.search(r"(\d+) per device x (.+?) = (\d+) rollouts = (\d+) \w+ with (\d+) each", header(path))
+    if sums or processes > 1:
+        product = int(sums[1])
+        for factor in re.findall(r"\d+", sums[2]):
+            product *= int(factor)
+        expected = args.generation_batch_size
+        assert (product, int(sums[3]), int(sums[4]) * int(sums[5])) == (expected, expected, expected)
+        assert (int(sums[1]), int(sums[5])) == (args.per_device_train_batch_size, args.num_generations)
+
+
+@each_recipe
+def test_recipe_says_how_to_run_it(path):
+    text, name = header(path), path.relative_to(ROOT)
+    assert f"mt_grpo_trainer.py --config {name}" in re.sub(r" *\\\n# +", " ", text)
+    assert f"bash scripts/train.sh {name}" in text or not read(path).get("use_vllm")
+    assert "# Hardware: " in text
+    headings = [line for line in path.read_text().removeprefix(text).splitlines() if line.startswith("# ")]
+    assert headings == ["# Model", "# Data, tools, rewards", "# Conversation", "# Credit", "# Trainer"]
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
+def test_header_starts_a_server_that_fits(path):
+    text, recipe = header(path), read(path)
+    assert f" {recipe['model_name_or_path']} " in text and "VLLM_SERVER_DEV_MODE=1" in text
+    assert "--logprobs-mode processed_logprobs" in text and f"--host {recipe['vllm_server_host']}" in text
+    for length in re.findall(r"--max-model-len (\d+)", text):
+        assert int(length) >= recipe["max_completion_length"] + 1024  # room for the prompt
+    for group in re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) accelerate", text):
+        assert group.split(",") == [str(i) for i in range(num_processes(path))]
+        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} VLLM" in text
+
+
+# The paper's run (arXiv 2505.11821).
+PAPER = {
+    "model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "trivia_qa", "learning_rate": 1e-6, "warmup_steps": 20,
+    "lr_scheduler_type": "constant_with_warmup", "adam_beta1": 0.9, "adam_beta2": 0.99, "max_grad_norm": 0.1,
+    "bf16": True, "num_generations": 21, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 4,
+    "num_iterations": 2, "beta": 0.0, "max_steps": 300, "max_completion_length": 1024, "max_env_steps": 2,
+    "turn_advantage_coef": 1.0, "credit_assignment": "mt_grpo",
+}  # fmt: skip
+# What the method's public recipes for Qwen3 set.
+QWEN3 = {
+    "max_env_steps": 5, "turn_advantage_coef": 1.0, "num_generations": 7, "learning_rate": 1e-6, "beta": 0.01,
+    "num_iterations": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("Qwen2.5-7B--paper", PAPER), *((f"Qwen3-{size}--mt-grpo", QWEN3) for size in ("0.6B", "1.7B", "4B"))],
+)
+def test_recipe_has_the_published_values(name, published):
+    recipe = read(ROOT / f"hf_recipes/Qwen/{name}.yaml")
+    assert {key: recipe[key] for key in published} == published
+
+
+# --- one optimizer step of every recipe, on the CPU ------------------------------------------------------------------
+
+# The keys that a step on the CPU replaces, and why. Every other key stays as the recipe has it and must be read.
+REPLACED = {
+    "model_name_or_path": "a random model of two layers, nothing is downloaded",
+    "dtype": "the CPU computes in float32",
+    "attn_implementation": "the CPU has one",
+    "bf16": "transformers refuses it without a GPU that has it",
+    "use_cpu": "there is no GPU",
+    "dataset_name": "a local file in the same schema, nothing is downloaded",
+    "dataset_config": "belongs to the Hub's dataset",
+    "dataset_size": "a few rows",
+    "eval_dataset_size": "a few rows",
+    "per_device_train_batch_size": "one group",
+    "gradient_accumulation_steps": "one group",
+    "output_dir": "a temporary folder",
+    "max_steps": "one step",
+    "env": "only WIKI_SEARCH_CORPUS: a local corpus",
+}
+# Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
+VLLM_KEYS = {
+    "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
+    "weight_check_every",
+}  # fmt: skip
+
+
+def game_of(trainer) -> type | None:
+    """The class of a game's environments."""
+    environments = trainer.env.environments
+    classes = [] if environments is None else environments.by_name.values()
+    return next((cls for cls in classes if hasattr(cls, "unfinished_reward")), None)
+
+
+def source_of(function) -> str:
+    return os.path.relpath(function.__code__.co_filename, ROOT)
+
+
+# Where a key's value is when it is used. A recipe key without an entry fails the test: show here what reads it.
+def yaml_of_tool(trainer):
+    """The file whose schema a tool of verl's format has."""
+    (tool,) = trainer.env.environments.by_name[None].verl_tools.values()
+    schemas = {
+        path: yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] for path in ROOT.glob("tools/verl/*.yaml")
+    }
+    (path,) = (path for path, schema in schemas.items() if schema == tool.json_schema)
+    return str(path.relative_to(ROOT))
+
+
+def json_of_server(trainer):
+    """The file that has the server of the trainer's tool."""
+    path = f"tools/mcp/{mcp_servers.servers_to_close[-1].name}.json"
+    (entry,) = json.loads((ROOT / path).read_text())["mcpServers"].values()
+    asked = next(iter(trainer.env.tools.values())).as_written
+    return path if asked and mcp_servers.servers_to_close[-1].entry == entry else None
+
+
+READ_BACK = {
+    "tools_config_file": yaml_of_tool,
+    "mcp_config_file": json_of_server,
+    "tools_script": lambda t: source_of(next(iter(t.env.tools.values()))),
+    "reward_fn": lambda t: source_of(t.reward_funcs[0]),
+    "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
+    "tool_format": lambda t: t.env.tool_format,
+    "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else "gym" if game_of(t) else None,
+    "gym_env": lambda t: game_of(t)().env.spec.id,
+    "gym_kwargs": lambda t: (
+        {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}
+        | ({"render_mode": mode} if (mode := game_of(t)().env.render_mode) else {})
+    ),
+    "gym_actions": lambda t: list(game_of(t).actions),
+    "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
+    "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
+    "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
+    "agent_timeout": lambda t: t.env.agent_timeout,
+    "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
+    "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
+    "max_turns": lambda t: t.env.scheduler_kwargs["max_turns"],
+    "reward_funcs": lambda t: [func.__name__ for func in t.reward_funcs],
+    "completion_length_limit_scope": lambda t: t.env.length_scope,
+    "environment_timeout": lambda t: t.env.environment_timeout,
+    "max_model_calls": lambda t: t.env.max_model_calls,
+    "max_env_steps": lambda t: t.env.max_steps,
+    "max_completion_length": lambda t: t.env.max_completion_length,
+    "max_turn_tokens": lambda t: t.env.max_turn_tokens,
+    "max_tool_response_tokens": lambda t: t.env.max_tool_response_tokens,
+    "tool_timeout": lambda t: t.env.tool_timeout,
+    "max_concurrent_tools": lambda t: t.env.max_concurrent_tools,
+    "chat_template_kwargs": lambda t: t.env.chat_template_kwargs,
+    "outcome_reward_weights": lambda t: t.reward_weights[t.num_turn_funcs :].tolist(),
+    "credit_assignment": lambda t: t.args.credit_assignment,
+    "turn_advantage_coef": lambda t: t.turn_advantage_coef,
+    "scale_rewards": lambda t: t.scale_rewards,
+    "num_generations": lambda t: t.num_generations,
+    "num_iterations": lambda t: t.num_iterations,
+    "learning_rate": lambda t: t.optimizer.param_groups[0]["initial_lr"],
+    "lr_scheduler_type": lambda t: t.args.lr_scheduler_type.value,
+    "warmup_steps": lambda t: t.args.get_warmup_steps(100),
+    "adam_beta1": lambda t: t.optimizer.param_groups[0]["betas"][0],
+    "adam_beta2": lambda t: t.optimizer.param_groups[0]["betas"][1],
+    "max_grad_norm": lambda t: t.args.max_grad_norm,
+    "beta": lambda t: t.beta,
+    "loss_type": lambda t: t.loss_type,
+    "temperature": lambda t: t._sampling_params["temperature"],
+    "gradient_checkpointing": lambda t: t.accelerator.unwrap_model(t.model).is_gradient_checkpointing,
+    "logging_steps": lambda t: t.state.logging_steps,
+    "save_strategy": lambda t: t.args.save_strategy.value,
+    "save_steps": lambda t: t.state.save_steps,
+    "save_total_limit": lambda t: t.args.save_total_limit,
+    "report_to": lambda t: t.args.report_to or "none",
+    "seed": lambda t: t.args.seed,
+}
+READ_BACK_VLLM = {
+    "use_vllm": lambda t: t.use_vllm,
+    "vllm_mode": lambda t: t.backend,
+    "vllm_server_host": lambda t: urlsplit(t.client.base_url).hostname,
+    "vllm_server_port": lambda t: urlsplit(t.client.base_url).port,
+    "vllm_server_timeout": lambda t: t.client.timeout,
+    "vllm_group_port": lambda t: t.client.transfer.group_port,
+    "vllm_gpu_memory_utilization": lambda t: t.vllm_generation.settings["gpu_memory_utilization"],
+    "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
+    "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
+    "weight_sync": lambda t: t.client.transfer.transport,
+    "weight_check_every": lambda t: t.args.weight_check_every,
+}
+
+
+def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
+    """The recipe with the keys of `REPLACED` replaced."""
+    if recipe.get("tool_format", "xml") != "xml":  # the random model's own chat template knows no tools
+        template = ROOT / recipe["model_name_or_path"] / "chat_template.jinja"
+        if not template.exists():  # a model of the Hub
+            template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
+        model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
+    recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
+    original = recipe.get("reward_fn", "")
+    data = folder / "train.jsonl"
+    if "triviaqa" in original:
+        rows = data_file("squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+        corpus = data_file("squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+        (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
+        recipe["env"] = recipe["env"] | {"WIKI_SEARCH_CORPUS": str(folder / "corpus.jsonl")}
+    elif "gsm8k" in original:
+        rows = data_file("gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
+    else:
+        rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
+    data.write_text("\n".join(rows), encoding="utf-8")
+    return recipe | {
+        "model_name_or_path": model, "dtype": "float32", "bf16": False, "use_cpu": True, "dataset_name": str(data),
+        "dataset_size": 8, "per_device_train_batch_size": recipe["num_generations"], "gradient_accumulation_steps": 1,
+        "output_dir": str(folder / "output"), "max_steps": 1,
+    }  # fmt: skip
+
+
+def check_read_back(trainer, recipe: dict, readers: dict) -> None:
+    for key, value in recipe.items():
+        if key == "system_prompt":
+            value = fill_in_tools(value, trainer.env.tools)
+        if key in readers:
+            assert readers[key](trainer) == value, key
+        else:
+            pytest.fail(f"No entry says where the recipe's key {key!r} is read.")
+
+
+@each_recipe
+def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path):
+    original = read(path)
+    recipe = {k: v for k, v in on_this_machine(original, random_model, tmp_path).items() if k not in VLLM_KEYS}
+
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    # A preflight has nothing against the recipe. (What it says of rollouts is about the model, here a random one.)
+    assert troubles(facts_of_settings(trainer)) == []
+    trainer.train()
+
+    assert trainer.state.global_step == 1
+    assert trainer.state.log_history[0]["completions/mean_length"] > 0
+    assert len((tmp_path / "output/rollouts.rank0.jsonl").read_text().splitlines()) == min(
+        16, original["num_generations"]
+    )
+    assert len(trainer.train_dataset) == 8
+    check_read_back(
+        trainer, {k: v for k, v in original.items() if k not in REPLACED and k not in VLLM_KEYS}, READ_BACK
+    )
+    for variable, value in recipe["env"].items():
+        assert os.environ[variable] == str(value)
+    if "wiki_search" in trainer.env.tools:
+        result = run_async(trainer.env.call_tool(ToolCall("wiki_search", {"query": "Normans in Normandy"})))
+        assert result.error is None and "Normandy" in result.text
+        assert len(re.findall(r"^\[\d+\] ", result.text, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
+
+
+class RecordedVLLM:
+    """In place of TRL's engine, which needs a GPU: keeps what it was told."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
+def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
+    """The keys that a step without a server leaves out, up to the objects that use them."""
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", RecordedVLLM)
+    original = read(path)
+    recipe = on_this_machine(original, random_model, tmp_path)
+
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+
+    check_read_back(trainer, {k: v for k, v in original.items() if k in VLLM_KEYS}, READ_BACK_VLLM)
+    assert isinstance(trainer.llm, mt.VLLMServerClient if original["vllm_mode"] == "server" else InProcessBackend)
+
+
+# --- accelerate ------------------------------------------------------------------------------------------------------
+
+
+def check_launcher(path: Path) -> ClusterConfig:
+    """Accelerate refuses unknown keys itself, but not inside `deepspeed_config` and `fsdp_config`."""
+    config = load_config_from_file(str(path))
+    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
+    unknown = {*config.deepspeed_config, *config.fsdp_config} - known
+    if unknown:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    return config
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
+def test_accelerate_reads_every_key(path):
+    assert isinstance(check_launcher(path), ClusterConfig)
+    assert f"--config_file {path.relative_to(ROOT)}" in header(path)
+    if path.stem in ("zero3", "fsdp2"):
+        assert "Untested until it has run on GPUs" in header(path)
+
+
+@pytest.mark.parametrize("section", [None, "deepspeed_config"])
+def test_unknown_accelerate_key_fails(section, tmp_path):
+    config = read(ROOT / "hf_recipes/accelerate/zero3.yaml")
+    (config[section] if section else config)["zero_stagee"] = 3
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match="unknown keys .*zero_stagee"):
+        check_launcher(tmp_path / "bad.yaml")
+
+
+def test_accelerate_files_are_what_their_names_say():
+    files = {path.stem: load_config_from_file(str(path)) for path in LAUNCHERS}
+    assert {name: file.distributed_type.value for name, file in files.items()} == {
+        "cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED",
+    }  # fmt: skip
+    assert files["zero3"].deepspeed_config["zero_stage"] == 3 and files["fsdp2"].fsdp_config["fsdp_version"] == 2
+    assert files["cpu"].use_cpu and files["cpu"].num_processes == 2
+
+
+def test_accelerate_starts_two_cpu_processes(tmp_path):
+    """MULTI_CPU, the name that one would expect in cpu.yaml, starts one."""
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from transformers import TrainingArguments\n"
+        f"args = TrainingArguments(use_cpu=True, output_dir={str(tmp_path)!r})\n"
+        "text = f'{args.process_index} of {args.world_size}, {args.distributed_state.backend}'\n"
+        "Path(args.output_dir, f'process{args.process_index}.txt').write_text(text)\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml"]
+    done = subprocess.run(
+        [*launch, "--num_processes", "2", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    seen = sorted(path.read_text() for path in tmp_path.glob("process*.txt"))
+    assert seen == ["0 of 2, gloo", "1 of 2, gloo"]
+
+
+# --- every key of TRL: honoured or refused ---------------------------------------------------------------------------
+
+# Honoured keys by who reads them: the module's source has `args.<key>`, which the test looks up.
+HONOURED = {
+    "transformers: its Trainer, optimizers, callbacks and integrations": """
+        num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args
+        weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps max_grad_norm
+        bf16 fp16 bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs torch_compile
+        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
+        torch_empty_cache_steps logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm report_to
+        include_num_input_tokens_seen run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
+        eval_strategy eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps save_only_model
+        save_strategy save_steps save_on_each_node save_total_limit push_to_hub hub_token
+        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+        metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
+        full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
+        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp fsdp_config deepspeed debug skip_memory_metrics
+    """,
+    "transformers: TrainingArguments itself": """
+        tf32 logging_steps log_on_each_node log_level log_level_replica eval_steps use_cpu ddp_backend ddp_timeout
+    """,
+    "trl: GRPOConfig itself, older names": "use_transformers_paged vllm_importance_sampling_cap",
+    "trl: GRPOTrainer, its samplers, model, loss and logs": """
+        seed per_device_train_batch_size per_device_eval_batch_size num_generations num_generations_eval
+        generation_batch_size steps_per_generation shuffle_dataset num_iterations router_aux_loss_coef
+        disable_dropout cast_lm_head_to_fp32 ds3_gather_for_generation pad_to_multiple_of cache_implementation
+        use_transformers_continuous_batching transformers_continuous_batching_config beta epsilon delta epsilon_high
+        sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+        importance_sampling_level loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+        top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta
+        entropy_target off_policy_mask_threshold use_bias_correction_kl log_completions num_completions_to_print
+        log_unique_prompts log_completions_hub_repo vllm_importance_sampling_correction
+        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    """,
+    "trl: GRPOTrainer, which the conversations ask": "temperature top_p top_k min_p repetition_penalty scale_rewards",
+    "trl: its colocated vLLM": """
+        vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length
+        vllm_tensor_parallel_size
+    """,
+    "trl: get_peft_config": """
+        use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save
+        lora_task_type use_rslora use_dora
+    """,
+    "mt_grpo_trainer": """
+        output_dir resume_from_checkpoint model_init_kwargs trust_remote_code max_completion_length generation_kwargs
+        chat_template_kwargs use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port
+        vllm_server_timeout vllm_group_port mask_truncated_completions dataset_name dataset_config
+        dataset_train_split dataset_test_split model_name_or_path model_revision dtype attn_implementation
+    """,
+}
+# Refused keys with a value that is not the default: they do nothing in a multi-turn rollout, or something else.
+REFUSED = {
+    "reward_weights": [1.0, 1.0],
+    "max_tool_calling_iterations": 3,
+    "multi_objective_aggregation": "normalize_then_sum",
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "log_multimodal": False,
+    "dataset_streaming": True,
+    "ignore_bias_buffers": True,
+    "load_in_8bit": True,
+    "load_in_4bit": True,
+    "auto_find_batch_size": True,
+    "enable_jit_checkpoint": True,
+    "bnb_4bit_quant_type": "fp4",
+    "use_bnb_nested_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+    "label_smoothing_factor": 0.1,
+    "label_names": ["labels"],
+    "average_tokens_across_devices": False,
+    "prediction_loss_only": True,
+    "eval_do_concat_batches": False,
+    "include_for_metrics": ["inputs"],
+    "batch_eval_metrics": True,
+    "train_sampling_strategy": "group_by_length",
+    "length_column_name": "size",
+    "data_seed": 7,
+    "do_train": True,
+    "do_eval": True,
+    "do_predict": True,
+    "local_rank": 0,
+}
+# Keys that one backend reads and another does not: (backend that ignores it, key, value).
+REFUSED_BY_BACKEND = [
+    *(("transformers", key, value) for key, value in (
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
+        ("late_groups", "admit"),
+        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
+        ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
+        ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
+        ("vllm_server_timeout", 10.0), ("vllm_group_port", 9001), ("vllm_importance_sampling_correction", False),
+        ("vllm_importance_sampling_mode", "token_mask"), ("vllm_importance_sampling_clip_max", 2.0),
+        ("vllm_importance_sampling_clip_min", 0.5), ("old_logps", "sampled"),
+    )),
+    *(("server", key, value) for key, value in (
+        ("vllm_gpu_memory_utilization", 0.5), ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512),
+        ("vllm_enable_sleep_mode", True), ("vllm_model_impl", "transformers"), ("cache_implementation", "static"),
+        ("use_transformers_continuous_batching", True), ("transformers_continuous_batching_config", {"a": 1}),
+    )),
+    *(("colocate", key, value) for key, value in (
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
+        ("vllm_request_timeout", 60.0), ("overlap_rollouts", True), ("max_staleness", 2),
+        ("late_groups", "admit"),
+        ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
+        ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
+        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_server_port", 9000),
+    )),
+]  # fmt: skip
+
+
+def trl_keys() -> set[str]:
+    return {f.name for cls in (GRPOConfig, ScriptArguments, ModelConfig) for f in dataclasses.fields(cls)}
+
+
+def test_every_trl_key_is_honoured_or_refused():
+    """Fails when TRL gains or loses a key: decide what it means here and add it to one of the tables."""
+    honoured = [key for keys in HONOURED.values() for key in keys.split()]
+    assert len(honoured) == len(set(honoured)) and not set(honoured) & REFUSED.keys()
+    assert set(honoured) | REFUSED.keys() == trl_keys()
+    assert REFUSED_KEYS.keys() <= REFUSED.keys()
+
+
+def sources(reader: str) -> str:
+    """The code of a reader of `HONOURED`."""
+    if reader == "mt_grpo_trainer":
+        return "".join(p.read_text() for p in [ROOT / "mt_grpo_trainer.py", *(ROOT / "mt_grpo").rglob("*.py")])
+    if reader.endswith("TrainingArguments itself"):
+        return inspect.getsource(TrainingArguments).partition("def __post_init__")[2]
+    if reader.startswith("trl: GRPOConfig itself"):
+        return inspect.getsource(GRPOConfig).partition("def __post_init__")[2]
+    if reader.startswith("trl: get_peft_config"):
+        return inspect.getsource(trl.get_peft_config)
+    if reader.startswith("trl"):
+        return inspect.getsource(trl.trainer.grpo_trainer) + inspect.getsource(trl.trainer.callbacks)
+    folder = Path(transformers.__file__).parent
+    return "".join(p.read_text("utf-8") for g in ("trainer*.py", "integrations/*.py") for p in folder.glob(g))
+
+
+@pytest.mark.parametrize("reader", HONOURED)
+def test_honoured_key_is_read_by_the_one_named(reader):
+    text = sources(reader)
+    name = "self" if "itself" in reader else r"(?:args|model_args|script_args|ctx\.args)"
+    assert [key for key in HONOURED[reader].split() if not re.search(rf"\b{name}\.{key}\b", text)] == []
+
+
+def refused(name: str, *values):
+    return pytest.param(*values, id=name)
+
+
+@pytest.mark.parametrize(("key", "value"), [refused(key, key, value) for key, value in REFUSED.items()])
+def test_refused_key_raises(key, value, tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    with pytest.raises(ValueError, match=f"^{key}.* not supported.{{20}}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+
+
+@pytest.mark.parametrize(
+    ("backend", "key", "value"), [refused(f"{item[0]}: {item[1]}", *item) for item in REFUSED_BY_BACKEND]
+)
+def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    if backend != "transformers":
+        recipe |= {"use_vllm": True, "vllm_mode": backend}
+    with pytest.raises(ValueError, match=f"^{key}.* no effect with the {backend} backend"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("off_policy_mask_threshold", 0.5, "whole sequences"), ("loss_type", "vespo", "whole sequences")],
+)
+def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
+    """Refused where turns have their own, taken where a rollout has one."""
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
+    for credit in ("mt_grpo", "turn_return", "gigpo", "turn_credit"):
+        with pytest.raises(ValueError, match=f"{key}.*{words}.*credit_assignment='{credit}'"):
+            mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
+    for credit in ("outcome", "merged"):
+        _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
+        assert getattr(args, key) == value
+
+
+def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_advantage_coef": 0.5}
+    for credit in CREDIT_ASSIGNMENTS:
+        path = write(tmp_path, recipe | {"credit_assignment": credit})
+        if credit in ("outcome", "merged"):
+            with pytest.raises(ValueError, match=f"coef=0.5 has no effect with credit_assignment='{credit}'"):
+                mt.parse_arguments(["--config", path])
+        else:
+            assert mt.parse_arguments(["--config", path])[1].turn_advantage_coef == 0.5
+
+
+def test_turn_discount_where_nothing_reads_it(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
+    for credit in CREDIT_ASSIGNMENTS:
+        path = write(tmp_path, recipe | {"credit_assignment": credit})
+        if credit in ("turn_return", "gigpo"):
+            assert mt.parse_arguments(["--config", path])[1].turn_discount == 0.9
+        else:
+            with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
+                mt.parse_arguments(["--config", path])
+    with pytest.raises(ValueError, match="turn_discount=1.5, expected a finite number of at least 0, at most 1"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
+
+
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ({"num_iterations": 3, "save_steps": 100}, "99 or 102"),
+        ({"num_iterations": 2, "save_steps": 1}, "save_steps to 2"),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "save_steps": 5}, "4 or 6"),
+    ],
+)
+def test_save_points_between_two_batches_of_rollouts_only(changes, nearest, tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    with pytest.raises(ValueError, match=f"save_steps={changes['save_steps']} would save in the middle.*{nearest}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
+    good = int(nearest.split()[-1])
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_steps": good})])
+    assert args.save_steps == good
+    mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_strategy": "no"})])
+    evaluates = changes | {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": changes["save_steps"]}
+    with pytest.raises(ValueError, match=f"eval_steps={changes['save_steps']} would evaluate, and save .*{good}"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates)])
+    mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates | {"eval_steps": good})])
+
+
+def test_a_share_of_all_steps_as_save_point(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    recipe |= {"num_iterations": 2, "save_steps": 0.25, "max_steps": 40}
+    mt.parse_arguments(["--config", write(tmp_path, recipe)])
+    with pytest.raises(ValueError, match="save_steps=0.25 would save in the middle"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": 44})])
+    with pytest.raises(ValueError, match="save_steps=0.25, a share of all steps, needs max_steps. .* multiple of 2"):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": -1, "num_train_epochs": 1})])
+
+
+@pytest.mark.parametrize("name", ["0.6B--mt-grpo", "1.7B--mt-grpo", "1.7B--gsm8k", "4B--mt-grpo"])
+def test_one_gpu_is_one_argument(name):
+    """What the README says, and what `train.sh` answers where it finds one GPU."""
+    recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
+    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
+    assert backend_of(args) == "colocate"
+    with pytest.raises(ValueError, match="vllm_server_port=9000 has no effect with the colocate backend"):
+        mt.parse_arguments(["--config", recipe, "--vllm-mode=colocate", "--vllm_server_port=9000", *CPU_FLAGS])
+
+
+SAMPLING = {
+    "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1,
+    "generation_kwargs": {"top_k": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), SAMPLING.items())
+def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tmp_path, monkeypatch):
+    """The server's request, and the configuration that `model.generate` gets."""
+    expected = value if isinstance(value, dict) else {key: value}
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | {key: value}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    assert expected.items() <= trainer._sampling_params.items()
+    assert expected.items() <= trainer.generation_config.to_dict().items()
+    assert expected.items() <= trainer.generation_kwargs.items()
+
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)
+    recipe |= {"use_vllm": True, "vllm_mode": "server"}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    sent = {}
+
+    async def post(path, payload, read):
+        sent.update(payload)
+        choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+        return read({"choices": [choice], "usage": {"prompt_tokens": 2}})
+
+    monkeypatch.setattr(trainer.client, "_post", post)
+    trainer.client.model_card = {"id": "model"}
+    run_async(trainer.client.generate([1, 2], 8, trainer._sampling_params))
+    assert expected.items() <= sent.items()
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(random_model, tmp_path, no_weights):
+    """Builds a trainer from the calculator's recipe with changes, a value of `...` removing a key."""
+
+    def build_trainer(*flags, **changes):
+        recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | changes
+        recipe = {key: value for key, value in recipe.items() if value is not ...}
+        return mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe), *flags]))
+
+    return build_trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_generation": 8}, r"Unknown key 'num_generation' in .*Did you mean 'num_generations'\?"),
+        ({"max_env_step": 2}, "Did you mean 'max_env_steps'"),
+        ({"qqqq": 2}, "Unknown key 'qqqq'.*See docs/recipes.md"),
+        ({"num_generations": 7.5}, "num_generations: 7.5 .* is float, expected int"),
+        ({"num_generations": "8"}, "num_generations: '8' .* is str, expected int"),
+        ({"num_generations": True}, "num_generations: True .* is bool, expected int"),
+        ({"learning_rate": "fast"}, "learning_rate: 'fast' .* is str, expected float"),
+        ({"tool_timeout": [5]}, r"tool_timeout: \[5\] .* is list, expected float"),
+        ({"use_vllm": 3}, "use_vllm: 3 .* is int, expected bool"),
+        ({"tools_script": 3}, r"tools_script: 3 .* is int, expected str \| None"),
+        ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .* is list, expected list\[float\]"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected dict"),
+        ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*Expected one of: grpo, dapo"),
+        ({"credit_assignment": "grpo"}, "credit_assignment: 'grpo' .*Expected one of: outcome, merged, mt_grpo"),
+        ({"vllm_mode": "remote"}, "vllm_mode: 'remote' .*Expected one of: server, colocate"),
+        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, none"),
+        ({"max_env_steps": -1}, "max_env_steps=-1, expected a finite number of at least 0"),
+        ({"max_completion_length": 0}, "max_completion_length=0, expected a finite number of at least 1"),
+        ({"max_turn_tokens": 0}, "max_turn_tokens=0, expected a finite number of at least 1"),
+        ({"temperature": 0.0}, "temperature=0.0, expected a finite number above 0"),
+        ({"tool_timeout": -1}, "tool_timeout=-1.*, expected a finite number above 0"),
+        ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected 2: tool_execution"),
+        ({"outcome_reward_weights": [1.0, 1.0, 1.0]}, "outcome_reward_weights has 3 values, expected 2: exact_match"),
+        ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder or brace.*Write literal braces"),
+        ({"system_prompt": "{tool_descriptions.a}"}, "system_prompt has a placeholder or brace"),
+        ({"tools_script": ...}, "tools_script is not set. Add a line `tools_script: ...` to the recipe"),
+        ({"reward_fn": ...}, "reward_fn is not set"),
+        ({"dataset_name": ...}, "dataset_name is not set"),
+        ({"model_name_or_path": ...}, "model_name_or_path is not set"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_value(changes, message, build):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+NUMBERS_OUT_OF_RANGE = {
+    **dict.fromkeys(
+        ("lora_r", "lora_alpha", "dataset_size", "eval_dataset_size", "per_device_train_batch_size",
+         "save_total_limit", "per_device_eval_batch_size", "gradient_accumulation_steps", "torch_empty_cache_steps",
+         "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
+         "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
+         "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
+         "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
+         "max_tool_response_length", "mcp_max_concurrent_calls"),
+        (0, -5),
+    ),
+    **dict.fromkeys(
+        ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
+         "repetition_penalty", "vllm_server_timeout", "mcp_start_timeout", "sapo_temperature_neg",
+         "sapo_temperature_pos", "tool_timeout",
+         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
+         "vllm_request_timeout", "environment_timeout", "agent_timeout"),
+        (0.0, -1.0, math.inf, math.nan),
+    ),
+    **dict.fromkeys(
+        ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "eval_delay", "beta",
+         "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+         "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef"),
+        (-1.0, math.inf, math.nan),
+    ),
+    **dict.fromkeys(
+        ("top_k", "num_completions_to_print", "max_env_steps", "weight_check_every", "log_rollouts",
+         "dataloader_num_workers", "max_staleness"),
+        (-1,),
+    ),
+    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount", "top_entropy_quantile"), (-1, 1.1, math.nan)),
+    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), (0.0, 1.1, math.nan)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
+    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
+    **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
+    "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
+    "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
+    "pad_to_multiple_of": (0, "some"),
+}  # fmt: skip
+
+
+def test_every_number_has_a_range(tmp_path, no_weights):
+    """A NaN that is taken drops a reward without a word; infinite temperature samples noise."""
+    of_numbers = re.compile(r"\b(int|float)\b")
+    numeric = {
+        key
+        for key, kind in known_keys(mt.RECIPE_CLASSES).items()
+        if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
+    }
+    assert numeric - REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "use_peft": True}
+    for key, values in NUMBERS_OUT_OF_RANGE.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"^{key}\b.*, expected "):
+                mt.parse_arguments(["--config", write(tmp_path, recipe | {key: value})])
+
+
+@pytest.mark.parametrize("changes", [{"turn_advantage_coef": 1e39}, {"outcome_reward_weights": [1.0, -1e39]}], ids=str)
+def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, changes):
+    """As a tensor they are infinite, and every weight is NaN behind the first step."""
+    (key,) = changes
+    with pytest.raises(ValueError, match=rf"^{key}=.*1e\+39.*, expected .*float32 holds at most 3.4e\+38"):
+        mt.MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "hot", None])
+def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
+    with pytest.raises(ValueError, match="generation_kwargs: temperature=.*, expected a finite number above 0"):
+        build(generation_kwargs={"temperature": value})
+
+
+def test_values_at_the_edge_of_a_range_are_taken(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1.0, 0.0], "seed": 0,
+            "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts",
+            "lr_scheduler_kwargs": '{"num_cycles": 2}'}  # fmt: skip
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | edge)])
+    assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
+    assert args.turn_reward_weights == [-1.0, 0.0] and args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+def test_good_values_are_taken(random_model, tmp_path):
+    """The strictness above refuses no spelling that YAML and people use for a number."""
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    recipe |= {"learning_rate": "1e-6", "tool_timeout": 5, "turn_reward_weights": [1, 0.5], "scale_rewards": "none"}
+    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe), "--max-steps", "3", "--beta=0.5"])
+    assert (args.learning_rate, args.tool_timeout, args.scale_rewards, args.max_steps, args.beta) == (
+        1e-6, 5.0, "none", 3, 0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--num_generation=8", "--max-env-step"])
+def test_unknown_flag(flag, build):
+    with pytest.raises(ValueError, match="Unknown key '.*' on the command line. Did you mean '(num_gen|max_env).*s'"):
+        build(flag, "2")
+
+
+def test_recipe_file_that_cannot_be_used(tmp_path):
+    cases = {
+        "absent.yaml": (None, "cannot be read: No such file.*See hf_recipes/"),
+        "list.yaml": (b"- max_steps\n", "holds list, expected lines of `key: value`"),
+        "empty.yaml": (b"", "holds NoneType, expected lines of `key: value`"),
+        "broken.yaml": (b"max_steps: [1\n", "is not valid YAML"),
+    }
+    for name, (content, message) in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            mt.parse_arguments(["--config", str(tmp_path / name)])
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        mt.parse_arguments(["--config", str(tmp_path)])
+    with pytest.raises(ValueError, match="--config needs a recipe, such as"):
+        mt.parse_arguments(["--config"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3. Remove one of them"),
+        ("env:\n  A: 1\n  A: 2\n", "'A' is set on line 2 and again on line 3"),
+        ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
+        ("env:\n  A=B: x\n", "env: 'A=B' in .* is no name of an environment variable"),
+        ("env:\n  A:\n", "env: A: None in .*, expected text or a number"),
+        ("env:\n  A: [1]\n", r"env: A: \[1\] in .*, expected text or a number"),
+        ("env: [A]\n", r"env: \['A'\] in .* is list, expected lines of `NAME: value`"),
+        (bytes(range(256)), "is not UTF-8 text .*Expected lines of `key: value`"),
+        ("system_prompt: Grüße\n".encode("latin-1"), "is not UTF-8 text"),
+        ("max_steps: 3\n".encode("utf-16"), "is not UTF-8 text"),
+        ("max_steps: 3\0\n", "is not valid YAML: unacceptable character"),
+        ("max_steps: 3\n---\nmax_steps: 4\n", "is not valid YAML: expected a single document"),
+        ("dtype: float33\n", "dtype: 'float33' in .* is not known. Expected one of: auto, bfloat16"),
+        ("save_strategy: no\n", "save_strategy: False in .* is bool, expected .*SaveStrategy.*quote them"),
+        ("chat_template_kwargs: {tokenize: true}\n", "chat_template_kwargs: 'tokenize' is set by the conversation"),
+        ("chat_template_kwargs: {3: 1}\n", "chat_template_kwargs: 3 is set by the conversation, or no text"),
+        ("log_level: loud\n", "log_level: 'loud' in .* is not known. Expected one of: .*debug"),
+        ("lr_scheduler_kwargs: {cycles: 2}\nlr_scheduler_type: cosine\n", "'cycles': 2} do not fit .*='cosine': "),
+        ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
+        ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
+        ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
+        ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
+        ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
+        ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),
+    ],
+)
+def test_bad_recipe(content, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    text = "" if isinstance(content, bytes) else content
+    path.write_bytes(content if isinstance(content, bytes) else b"use_cpu: true\nbf16: false\n" + text.encode())
+    message = re.sub(r"line (\d)", lambda found: f"line {int(found[1]) + 2}", message)  # below those two
+    with pytest.raises(ValueError, match=message) as error:
+        mt.parse_arguments(["--config", str(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_merged_mappings_are_no_repeated_keys(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
+    assert read_recipe(str(path), mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)["chat_template_kwargs"] == {"A": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config", "x.yaml"], "--config is given twice. Expected one recipe"),
+        (
+            ["recipe.yaml"],
+            r"Unknown arguments \['recipe.yaml'\]. Expected `--key value`, and the recipe behind --config",
+        ),
+        (["--max_steps", "many"], "Argument --max_steps.*: invalid int value: 'many'"),
+        (["--max_steps"], "Argument --max_steps.*: expected one argument"),
+        (["--generation_kwargs", "{'top_k': 5}"], "generation_kwargs=.* is not JSON"),
+        (["--learning_rate", "nan"], "learning_rate=nan, expected a finite number of at least 0"),
+    ],
+)
+def test_bad_command_line(flags, message, build):
+    """Not argparse's way, which prints a screen of options and exits with 2."""
+    with pytest.raises(ValueError, match=message):
+        build(*flags)
+
+
+def test_what_is_given_twice_on_the_command_line_is_said(caplog):
+    recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
+    _, args, _ = mt.parse_arguments([f"--config={recipe}", "--max-steps", "3", "--beta=0.5", "--max_steps=4"])
+    assert (args.max_steps, args.beta, args.max_env_steps) == (4, 0.5, 2)
+    assert "--max_steps is given 2 times on the command line: the last one counts" in caplog.text
+    assert "--beta is" not in caplog.text
+
+
+def test_batch_that_is_no_whole_groups(build, monkeypatch):
+    with pytest.raises(ValueError, match="num_generations=7 does not divide the 8 rollouts") as error:
+        build(num_generations=7, per_device_train_batch_size=8)
+    assert "(8 per device x 1 processes x 1 steps). Expected whole groups." in str(error.value)
+    assert "Set num_generations to 8 or 4, or per_device_train_batch_size to 7." in str(error.value)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="Set num_generations to 6 or 4, or per_device_train_batch_size to 4"):
+        build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+
+
+def fake_checkpoint(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, folder / name)
+    save_file({"w": torch.ones(1)}, folder / "model.safetensors")
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+
+
+def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path):
+    def resume(wanted: str) -> str | None:
+        recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
+        argv = ["--config", recipe, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", wanted]
+        return mt.parse_arguments(argv)[1].resume_from_checkpoint
+
+    with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
+        resume("last")
+    for step in (5, 20):
+        fake_checkpoint(tmp_path / f"out/checkpoint-{step}")
+    shutil.copytree(tmp_path / "out/checkpoint-5", tmp_path / "out/checkpoint-5-good")
+    for step, seconds in ((5, 100), (20, 200)):
+        os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
+    assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
+    assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
+    with pytest.raises(ValueError, match="no trainer_state.json. Expected one such as .*checkpoint-20"):
+        resume(str(tmp_path / "out/checkpoint-7"))
+    (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
+    assert resume("last") == str(tmp_path / "out/checkpoint-5")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # save_only_model
+        (tmp_path / "out/checkpoint-5" / name).unlink()
+    with pytest.raises(ValueError, match="checkpoint-5' has a model only.*set model_name_or_path: .*checkpoint-5"):
+        resume("last")
+
+
+def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
+    for step, seconds in ((300, 100), (150, 200)):
+        folder = tmp_path / f"checkpoint-{step}"
+        fake_checkpoint(folder)
+        os.utime(folder / "trainer_state.json", (seconds, seconds))
+    assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
+    assert f"{tmp_path / 'checkpoint-150'} is the newest checkpoint, written after {tmp_path / 'checkpoint-300'}" in (
+        caplog.text
+    )
+
+
+def test_no_rank_gives_up_before_the_server_is_given_up():
+    """Two requests without an answer and the wait between them must fit into what other ranks wait."""
+    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
+    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
+    check_ddp_timeout(args, 1)  # one process waits for nobody
+    with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s: .* Set ddp_timeout above it"):
+        check_ddp_timeout(args, 2)
+    args.ddp_timeout = 1841
+    check_ddp_timeout(args, 2)
+    args.use_vllm, args.ddp_timeout = False, 601
+    check_ddp_timeout(args, 2)
+    args.ddp_timeout = 600
+    with pytest.raises(ValueError, match="reward_timeout = 600 s: .* Set ddp_timeout above it"):
+        check_ddp_timeout(args, 2)
+
+
+TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
+REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "message"),
+    [
+        ("tools_script", None, "is not a file. Expected a Python file that defines TOOL_FUNCTIONS"),
+        ("tools_script", "import no_such_module", "fails to import: ModuleNotFoundError: No module named"),
+        ("tools_script", "def f(:", "fails to import: SyntaxError"),
+        ("tools_script", "TOOLS = []", r"defines no list. Add the line `TOOL_FUNCTIONS = \[my_function\]`"),
+        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
+        ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
+        ("tools_script", "TOOL_FUNCTIONS = [lambda x: x]", "A tool must be a named function, got <function <lambda>"),
+        (
+            "tools_script",
+            "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
+            "Tool f has no type hint for 'x'. Write `x: str`",
+        ),
+        ("tools_script", "def f(x: str): pass\nTOOL_FUNCTIONS = [f]", "Tool f has no docstring. Write one"),
+        (
+            "tools_script",
+            "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]",
+            "Two tools are called 'f'",
+        ),
+        ("tools_script", "import sys; sys.exit(0)", "plugin.py' fails to import: SystemExit: 0"),
+        (
+            "tools_script",
+            TOOL + "def CHECK_TOOLS(): raise SystemExit",
+            "the tools of .*plugin.py' do not work: SystemExit",
+        ),
+        ("tools_script", "TOOL_FUNCTIONS = 3", "TOOL_FUNCTIONS of .*plugin.py' is int, expected a list"),
+        ("tools_script", TOOL.replace("str", "'Absent'"), "Tool f has type hints that cannot be read: .*Absent"),
+        ("reward_fn", "class Stop(BaseException): pass\nraise Stop", "plugin.py' fails to import: Stop"),
+        (
+            "reward_fn",
+            REWARD + "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [right], (right,)",
+            "TURN_REWARD_FUNCS of .*plugin.py' is tuple, expected a list",
+        ),
+        (
+            "reward_fn",
+            "def right(completions, gold, **kwargs): pass\nOUTCOME_REWARD_FUNCS = [right]",
+            "Reward right needs 'gold', but train_dataset has no such column. It has: question, answer; the trainer",
+        ),
+        ("reward_fn", None, "is not a file. Expected a Python file that defines .*OUTCOME_REWARD_FUNCS"),
+        ("reward_fn", "1 / 0", "fails to import: ZeroDivisionError"),
+        ("reward_fn", REWARD, r"defines no list. Add the line `OUTCOME_REWARD_FUNCS = \[my_function\]`"),
+        ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions. Expected .* to hold at least one"),
+        ("reward_fn", "OUTCOME_REWARD_FUNCS = ['right']", "A reward must be a function, got 'right'"),
+        (
+            "reward_fn",
+            "def right(completions): pass\nTURN_REWARD_FUNCS = [right]",
+            r"Reward right takes no \*\*kwargs. Add it",
+        ),
+    ],
+)
+def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
+    path = tmp_path / "plugin.py"
+    if code is not None:
+        path.write_text(code)
+    with pytest.raises(ValueError, match=message) as error:
+        build(**{key: str(path)})
+    assert code is not None or f"{key}: {str(path)!r}" in str(error.value)
+
+
+GAME = """
+class Game:
+    def reset(self, **row) -> None:
+        self.made = 0
+
+    def move(self, to: str) -> str:
+        "Move."
+        self.made += 1
+        return to
+
+    def get_reward(self) -> float:
+        return float(self.made)
+
+
+class NoReset:
+    def move(self, to: str) -> str:
+        "Move."
+
+
+class NoDocstring(Game):
+    def look(self) -> str:
+        return "grass"
+
+
+class NoReward:
+    def reset(self, **row) -> None:
+        pass
+
+    def move(self, to: str) -> str:
+        "Move."
+
+
+class Lists(Game):
+    tools = [Game.get_reward]
+
+
+class Twice(NoReward):
+    def get_reward(self) -> float:
+        return 0.0
+
+    def calculator(self, expression: str) -> str:
+        "Another one."
+"""
+ALONE = {"tools_script": ..., "reward_fn": ...}
+
+
+@pytest.mark.parametrize("where", ["environment", "tools_script"])
+def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
+    (tmp_path / "game.py").write_text(GAME + "\n\nENVIRONMENT = Game\n" * (where == "tools_script"))
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    recipe = {key: value for key, value in recipe.items() if key not in ALONE}
+    recipe[where] = f"{tmp_path}/game.py" + ":Game" * (where == "environment")
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    assert trainer.reward_func_names == ["Game"] and trainer.reward_weights.tolist() == [1.0]
+    assert [cls.__name__ for cls in trainer.env.environments.by_name.values()] == ["Game"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "declared", "message"),
+    [
+        ({"environment": "NoReset", **ALONE}, "", r"NoReset has no method reset\(self, \*\*row\)"),
+        ({"environment": "NoDocstring", **ALONE}, "", "Tool look has no docstring. Write one"),
+        ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
+        ({"environment": "Nothing", **ALONE}, "", "environment: 'Nothing' of .*game.py' is None, expected a class"),
+        ({"environment": "Twice"}, "", "Two tools are called 'calculator', one of them of Twice"),
+        ({"environment": "Lists", **ALONE}, "", "Tool get_reward has no docstring"),
+        ({"environment": "Game"}, "ENVIRONMENT = Game", "'.*:Game' is the class of an environment, and .* as well"),
+        (
+            {},
+            "ENVIRONMENT = 5",
+            "tools_script: ENVIRONMENT of .*game.py' is 5, expected a class, or a dict of classes",
+        ),
+        (
+            {},
+            "ENVIRONMENT = {}",
+            "tools_script: ENVIRONMENT of .*game.py' is an empty dict, expected a class for each",
+        ),
+        ({}, "ENVIRONMENT = {'a': NoReset}", r"ENVIRONMENT of .*game.py'\['a'\]: NoReset has no method reset"),
+        ({}, "ENVIRONMENT = {'a': Game}", "A row has environment=None, expected one of a"),
+        ({"tool_format": "json"}, "", "tool_format: 'json' .*Expected one of: xml, hermes, native"),
+        ({"tool_format": "hermes"}, "", "The chat template of .* has no tool support: it leaves calls out. Choose"),
+        (
+            {"environment": "Game", "isolate_tools": True, **ALONE},
+            "",
+            "isolate_tools: none of the environment's tools",
+        ),
+    ],
+)
+def test_bad_environment(changes, declared, message, build, tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(f"{GAME}\n\n{declared}\n")
+    if "environment" in changes:
+        changes = {**changes, "environment": f"{path}:{changes['environment']}"}
+    if declared:
+        changes = {**changes, "tools_script": str(path)}
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+ROW = '{"question": "1+1?", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "dataset_name: .* is not a file. Expected JSON lines with question and answer"),
+        ("", "dataset_name: .*data.jsonl', split 'train', is empty. Expected at least one row"),
+        ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
+        ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
+        ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
+        (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
+        (f"[{ROW.strip()}]", r"data.jsonl, line 1 is \[.*, expected an object on each line"),
+        (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text: .* Save the file as UTF-8"),
+        ((ROW + '{"question": "Grüße", "answer": "2"}').encode("latin-1"), "data.jsonl, line 2 is not UTF-8 text"),
+        (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected text"),
+        (ROW + '{"question": 3, "answer": "2"}', "row 1: question is 3, expected text"),
+        (ROW + '{"question": " ", "answer": "2"}', "row 1: question is ' ', expected text"),
+        (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected one"),
+        (
+            '{"prompt": null, "answer": "2"}',
+            "row 0: a prompt must be a list of messages with role and content, got None",
+        ),
+        (
+            '{"prompt": " ", "answer": "2"}',
+            "row 0: a prompt must be a list of messages with role and content, got None",
+        ),
+        ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}',
+            "row 0: a message has the part {'type': 'image', 'url': 'x'}. Rollouts are text only: expected text parts",
+        ),
+        (
+            '{"question": "?", "answer": "2", "completions": "x"}',
+            "train_dataset has a column 'completions', which .*Rename",
+        ),
+        ('{"question": "?", "answer": ' + "1" * 5000 + "}", "data.jsonl, line 1 cannot be read: Exceeds the limit"),
+        (ROW + r'{"question": "a \ud800", "answer": "2"}', "row 1: the content of a message is no text: .*surrogates"),
+        (
+            ROW + '{"question": "?", "answer": "2", "image": "cat.png"}',
+            "row 1: the column 'image' is 'cat.png'. Images are not supported",
+        ),
+        (
+            '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',
+            r"row 0: the column 'images' is \[.* Remove the column, or rename it",
+        ),
+    ],
+)
+def test_bad_dataset(content, message, build, tmp_path):
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        build(dataset_name=str(path))
+
+
+def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
+    """A byte order mark, blank lines, text parts, and columns that only later rows have."""
+    parts = '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}], "level": 3}\n'
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + (ROW + "\n" + parts).encode())
+    rows = load_rows(str(tmp_path / "data.jsonl"), "train")
+    assert rows["prompt"] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
+    assert (rows["answer"], rows["level"]) == (["2", None], [None, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "more", "message"),
+    [
+        ("arithmetc", "train", {}, "'arithmetc' .*cannot be loaded from the Hub: .* Did you mean 'arithmetic'"),
+        ("nobody/nothing", "test", {}, "'nobody/nothing' .*split 'test'.* cannot be loaded from the Hub: "),
+        (
+            "DATA.csv",
+            "train",
+            {},
+            "DATA.csv' cannot be read. Expected JSON lines .*, arithmetic, chain, seeds, or a Hub name",
+        ),
+        ("absent.parquet", "train", {}, "'absent.parquet' does not exist. Expected JSON lines"),
+        ("/absent/data", "train", {}, "'/absent/data' does not exist. Expected JSON lines"),
+        ("docs", "train", {}, "docs/train.jsonl' is not a file"),
+        ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None. Expected train or test"),  # else of train
+        ("chain", "train", {"size": 10**9}, "chain: split 'train', size 1000000000. .* at most 1000000 rows"),
+        ("arithmetic", "train", {"config": "main"}, "dataset_config='main' has no effect with .*'arithmetic'"),
+    ],
+)
+def test_dataset_that_is_not_there(name, split, more, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    (tmp_path / "DATA.csv").write_text("question,answer\n1+1?,2\n")
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(tmp_path / name) if name == "DATA.csv" else name, split, **more)
+
+
+def test_fewer_prompts_than_a_batch_needs(build):
+    """TRL's sampler drops a batch that is not whole: the run would end with the model that it began with."""
+    message = (
+        r"has 8 prompts, but one batch of rollouts needs 16 \(128 rollouts / num_generations=8\).*"
+        "Set dataset_size to 16 or more, or lower per_device_train_batch_size"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(per_device_train_batch_size=128)
+
+
+def test_a_run_without_a_step_fails(random_model, tmp_path):
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    trainer.train_dataset = trainer.train_dataset.select([])
+    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
+        trainer.train()
+
+
+def test_prompt_that_does_not_fit_the_context(build):
+    with pytest.raises(
+        ValueError, match=r"The longest prompt has \d+ tokens; with max_completion_length=8192"
+    ) as error:
+        build(max_completion_length=8192)
+    length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
+    assert "context of 8192" in str(error.value)
+    assert f"set max_completion_length to at most {8192 - length}" in str(error.value)
+
+
+def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
+    """A copy of the model with one file of another content, or without it."""
+    shutil.copytree(model, folder / "model")
+    for path in (folder / "model").glob(name):
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("*.safetensors", None, "cannot be loaded: .*no file named model.safetensors"),
+        ("*.safetensors", "cut off", "cannot be loaded: "),
+        ("config.json", "{", "cannot be loaded: .*config.json' is not a valid JSON"),
+        ("config.json", '{"model_type": "nope"}', "cannot be loaded: .*`nope`"),
+        ("tok*", None, "has no tokenizer that reads text"),
+    ],
+)
+def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
+    model = change_model(tmp_path, random_model, name, text)
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), model, tmp_path)
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{model}' {message}"):
+        mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+
+
+@pytest.mark.parametrize("name", ["/absent/model", "./absent", "absent/model"])
+def test_model_that_is_not_there(name, build, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
+        build(model_name_or_path=name)
+
+
+def test_a_reward_that_asks_for_a_column_that_is_not_there():
+    def right(completions, **kwargs):
+        return [float(gold == "2") for gold in kwargs["gold"]]
+
+    columns = {"prompts": [[]], "completions": [[]], "answer": ["2"]}
+    message = "Reward right raised KeyError: 'gold': there is no such column in prompts, completions, answer"
+    with pytest.raises(RuntimeError, match=message):
+        run_rewards([right], columns, 5.0, torch.device("cpu"))
+
+
+def test_weights_given_in_python_are_finite_too():
+    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected finite numbers"):
+        weights_of([len], [math.nan], "turn")
+
+
+@pytest.mark.parametrize("output", ["file", "file/below", "/proc/absent"])
+def test_output_that_cannot_be_written(output, tmp_path):
+    (tmp_path / "file").touch()
+    argv = ["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(tmp_path / output)]
+    with pytest.raises(SystemExit, match=f"^error: output_dir='.*{output}' cannot be written to: .*Expected a folder"):
+        mt.main(argv)
+
+
+def test_main_prints_the_error_alone(tmp_path):
+    """No traceback for a mistake in a recipe."""
+    recipe = write(tmp_path, read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"max_env_step": 2})
+    with pytest.raises(SystemExit, match="^error: Unknown key 'max_env_step'"):
+        mt.main(["--config", recipe])
+
+
+SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
+
+
+def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
+    def made(**changes):
+        made_of = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "old_logps": "sampled", **SERVED}
+        return mt.MTGRPOConfig(**{**made_of, **changes})
+
+    assert made().old_logps == "sampled" and made(top_p=1.0, generation_kwargs={"min_tokens": 0})
+    assert made(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=2.0)
+    assert made(old_logps="policy", top_p=0.9).top_p == 0.9
+    cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    others = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logit_bias": {"7": 1.0},
+              "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
+    for key, value in (cuts | others).items():
+        changes = {key: value} if key in cuts else {"generation_kwargs": {key: value}}
+        with pytest.raises(ValueError, match=rf"^old_logps: sampled .* which {key}=.* makes other .* Remove {key}"):
+            made(**changes)
+        assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
+        without = made(old_logps="policy", vllm_importance_sampling_correction=False, **changes)
+        assert text_of_cuts(without) == ""
+    assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
+    for changes, message in (
+        ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true. Set it"),
+        ({"generation_kwargs": {"top_p": 0.9}}, "which top_p=0.9 makes other"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "which presence_penalty=0.5 makes other"),
+        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
+         "vllm_importance_sampling_clip_max=2.0 has no effect with old_logps: sampled"),
+        ({"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.5},
+         "vllm_importance_sampling_clip_min=0.5 has no effect with old_logps: sampled"),
+        ({"old_logps": "server"}, "old_logps='server' is not known. Expected one of: policy, sampled"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            made(**changes)
+
+
+def test_how_many_batches_may_be_in_flight(tmp_path):
+    """`overlap_rollouts` is a name for one. What cannot follow older weights is refused with the reason."""
+
+    def made(**changes):
+        return mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
+
+    assert [made().max_staleness, made(overlap_rollouts=True).max_staleness] == [0, 1]
+    assert made(max_staleness=1, overlap_rollouts=True).max_staleness == 1 and made(max_staleness=4).max_staleness == 4
+    for changes, message in (
+        ({"max_staleness": 3, "overlap_rollouts": True}, "overlap_rollouts is max_staleness: 1, got max_staleness=3"),
+        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
+        ({"overlap_rollouts": True, "vllm_importance_sampling_correction": False}, "overlap_rollouts trains on"),
+        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
+        ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness. Set max_staleness: 2"),
+        ({"late_groups": "drop", "max_staleness": 1}, "late_groups='drop' is not known. Expected one of: wait, admit"),
+        ({"max_staleness": -1}, "max_staleness=-1, expected a finite number of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(**changes)
+
+
+@pytest.mark.parametrize(
+    "key, value, new",
+    [
+        ("external_plugins", ["swift_plugins/calculator.py"], "tools/ms_swift/calculator.py"),
+        ("tools_config_file", "verl_tools/gsm8k.yaml", "tools/verl/gsm8k.yaml"),
+        ("mcp_config_file", "mcp_programs/calculator.json", "tools/mcp/calculator.json"),
+        ("gym_text", "gym_texts/frozen_lake.py:FrozenLakeText", "tools/gym/frozen_lake.py"),
+        ("agent", "agent_programs/calculator.py:solve", "tools/agents/calculator.py"),
+        ("agent_command", "python agent_programs/calculator.py --fast", "tools/agents/calculator.py"),
+    ],
+)
+def test_the_old_path_of_a_sample_names_the_new_one(key, value, new, tmp_path, monkeypatch):
+    recipe = {
+        "model_name_or_path": "x",
+        "dataset_name": "arithmetic",
+        "environment": "openai_agent",
+        "use_cpu": True,
+        key: value,
+    }
+    path = write(tmp_path, recipe)
+    with pytest.raises(ValueError, match=rf"^{key}: '\S+' is now '{new}'\. Name the new path\.$"):
+        mt.parse_arguments(["--config", path])
+    assert (Path(mt.__file__).parent / new).is_file()
+    old = re.search(r"\w+/[\w.]+", str(value))[0]
+    (tmp_path / old).parent.mkdir()
+    (tmp_path / old).write_text("")  # a folder of the user's own, of the same name
+    monkeypatch.chdir(tmp_path)
+    assert mt.parse_arguments(["--config", path])

@@ -1,0 +1,118 @@
+"""What a run prints: a line per log, what it is doing meanwhile, or everything."""
+
+import io
+import re
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_first_batch import recipe_file
+
+import mt_grpo_trainer as mt
+from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
+
+SLOW = '''
+import time
+
+from tools.calculator import calculator as fast
+
+
+def calculator(expression: str) -> str:
+    """Compute.
+
+    Args:
+        expression: Numbers.
+    """
+    time.sleep(1.5)
+    return fast(expression)
+
+
+TOOL_FUNCTIONS = [calculator]
+'''
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
+    """One per step and evaluation, in the words of what they measure; no dictionary, no thread is left."""
+    path = recipe_file(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset_size=2,
+                       per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
+    mt.main(["--config", path])
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
+    number = r"-?\d+\.\d\d"
+    step = rf"step {{}}/2 \| reward {number} \| exact_match {number} \| turns [12]\.\d \| calls that work \d+% \| "
+    assert re.fullmatch(step.format(1) + r"\d+\.\d s \(rollouts \d+\.\d\) \| \d+ s left", lines[0]), lines
+    assert re.fullmatch(step.format(2) + r"\d+\.\d s \(rollouts \d+\.\d\)", lines[1]), lines
+    assert re.match(rf"evaluation at step 2 \| reward {number} \| exact_match {number} \| turns", lines[2]), lines
+    assert re.fullmatch(r"trained 2 steps in \d+ s", lines[3]) and len(lines) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress" and thread.is_alive()]
+
+
+def test_seconds_are_those_of_whole_batches(tmp_path, capsys):
+    """A batch is trained on for two steps, of which only the first waits for rollouts."""
+    trainer = SimpleNamespace(num_turn_funcs=0, reward_func_names=[], reward_weights=torch.ones(0))
+    line, state = ProgressLine(trainer), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9)
+    args = SimpleNamespace(
+        print_metrics="line", steps_per_generation=4, num_iterations=1, gradient_accumulation_steps=2
+    )
+    for seconds in (5.0, 1.0, 5.0):
+        line.steps.append(seconds)
+        line.new_steps += 1
+        line.on_log(args, state, None, {"reward": 0.0})
+    shown = re.findall(r"(\d\.\d) s \|", capsys.readouterr().out)
+    assert shown == ["5.0", "3.0", "3.0"]
+
+
+def test_everything_is_printed_on_request(tmp_path, capsys):
+    mt.main(["--config", recipe_file(tmp_path, max_steps=1, save_strategy="no"), "--print_metrics", "all"])
+    text = capsys.readouterr().out
+    assert "'completions/mean_length': " in text and "step 1/1" not in text
+
+
+def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkeypatch):
+    """In a log once in a while, which here is half a second."""
+    monkeypatch.setattr(ProgressLine, "QUIET_SECONDS", 0.5)
+    (tmp_path / "slow.py").write_text(SLOW)
+    path = recipe_file(tmp_path, max_steps=1, save_strategy="no", tools_script=str(tmp_path / "slow.py"))
+    mt.main(["--config", path])
+    said = re.findall(r"^step 1: rolling out (\d+)/16, (\d+) in tools, for \d+ s$", capsys.readouterr().out, re.M)
+    assert said and all(0 < int(calls) <= 16 - int(done) for done, calls in said)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminals_line_is_written_again(monkeypatch):
+    """And gives way to a line that stays."""
+    going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[])])
+    batch = SimpleNamespace(over=False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
+    trainer = SimpleNamespace(weight_sync=None, _batch=batch, state=SimpleNamespace(global_step=4),
+                              model=SimpleNamespace(training=True))  # fmt: skip
+    assert what_it_does(trainer) == "rolling out 1/2, 1 in tools"
+    trainer.weight_sync = SimpleNamespace(pushed=None)
+    assert what_it_does(trainer) == "sync of the weights"
+    trainer.weight_sync.pushed, batch.over = "v1", True
+    assert what_it_does(trainer) == "training"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(ProgressLine, "TERMINAL_SECONDS", 0.05)
+    progress = ProgressLine(trainer)
+    watching = threading.Thread(target=progress._watch, args=(progress._over,))
+    watching.start()
+    deadline = time.monotonic() + 20
+    while "training" not in sys.stdout.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    progress.say("step 4/9")
+    progress.stop()
+    watching.join()
+    written = sys.stdout.getvalue()
+    assert written.startswith("\r\x1b[Kstep 5: training, for 0 s\r") and "\r\x1b[Kstep 4/9\n" in written
+    assert written.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_what_is_no_number_is_left_out(value):
+    assert log_line({"reward": value, "turns/mean": 2.0}, 1, 2, None, None) == "step 1/2 | turns 2.0"

@@ -1,0 +1,98 @@
+"""The table of readings: each one speaks at its threshold, not below it, and says where training is pointless."""
+
+import pytest
+
+from mt_grpo.reports.troubles import READINGS, troubles
+
+WELL = {
+    "prompt/lacks_system": False, "prompt/lacks_tools": "", "prompt/lacks_all_tools": False, "has_tools": True,
+    "learning_rate": 1e-6, "optim": "adamw_torch", "weights/stuck": 0.0, "temperature": 1.0,
+    "stop/environment_error": 0.0, "first/environment_error": "", "groups/identical": 0.0,
+    "credit/frac_groups_without_signal": 0.5, "tools/broken": 0.0, "tools/broken_name": "", "first/tool_error": "",
+    "tools/all_broken": 0.0, "cut/by_turn": 0.0, "max_turn_tokens": 48, "cut/by_completion": 0.0, "tokens/read": 0.2,
+    "max_completion_length": 96, "max_tool_response_tokens": 48, "stop/context_length": 0.0, "calls/malformed": 0.0,
+    "first/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0, "max_env_steps": 2,
+    "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/varied_and_used": ["right"],
+    "rewards/constant": "", "rewards/varied": ["right"], "num_generations": 8, "tokens/differ": 0.0,
+    "sampling/sampling_logp_difference/mean": 0.0, "sampling/cuts": "", "sampling/token_ratio_mean": None,
+}  # fmt: skip
+UNSURE = {"temperature": 0.69}
+NO_SIGNAL = {"credit/frac_groups_without_signal": 1.0}
+# The name of a reading, facts in which it just does not speak, in which it just does, and in which it is pointless to
+# train (None: never).
+TABLE = [
+    ("system prompt", {}, {"prompt/lacks_system": True, "has_tools": False}, {"prompt/lacks_system": True}),
+    ("tools", {}, {"prompt/lacks_tools": "add", "prompt/lacks_all_tools": True, "rollouts/called": 0.02},
+     {"prompt/lacks_tools": "add", "prompt/lacks_all_tools": True, "rollouts/called": 0.01, "has_tools": False}),
+    ("learning rate", {"learning_rate": 0.0099}, None, {"learning_rate": 0.01}),
+    ("learning rate", {"learning_rate": 0.01, "optim": "sgd"}, None, {"learning_rate": 0}),
+    ("rounding", {"weights/stuck": 0.49}, {"weights/stuck": 0.5}, None),
+    ("temperature", {"temperature": 1.49}, {"temperature": 1.5}, None),
+    ("cut sampling", {"sampling/token_ratio_mean": 0.9}, {"sampling/cuts": "top_p", "sampling/token_ratio_mean": 0.9},
+     None),
+    ("cut sampling", {"sampling/cuts": "top_p"}, {"sampling/cuts": "top_p", "sampling/token_ratio_mean": 1.0}, None),
+    ("environment errors", {"stop/environment_error": 0.19}, {"stop/environment_error": 0.2},
+     {"stop/environment_error": 0.95}),
+    ("identical rollouts", {"groups/identical": 0.49}, {"groups/identical": 0.5},
+     {"groups/identical": 0.5, **NO_SIGNAL, "rewards/varied_and_used": []}),
+    ("identical rollouts", {"groups/identical": 0.49, **UNSURE}, {"groups/identical": 0.5, **UNSURE},
+     {"groups/identical": 0.5, **UNSURE, **NO_SIGNAL, "rewards/varied_and_used": []}),
+    ("failing tools", {"tools/broken": 0.49}, {"tools/broken": 0.5, "tools/all_broken": 0.97},
+     {"tools/broken": 0.5, "tools/all_broken": 0.98}),
+    ("cut off by max_turn_tokens", {"cut/by_turn": 0.49}, {"cut/by_turn": 0.5}, {"cut/by_turn": 0.95}),
+    ("cut off", {"cut/by_completion": 0.49}, {"cut/by_completion": 0.5}, {"cut/by_completion": 0.95}),
+    ("cut off", {"cut/by_completion": 0.49, "tokens/read": 0.5}, {"cut/by_completion": 0.5, "tokens/read": 0.5},
+     {"cut/by_completion": 0.95, "tokens/read": 0.5}),
+    ("context", {"stop/context_length": 0.49}, {"stop/context_length": 0.5}, {"stop/context_length": 0.95}),
+    ("malformed calls", {"calls/malformed": 0.79}, {"calls/malformed": 0.8}, None),
+    ("no calls", {"rollouts/called": 0.02}, {"rollouts/called": 0.01}, None),
+    ("no calls", {"rollouts/called": 0.0, "has_tools": False}, {"rollouts/called": 0.0}, None),
+    ("no answers", {"rollouts/ended": 0.02}, {"rollouts/ended": 0.01}, None),
+    ("no answers", {"rollouts/ended": None}, {"rollouts/ended": 0.0}, None),
+    ("turns at the limit", {"stop/max_turns": 0.79}, {"stop/max_turns": 0.8}, None),
+    ("unused rewards", {}, {"rewards/unused": "lengths"},
+     {"rewards/unused": "lengths", **NO_SIGNAL, "rewards/varied_and_used": []}),
+    ("constant rewards", {"rewards/varied": []}, None,
+     {"rewards/varied": [], "rewards/varied_and_used": [], **NO_SIGNAL}),
+    ("no signal", {"credit/frac_groups_without_signal": 0.99}, None, NO_SIGNAL),
+    ("tokens", {"tokens/differ": 0.0}, {"tokens/differ": 0.01}, None),
+    ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},
+     None),
+]  # fmt: skip
+
+
+def test_facts_that_are_well_mean_no_trouble():
+    """Also where some are not known, as before the first batch."""
+    assert troubles(WELL) == []
+    assert troubles({**dict.fromkeys(WELL), "learning_rate": 1e-6, "optim": "adamw_torch"}) == []
+
+
+@pytest.mark.parametrize("name, below, at, pointless", TABLE)
+def test_a_reading_speaks_at_its_threshold(name, below, at, pointless):
+    assert troubles(WELL | below) == []
+    for facts, ends in ((at, False), (pointless, True)):
+        if facts is not None:
+            found = {each.name: each.pointless for each in troubles(WELL | facts)}
+            assert found == {name: ends}
+
+
+def test_a_reward_that_is_not_used_is_not_why_the_others_differ_in_no_group():
+    found = troubles(WELL | {"rewards/unused": "lengths", **NO_SIGNAL})
+    assert {each.name: each.pointless for each in found} == {"unused rewards": False, "no signal": True}
+
+
+def test_each_reading_is_in_the_table_with_what_its_text_says():
+    """In the order of the code, causes first; each of them finds its own facts."""
+    seen = set()
+    for name, _, at, pointless in TABLE:
+        for facts in filter(None, (at, pointless)):
+            seen |= {i for i, each in enumerate(READINGS) if each.name == name and each.when(WELL | facts)}
+    assert seen == set(range(len(READINGS)))
+
+
+def test_causes_stand_before_their_consequences():
+    facts = {"stop/max_turns": 1.0, "rollouts/ended": 0.0, "calls/malformed": 1.0, "temperature": 2.0,
+             "tools/broken": 1.0, "learning_rate": 1.0}  # fmt: skip
+    assert [each.name for each in troubles(WELL | facts)] == [
+        "learning rate", "temperature", "failing tools", "malformed calls", "no answers", "turns at the limit",
+    ]  # fmt: skip

@@ -1,0 +1,307 @@
+"""The log of rollouts: its columns, its segments, and what reads it."""
+
+import gzip
+import json
+import math
+import re
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from datasets import load_dataset
+from test_first_batch import recipe_file
+
+import mt_grpo_trainer as mt
+from mt_grpo.reports import rollout_log
+from mt_grpo.reports.rollout_log import (
+    Scored,
+    read_rollouts,
+    rollout_features,
+    rollout_rows,
+    segments,
+    turn_columns,
+    turn_row,
+    write_rollouts,
+)
+from mt_grpo.rollout import Context, Generation, Record, Rollout, ToolCall, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/rollouts.md").read_text()
+TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "observation", "num_tokens", "num_read",
+        "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob", "record", "after", "context",
+        "tools"}  # fmt: skip
+TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
+          "read_texts"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def project_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def train(folder, **keys):
+    mt.main(["--config", recipe_file(folder, max_steps=3, save_strategy="no", **keys)])
+    return list(read_rollouts(folder / "out"))
+
+
+def test_a_resumed_run_keeps_what_stood_there(tmp_path):
+    """The rollouts of before its stop stay; a new run in the same folder begins the log anew."""
+    arguments = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, log_rollouts=3)]
+    mt.main(arguments)
+    first = list(read_rollouts(tmp_path / "out"))
+    mt.main([*arguments, "--max_steps", "2", "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-1")])
+    both = list(read_rollouts(tmp_path / "out"))
+    assert both[:3] == first and [row["step"] for row in both] == [0, 0, 0, 1, 1, 1]
+    mt.main(arguments)
+    assert [row["step"] for row in read_rollouts(tmp_path / "out")] == [0, 0, 0]
+
+
+def test_an_answer_is_logged_as_it_is_in_the_data(tmp_path):
+    """Of several types, too; `rollout_features` reads them."""
+    answers = [{"value": "a", "aliases": ["b"]}, {"other": None}, [1, "x"], "text", 3, None]
+    row, *_ = train(tmp_path, log_rollouts=1)
+    folder = tmp_path / "out"
+    write_rollouts(folder / "rollouts.rank0.jsonl", [{**row, "answer": each} for each in answers], fresh=True)
+    assert [each["answer"] for each in read_rollouts(folder)] == answers
+    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
+    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
+    assert list(table["answer"]) == answers
+
+
+def test_the_columns_are_those_of_the_page(tmp_path):
+    rows = train(tmp_path, log_rollout_tokens=True)
+    named = [
+        name for line in PAGE.splitlines() if line[:3] == "| `" for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+    assert len(rows) == 48 and all(set(row) == set(named) for row in rows)
+    assert [(row["schema"], row["rank"], row["step"], row["index"]) for row in rows[::16]] == [
+        (1, 0, s, 0) for s in range(3)
+    ]
+    turns = [turn for row in rows for turn in row["turns"]]
+    assert all(set(turn) == TURN | TOKENS for turn in turns)
+    assert all(name in PAGE for turn in turns for name in turn)
+    for row in rows:
+        assert len(row["turns"]) == len(row["turn_rewards"]) == len(row["turn_advantages"])
+        assert row["num_tokens"] == sum(turn["num_tokens"] + turn["num_read"] for turn in row["turns"])
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert said == [turn["text"] for turn in row["turns"]]
+        assert row["policy_version"] - rows[0]["policy_version"] == row["step"]
+    assert all(len(turn[name]) == turn["num_tokens"] == turn["num_trained"] for turn in turns
+               for name in ("token_ids", "token_texts", "loss_mask", "advantages"))  # fmt: skip
+    assert all(len(turn["read_ids"]) == len(turn["read_texts"]) == turn["num_read"] for turn in turns)
+    assert all("".join(turn["token_texts"]).removesuffix("<|im_end|>") == turn["text"] for turn in turns)
+    assert [row["group"] for row in rows[:16]] == [i // 8 for i in range(16)]
+    weighted = [sum(value for value in row["rewards"].values() if value is not None) for row in rows]
+    assert [row["reward"] for row in rows] == pytest.approx(weighted)
+    called = next(turn for turn in turns if turn["results"] and not turn["results"][0]["error"])
+    assert called["calls"][0]["name"] == "calculator" and called["calls"][0]["error"] is None
+    assert set(json.loads(called["calls"][0]["arguments"])) == {"expression"}
+    assert set(called["results"][0]) == {"text", "error", "seconds", "reward"}
+
+
+def test_tokens_have_what_the_loss_reads_of_them():
+    """Two rollouts of a batch of three; the history of the first was edited before its last turn.
+
+    Row 0: prompt 1, turn 0 = 10 11, read 20, turn 1 = 30. Row 1: the second rollout failed. Row 2 is not logged.
+    Row 3: prompt 7, turn 2 of the first rollout = 40, of which nothing is trained.
+    """
+    turns = [Turn([10, 11], None, "", "stop", observation_ids=[20]), Turn([30], None, "", "stop"),
+             Turn([40], None, "", "stop", context=Context([], [7]))]  # fmt: skip
+    edited, failed = Rollout([], [1], turns=turns), Rollout([], [1], turns=[Turn([50, 51], None, "", "stop")])
+    records = [edited.records[0], Record([], []), Record([1], [Turn([60], None, "", "stop")]), edited.records[1]]
+    output = {
+        "tool_mask": torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "advantages": torch.tensor([[2.0, 2.0, 0.0, 3.0], [0.0] * 4, [9.0] * 4, [4.0, 0.0, 0.0, 0.0]]),
+        "old_per_token_logps": torch.tensor([[-1.0, -2.0, 0.0, -3.0], [0.0] * 4, [-9.0] * 4, [-4.0, 0.0, 0.0, 0.0]]),
+    }
+    assert turn_columns(output, records, [0, 1, 2, 0], [edited, failed]) == [
+        [
+            {"loss_mask": [1, 0], "advantages": [2.0, 2.0], "trainer_logprobs": [-1.0, -2.0]},
+            {"loss_mask": [1], "advantages": [3.0], "trainer_logprobs": [-3.0]},
+            {"loss_mask": [0], "advantages": [4.0], "trainer_logprobs": [-4.0]},
+        ],
+        [{"loss_mask": [0, 0], "advantages": [0.0, 0.0], "trainer_logprobs": None}],
+    ]
+
+
+def test_a_row_holds_what_every_record_read():
+    """A main loop (turns 0 and 2), a sub-agent (1) and a branch behind turn 0 (3)."""
+    call = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": NaN}'}}]
+    side = [
+        {"role": "system", "content": "Sum up.", "name": None},
+        {"role": "assistant", "content": "", "tool_calls": call},
+    ]
+    branch = [{"role": "user", "content": [{"type": "text", "text": "Branch."}], "name": "bob"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": math.nan}}}]
+    turns = [Turn([10], None, "zero", "stop", observation_ids=[20], tools=tools),
+             Turn([11], None, "one", "stop", context=Context(side, [7]), info={"x": math.inf}),
+             Turn([12], None, "two", "stop", after=0),
+             Turn([13], None, "three", "stop", context=Context(branch, [8]))]  # fmt: skip
+    turns[0].calls = [ToolCall("f", {"x": math.nan})]
+    rollout = Rollout([{"role": "user", "content": "Main."}], [1], turns=turns)
+    scored = Scored([], *(torch.zeros(shape) for shape in [(0,), (1, 0), (1, 4), (1, 4)]), 1)
+    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in turns]
+    (row,) = rollout_rows([rollout], [{}], scored, [columns])
+    assert row["messages"][: row["num_prompt_messages"]] == [{"role": "user", "content": "Main."}]
+    found = row["turns"]
+    assert [(turn["record"], turn["after"]) for turn in found] == [(0, None), (1, None), (0, 0), (2, None)]
+    assert [turn["context"] for turn in found] == [
+        None,
+        [
+            {"role": "system", "content": "Sum up.", "more": None},
+            {"role": "assistant", "content": "", "more": json.dumps({"tool_calls": call})},
+        ],
+        None,
+        [{"role": "user", "content": '[{"type": "text", "text": "Branch."}]', "more": '{"name": "bob"}'}],
+    ]
+    null = json.dumps(tools).replace("NaN", "null")  # JSON has no NaN: not every reader of the log takes it
+    assert [turn["tools"] for turn in found] == [null, None, None, None]
+    assert found[0]["calls"][0]["arguments"] == '{"x": null}' and row["info"][1] == '{"x": null}'
+
+
+def test_a_turn_has_the_weights_of_its_first_and_last_request():
+    """A turn of two requests: the first was sent with the weights of version 4, and 7 was pushed during the second."""
+
+    def versions(*of_requests):
+        turn = Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in of_requests])
+        return turn_row(turn, {"loss_mask": [1]})["policy_versions"]
+
+    assert versions((4, 5), (6, 7)) == [4, 7]
+    assert versions((3, 3)) == [3, 3]
+    assert versions(None) is None  # a backend to which nothing is pushed while it generates
+
+
+def test_logprobs_of_a_turn_are_summed_up_without_what_is_no_number():
+    def logged(logprobs):
+        row = turn_row(Turn([1, 2, 3], logprobs, "", "stop"), {"loss_mask": [1, 1, 0]})
+        return row["mean_logprob"], row["min_logprob"], row["num_trained"]
+
+    assert logged([-1.0, -3.0, -0.5]) == (-1.5, -3.0, 2)
+    assert logged([-1.0, float("nan"), float("-inf")]) == (-1.0, -1.0, 2)
+    assert logged(None) == (None, None, 2)
+
+
+def test_segments_load_together(tmp_path, monkeypatch):
+    """By datasets and pandas, the compressed and the open ones: every row once."""
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 20_000)
+    rows, out = train(tmp_path), tmp_path / "out"
+    closed = segments(out / "rollouts.rank0.jsonl")
+    assert [path.name for path in closed] == [f"rollouts.rank0.0000{n}.jsonl.gz" for n in range(1, len(closed) + 1)]
+    assert len(closed) >= 2 and [(row["step"], row["index"]) for row in rows] == [
+        (s, i) for s in range(3) for i in range(16)
+    ]
+    table = load_dataset("json", data_files=str(out / "rollouts.rank*.jsonl*"), split="train",
+                         cache_dir=str(tmp_path / "cache"))  # fmt: skip
+    assert sorted(zip(table["step"], table["index"])) == [(row["step"], row["index"]) for row in rows]
+    assert set(rows[0]["turns"][0]) == TURN
+    frame = pandas.concat([pandas.read_json(path, lines=True) for path in closed])
+    assert list(frame["index"][:16]) == list(range(16))
+
+
+def test_features_load_what_the_first_rows_do_not_show(tmp_path):
+    """In the first 10 MB nothing was called, answered, failed or rewarded."""
+    row, *_ = train(tmp_path, log_rollout_tokens=True)
+    nothing = {"answer": None, "calls": [], "results": [], "observation": None, "reward": None}
+    turns = [{**row["turns"][0], **nothing, "text": "x" * 4000}]
+    silent = {**row, "turns": turns, "reward": None, "rewards": dict.fromkeys(row["rewards"]), "turn_rewards": [None]}
+    later = {**row, "error": "it broke", "turns": [{**row["turns"][0], "observation": "Sure?", "answer": "4"}]}
+    folder = tmp_path / "out"
+    write_rollouts(folder / "rollouts.rank0.jsonl", [silent] * 1200 * 2 + [later], fresh=True)
+    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
+    with pytest.raises(Exception, match="An error occurred while generating the dataset"):
+        load_dataset("json", data_files=files, split="train", cache_dir=cache)
+    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
+    assert len(table) == 2401 and table[2400]["error"] == "it broke" and table[0]["rewards"] == silent["rewards"]
+    turn = table[2400]["turns"][0]  # its last digits are those of another reader of numbers
+    assert {name: turn[name] for name in turn if name not in ("seconds", "results", "advantages")} == {
+        name: value for name, value in later["turns"][0].items() if name not in ("seconds", "results", "advantages")
+    }
+    assert turn["results"][0]["text"] == later["turns"][0]["results"][0]["text"]
+    assert turn["seconds"] == pytest.approx(later["turns"][0]["seconds"]) and table[0]["turns"][0]["calls"] == []
+    with pytest.raises(ValueError, match="has no rollouts. Expected the output_dir"):
+        rollout_features(tmp_path / "cache")
+
+
+def fill(path, numbers):
+    for number in numbers:
+        write_rollouts(path, [{"step": number, "text": "x" * 100}], fresh=False)
+
+
+def test_a_kill_between_two_segments_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(3))
+    path.rename(tmp_path / "rollouts.rank0.00001.jsonl")  # killed before it was compressed
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz.part").write_bytes(b"half")
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
+    fill(path, range(3, 12))
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
+    assert [p.name for p in segments(path)][:2] == ["rollouts.rank0.00001.jsonl.gz", "rollouts.rank0.00002.jsonl.gz"]
+    assert gzip.open(tmp_path / "rollouts.rank0.00001.jsonl.gz").read().count(b"\n") == 3
+
+
+def test_it_is_bounded(tmp_path, monkeypatch, caplog):
+    """The oldest segment goes, with a warning; the newest stays however large it is."""
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    monkeypatch.setattr(rollout_log, "MOST_BYTES", 1)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(12))
+    assert [p.name for p in segments(path)] == ["rollouts.rank0.00002.jsonl.gz"]
+    assert "rollouts.rank0.00001.jsonl.gz is deleted: the log of rollouts has" in caplog.text
+    write_rollouts(path, [{"step": 0}], fresh=True)  # another run
+    assert segments(path) == [] and [row["step"] for row in read_rollouts(tmp_path)] == [0]
+
+
+def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
+    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 0}\n{"ste')
+    (tmp_path / "rollouts.rank10.jsonl").write_text('{"step": 10}\n')
+    (tmp_path / "rollouts.rank2.jsonl").write_text('{"step": 2}\n')
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 10]
+    assert f"{tmp_path}: 1 lines are no JSON, and left out" in caplog.text
+
+
+def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
+    """Half of a character in a call's JSON, and what an environment's info may hold."""
+    path = tmp_path / "rollouts.rank0.jsonl"
+    write_rollouts(path, [{"step": 0, "text": "\ud83d"}], fresh=False)
+    write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}], fresh=False)
+    assert "Step 1: rollouts are not in" in caplog.text and "Training goes on." in caplog.text
+    write_rollouts(path, [{"step": 2}], fresh=False)
+    assert list(read_rollouts(tmp_path)) == [{"step": 0, "text": "\ud83d"}, {"step": 2}]
+
+
+def test_half_of_a_line_that_a_kill_has_left_takes_no_other_with_it(tmp_path):
+    path = tmp_path / "rollouts.rank0.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "te')
+    write_rollouts(path, [{"step": 2}], fresh=False)
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+
+
+def test_a_kill_behind_the_compression_gives_no_row_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, range(5))
+    plain = tmp_path / "rollouts.rank0.00001.jsonl"
+    plain.write_bytes(gzip.open(f"{plain}.gz").read())  # it was not deleted yet
+    (tmp_path / ".rollouts.rank0.00002.jsonl.part").write_bytes(b"half")
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(5))
+    fill(path, range(5, 10))
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(10)) and not plain.exists()
+    write_rollouts(path, [{"step": 0}], fresh=True)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_segment_that_is_cut_off_is_told(tmp_path, caplog):
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(b'{"step": 0}\n' * 1000)[:-20])
+    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 1}\n')
+    assert list(read_rollouts(tmp_path))[-1] == {"step": 1}
+    assert "rollouts.rank0.00001.jsonl.gz is cut off, and what is behind is left out" in caplog.text
+
+
+def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("rollouts.rank0.jsonl", "rollouts.rank1.jsonl", "rollouts.rank1.00001.jsonl.gz", "notes.jsonl"):
+        (tmp_path / "out" / name).write_text('{"step": 7}\n')
+    assert {row["step"] for row in train(tmp_path)} == {0, 1, 2}
+    assert (tmp_path / "out/notes.jsonl").exists()

@@ -1,0 +1,80 @@
+"""Runs in trouble are told once, with what to do, and others are not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mt_grpo.reports.troubles import ALARMS, WINDOW, Watch
+
+TRAINER = SimpleNamespace(
+    num_turn_funcs=1, reward_func_names=["calls", "match"], reward_weights=torch.tensor([1.0, 2.0])
+)
+WELL = {"reward": 1.0, "rewards/match/mean": 0.5, "entropy": 0.3, "stop/max_turns": 0.2,
+        "completions/clipped_ratio": 0.2, "credit/frac_groups_without_signal": 0.4}  # fmt: skip
+
+
+def watched(logs, caplog):
+    """The metrics that were told of, in order."""
+    watch, caplog.records[:] = Watch(TRAINER), []
+    for step, log in enumerate(logs, 1):
+        watch.on_log(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None, logs=log)
+    return [record.getMessage().split(":")[0].rpartition(", ")[2] for record in caplog.records]
+
+
+def run_of(**values):
+    """Two windows of logs: (before, now) of each metric, else it is well."""
+    return [{**WELL, **{name.replace("__", "/"): pair[k] for name, pair in values.items()}}
+            for k in (0, 1) for _ in range(WINDOW)]  # fmt: skip
+
+
+TROUBLES = {
+    "no signal": (run_of(credit__frac_groups_without_signal=(0.9, 1.0)), "credit/frac_groups_without_signal"),
+    "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
+    "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "stop/max_turns"),
+    "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "completions/clipped_ratio"),
+    "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
+}
+NO_TROUBLES = {
+    "well": run_of(),
+    "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
+    "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
+    "always cut off a little": run_of(completions__clipped_ratio=(0.35, 0.4)),
+    "solved": run_of(
+        entropy=(0.2, 0.001), rewards__match__mean=(0.9, 0.99), credit__frac_groups_without_signal=(0.4, 0.6)
+    ),
+    "rewards near 0": run_of(reward=(0.0, 1e-6), rewards__match__mean=(0.0, -1e-6)),
+    "one group has signal": run_of(credit__frac_groups_without_signal=(1.0, 1.0))[:WINDOW - 1] + run_of(),
+    "a metric that is not there": run_of(entropy=(None, None), stop__max_turns=(float("nan"), float("nan"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_run_in_trouble_is_told_once(name, caplog):
+    logs, told = TROUBLES[name]
+    assert watched(logs * 3, caplog) == [told]
+    assert {alarm.name for alarm in ALARMS} == {told for _, told in TROUBLES.values()}
+
+
+@pytest.mark.parametrize("name", NO_TROUBLES)
+def test_another_run_is_not(name, caplog):
+    assert watched(NO_TROUBLES[name], caplog) == []
+
+
+def test_what_is_told_has_the_numbers(caplog):
+    watched(TROUBLES["cut off"][0], caplog)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("Step 40, completions/clipped_ratio: More rollouts are cut off (10% before, 40% now): ")
+
+
+def test_the_bundled_models_run_is_not_told(caplog):
+    """The curve of a tiny recipe that learned (hf_recipes/tiny/search.yaml, 75 steps), by tens."""
+    curve = {
+        "reward": [0.76, 0.93, 0.99, 1.04, 1.07, 1.1, 1.14],
+        "rewards/match/mean": [0.51, 0.69, 0.73, 0.8, 0.81, 0.82, 0.88],
+        "entropy": [0.28, 0.17, 0.14, 0.11, 0.1, 0.08, 0.07],
+        "stop/max_turns": [0.17, 0.17, 0.16, 0.14, 0.12, 0.12, 0.08],
+        "credit/frac_groups_without_signal": [0.0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.5],
+    }
+    logs = [{**WELL, **{name: values[k] for name, values in curve.items()}} for k in range(7) for _ in range(10)]
+    assert watched(logs, caplog) == []

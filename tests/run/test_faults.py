@@ -1,0 +1,1746 @@
+"""What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import wait
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+import warm_python
+from bench.common import VLLMServer
+from bench.fault_proxy import Fault, FaultProxy, first
+from conftest import files_of_at_most
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from warm_vllm import WarmVLLMServer
+
+import mt_grpo_trainer
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.event_loop import background_loop, run_async, start_in_background
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.versions import tagged, versions_of
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.reports.metrics import staleness_metrics
+from mt_grpo.reports.rollout_log import read_rollouts
+from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
+
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+CONTEXT = 640
+COMPLETIONS = "/v1/completions"
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
+
+
+# =====================================================================================================================
+# What the tests share
+# =====================================================================================================================
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
+    with WarmVLLMServer(MODEL, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(shared_server):
+    with FaultProxy(shared_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server that answers; a test may kill it."""
+    if not shared_server.healthy():
+        shared_server.stop()
+        shared_server.start().wait()
+    return shared_server
+
+
+@pytest.fixture
+def proxy(server, shared_proxy):
+    """In front of the server, without faults yet."""
+    shared_proxy.forget()
+    yield shared_proxy
+    shared_proxy.forget()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture
+def client(proxy, tokenizer):
+    client = VLLMServerClient("127.0.0.1", proxy.port, tokenizer, timeout=20, request_timeout=60)
+    yield client
+    client.close()
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """Whatever a test does to the process, the next one starts without it."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    assert {s: signal.getsignal(s) for s in handlers} == handlers
+
+
+def replace_server(server, after=0.0):
+    """Kill the server now, and have another one on its port in about half a minute; returns the thread."""
+    server.kill()
+
+    def start():
+        time.sleep(after)
+        server.start().wait()
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    return thread
+
+
+def calculator(expression: str) -> str:
+    """Evaluate a product of two integers.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def slow_calculator(seconds):
+    """The calculator with a delay: `seconds(expression)`."""
+
+    def calculator(expression: str) -> str:
+        """Evaluate a product of two integers.
+
+        Args:
+            expression: Such as `6 * 7`.
+        """
+        time.sleep(seconds(expression))
+        left, _, right = expression.partition("*")
+        return str(int(left) * int(right))
+
+    return calculator
+
+
+def answered(completions, answer, **kwargs):
+    return [
+        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c[-1]["content"]) / 100
+        for c, gold in zip(completions, answer)
+    ]
+
+
+class Watched(MTGRPOEnvTrainer):
+    """Keeps each batch's rollouts, the weights of every version, and which rollouts were set off when."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.weights, self.set_off, self.synced_with_prefetched = [], {}, [], []
+        self.evaluated = []
+
+    def _start_rollouts(self, prompts, which):
+        flight = super()._start_rollouts(prompts, which)
+        if self.model.training:
+            self.set_off.append((self.state.global_step, list(which)))
+        return flight
+
+    def _sync_weights(self):
+        self.synced_with_prefetched.append((self.model.training, bool(self._in_flight)))
+        if self._weight_counter.version not in self.weights:
+            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            self.weights[self._weight_counter.version] = state
+        super()._sync_weights()
+
+    def _roll_out(self, prompts):
+        rollouts = super()._roll_out(prompts)
+        (self.batches if self.model.training else self.evaluated).append(rollouts)
+        return rollouts
+
+    def rows(self, key):
+        return [row[key] for row in self.state.log_history if key in row]
+
+
+def make_trainer(
+    port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched, prompts=30, **changes
+):
+    values = dict(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
+        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+        weight_sync_dir=str(tmp_path),
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
+            for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
+    tmp_path.mkdir(exist_ok=True)
+    return trainer_class(
+        str(MODEL), MultiTurnToolEnv([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
+        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def logprobs_under(state, rollout):
+    """What a model with these weights gives the rollout's sampled tokens."""
+    if not hasattr(logprobs_under, "model"):
+        logprobs_under.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    model = logprobs_under.model
+    model.load_state_dict(state)
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(rollout.prompt_ids) - 1 :][torch.tensor(rollout.loss_mask, dtype=torch.bool)]
+
+
+def assert_from_the_weights_of_its_version(trainer):
+    """Every sampled token has the logprob that the weights of its turn's version give it, and no other's.
+
+    A turn during which weights were pushed has a first part from the old ones, and the rest from the new ones. Returns
+    how many turns there were of each kind: `two`, whose tokens are from two weights, and others, which were sent with
+    the weights that the rollout began with (`first`), or with later ones.
+    """
+    kinds = Counter()
+    first_weights = {
+        n: t.detach().clone() for n, t in AutoModelForCausalLM.from_pretrained(MODEL).state_dict().items()
+    }
+    apart = 0.0
+    for rollout in (rollout for batch in trainer.batches + trainer.evaluated for rollout in batch):
+        sampled = torch.tensor([p for p, m in zip(rollout.logprobs, rollout.loss_mask) if m])
+        at = 0
+        for turn in rollout.turns:
+            here = slice(at, at + len(turn.token_ids))
+            at = here.stop
+            asked, came = versions_of(turn)
+            fits = [(sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3
+                    for v in range(asked, came + 1)]  # fmt: skip
+            version, used = 0, set()  # the oldest that the next token can be from, and those of the tokens before
+            for token in range(len(turn.token_ids)):
+                while version < len(fits) and not fits[version][token]:
+                    version += 1
+                used.add(version)
+            kinds["two" if len(used) > 1 else "first" if asked == rollout.policy_version else "later"] += 1
+            assert version < len(fits), (rollout.policy_version, asked, came, token, turn)
+        if rollout in trainer.batches[-1]:
+            apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
+    assert apart > 0.01  # tokens of the first weights would have shown
+    return kinds
+
+
+def assert_whole(rollouts, limit=CONTEXT):
+    """Records whose parts fit each other."""
+    for rollout in rollouts:
+        completion = rollout.completion_ids
+        assert len(completion) == len(rollout.loss_mask) == len(rollout.turn_ids) == len(rollout.logprobs)
+        assert rollout.stop_reason in set(StopReason)
+        assert all(len(turn.token_ids) == len(turn.logprobs) for turn in rollout.turns)
+        assert len(rollout.prompt_ids) + len(completion) <= limit
+
+
+def pushed_versions(proxy) -> list[str]:
+    """The versions whose push was completed so far, without the one that only shows that pushes arrive."""
+    versions = [r.payload["new_version"] for r in list(proxy.requests) if r.path == "/update_weight_version"]
+    return [version for version in versions if not version.startswith("loading-") and not version.endswith("-probe")]
+
+
+def paused(server) -> bool:
+    return requests.get(f"{server.url}/is_paused", timeout=10).json()["is_paused"]
+
+
+# =====================================================================================================================
+# Answers that are late, wrong or missing
+# =====================================================================================================================
+
+
+def changed(**values):
+    """A fault's `change`: these keys of the answer's only choice are others."""
+
+    def change(answer):
+        answer["choices"][0].update(values)
+        return answer
+
+    return change
+
+
+def fewer_logprobs(answer):
+    answer["choices"][0]["logprobs"]["token_logprobs"].pop()
+    return answer
+
+
+def nan_logprob(answer):
+    answer["choices"][0]["logprobs"]["token_logprobs"][0] = float("nan")
+    return answer
+
+
+def without_ids(answer):
+    del answer["choices"][0]["token_ids"]
+    return answer
+
+
+def another_prompt(answer):
+    answer["usage"]["prompt_tokens"] += 1
+    return answer
+
+
+def longer_than_asked(answer):
+    choice = answer["choices"][0]
+    choice["token_ids"] = choice["token_ids"] * 60
+    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"] * 60
+    return answer
+
+
+PASSING = {
+    "429": Fault("429", status=429),
+    "500": Fault("500", status=500),
+    "503": Fault("503", status=503, body=b"<html>come back later</html>"),
+    "closed before the answer": Fault("closed", status=0),
+    "closed in mid-answer": Fault("cut", cut=True),
+    "no answer": Fault("silence", delay=60),
+}
+NO_SAMPLES = {
+    "malformed JSON": Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2'),
+    "no JSON": Fault("no JSON", change=lambda answer: b"\xff\xfe<html>"),
+    "another JSON": Fault("list", change=lambda answer: [answer]),
+    "NaN": Fault("NaN", change=nan_logprob),
+    "fewer logprobs": Fault("fewer logprobs", change=fewer_logprobs),
+    "no logprobs": Fault("no logprobs", change=changed(logprobs={"token_logprobs": None})),
+    "without token ids": Fault("without ids", change=without_ids),
+    "token ids null": Fault("null ids", change=changed(token_ids=None)),
+    "no tokens": Fault("empty", change=changed(token_ids=[], logprobs={"token_logprobs": []})),
+    "token ids of 70 bits": Fault("huge ids", change=changed(token_ids=[2**70], logprobs={"token_logprobs": [-1.0]})),
+    "token ids as text": Fault("texts", change=changed(token_ids=["a"], logprobs={"token_logprobs": [-1.0]})),
+    "another prompt": Fault("another prompt", change=another_prompt),
+    "longer than asked for": Fault("longer", change=longer_than_asked),
+    "aborted": Fault("aborted", change=changed(finish_reason="abort")),
+}
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", [*PASSING, *NO_SAMPLES])
+def test_a_fault_that_passes_costs_a_retry(proxy, client, kind):
+    """Requests that fail once are sent again, are counted, and leave nothing in the records."""
+    fault = {**PASSING, **NO_SAMPLES}[kind]
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
+                           max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
+    if kind == "no answer":
+        client.request_timeout = 4.0
+    proxy.faults = first(3, fault, COMPLETIONS)
+    rollouts = env.generate([f"What is {a} * 37?" for a in range(20, 28)], client, {"temperature": 0.0})["rollouts"]
+    assert_whole(rollouts)
+    assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
+    assert client.retries == proxy.counts[fault.name] == 3
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", NO_SAMPLES)
+def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, kind):
+    """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
+    proxy.faults = first(99, NO_SAMPLES[kind], COMPLETIONS)
+    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    with pytest.raises(ServerError, match=f"POST {proxy.url}{COMPLETIONS}: 3 answers in a row") as raised:
+        run_async(client.generate(prompt, 24))
+    assert not isinstance(raised.value, ServerLost)
+    assert sum(proxy.counts.values()) == 3
+
+
+@needs_vllm
+def test_a_request_that_is_wrong_is_not_repeated(proxy, client):
+    """400 cannot become better."""
+    proxy.faults = first(99, Fault("400", status=400), COMPLETIONS)
+    with pytest.raises(ServerError, match=f"POST {proxy.url}{COMPLETIONS}: 400 .*injected") as raised:
+        run_async(client.generate([5, 6, 7], 24))
+    assert not isinstance(raised.value, ServerLost) and proxy.counts["400"] == 1
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", [Fault("503", status=503), Fault("closed", status=0)], ids=["503", "closed"])
+def test_a_server_that_stays_away_is_given_up_in_time(proxy, client, fault):
+    """Not before `timeout`, for the server may come back until then."""
+    client.timeout = 3.0
+    proxy.faults = first(999, fault, COMPLETIONS)
+    began = time.monotonic()
+    with pytest.raises(ServerLost, match=f"POST {proxy.url}{COMPLETIONS}: .*gave up after vllm_server_timeout=3 s"):
+        run_async(client.generate([5, 6, 7], 24))
+    assert time.monotonic() - began > 2.9
+
+
+@needs_vllm
+def test_every_request_fits_the_context(proxy, client):
+    """Prompts and tool results of all sizes: the server refuses none, and what fills the context says so."""
+    sizes = iter(range(0, 10_000, 7))
+
+    def calculator(expression: str) -> str:
+        """Evaluate a product of two integers.
+
+        Args:
+            expression: Such as `6 * 7`.
+        """
+        return "1 2 3 4 5 6 7 8 9 " * (next(sizes) // 9) + "0"
+
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_steps=20, max_completion_length=5000,
+                           max_tool_response_tokens=2000, max_model_len=CONTEXT, max_turn_tokens=100)  # fmt: skip
+    length = len(env.start(["What is 12 * 34?"], client)[0].prompt_ids)
+    longer = [f"{'5 ' * n}What is 12 * 34?" for n in range(0, CONTEXT - length, 9)]
+    near = [f"{'5 ' * n}What is 12 * 34?" for n in range((CONTEXT - length) // 2 - 24, CONTEXT - length)]
+    prompts = ["What is 12 * 34?"] * 96 + longer + near
+    prompts = [p for p in prompts if len(env.start([p], client)[0].prompt_ids) <= CONTEXT]
+    rollouts = env.generate(prompts, client, {"temperature": 1.0})["rollouts"]
+    assert_whole(rollouts)
+    statuses = proxy.statuses(COMPLETIONS)
+    assert set(statuses) == {200} and statuses[200] > len(prompts), statuses
+    by_reason = Counter(r.stop_reason for r in rollouts)
+    assert by_reason[StopReason.CONTEXT_LENGTH] > 20, by_reason
+    lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
+    assert max(lengths) == CONTEXT  # not one token given away
+    assert {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT} <= {
+        StopReason.CONTEXT_LENGTH, StopReason.ANSWERED, StopReason.NO_TOOL_CALL}  # fmt: skip
+    assert StopReason.MAX_TOKENS not in {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT}
+
+
+# =====================================================================================================================
+# A server that dies
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
+    """Killed amid rollouts, with another on its port: finished conversations stay, the others start over.
+
+    The weights were changed by two steps before, so a token of the new server's first weights would show.
+    """
+    times, new = {}, []
+
+    def seconds(expression):
+        if trainer.state.global_step != 2:
+            return 0.0
+        if "began" not in times:
+            times["began"] = time.monotonic()
+            threading.Timer(2.5, lambda: new.append(replace_server(server))).start()
+        return 0.0 if times.setdefault(expression, len(times) % 2) else 4.0  # by problem, every other one waits
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), max_steps=3)
+    trainer.train()
+    new[0].join()
+    assert trainer.state.global_step == 3 and len(trainer.batches) == 3
+    assert trainer.rows("rollout/restarted")[:2] == [0, 0] and 0 < trainer.rows("rollout/restarted")[2] < 16
+    assert trainer.rows("rollout/retries")[2] > 0
+    again = [which for step, which in trainer.set_off if step == 2]
+    assert len(again) == 2 and again[0] == list(range(16)) and len(again[1]) == trainer.rows("rollout/restarted")[2]
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert [r.index for r in trainer.batches[2]] == list(range(16))
+    assert_whole(trainer.batches[2])
+    assert_from_the_weights_of_its_version(trainer)
+    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
+    assert trainer.client.lineage > 0 and not paused(server)
+
+
+@needs_vllm
+def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
+    """A restart in the check of the first, an error in another, death between pause and reload: all are repeated."""
+    new, first_weights = [], AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
+    direct = VLLMServerClient(base_url=server.url, sync_dir=str(tmp_path), timeout=5)
+
+    def rule(request):
+        if trainer.state.global_step == 0:
+            if request.path == COMPLETIONS and not proxy.counts["restarted"]:  # the check of the very first push
+                direct.update_weights(iter(first_weights.items()), "first")  # as a restart does
+                return Fault("restarted")
+            return None
+        if request.path != "/collective_rpc":
+            return None
+        if trainer.state.global_step == 1 and not proxy.counts["500"]:
+            return Fault("500", status=500)
+        if trainer.state.global_step == 2 and not new:
+            new.append(replace_server(server))
+            return Fault("killed")
+        return None
+
+    trainer = make_trainer(proxy.port, tmp_path)
+    proxy.faults = rule
+    trainer.train()
+    new[0].join()
+    direct.close()
+    assert trainer.state.global_step == 3
+    assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
+    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
+    assert trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
+    assert trainer.client.lineage > 0 and not paused(server)
+    assert_from_the_weights_of_its_version(trainer)
+    trainer.client.close()
+    assert not list(tmp_path.glob("*mt-grpo*"))
+
+
+@needs_vllm
+@pytest.mark.parametrize("when", ["during a push", "between two pushes"])
+def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
+    """Logprobs of another kind fit their ids as well as the right ones do."""
+    back = []
+
+    def raw(answer):
+        answer["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+        return answer
+
+    def rule(request):
+        if trainer.state.global_step == 1 and when == "during a push" and not back:
+            if request.path == "/collective_rpc":
+                back.append(1)
+                return Fault("500", status=500)
+        return Fault("raw", change=raw) if back and request.path.startswith("/server_info") else None
+
+    class Restart(TrainerCallback):
+        """As far as a client can see: another server knows no version."""
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if when == "between two pushes" and state.global_step == 0:
+                trainer.client.request("POST", "/update_weight_version", json={"new_version": "default"})
+                back.append(1)
+
+    trainer = make_trainer(proxy.port, tmp_path)
+    trainer.add_callback(Restart())
+    proxy.faults = rule
+    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'. Start it as"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and not paused(proxy)
+
+
+@needs_vllm
+def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
+    """A probe and a push, nothing sampled meanwhile; every sampling field as configured; the policy as it was."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    sampling = dict(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.1)
+    trainer = make_trainer(None, tmp_path, max_steps=1, learning_rate=0.0, **sampling,
+                           generation_kwargs={"frequency_penalty": 0.5},
+                           vllm_server_base_url=f"http://ann:hunter2@127.0.0.1:{proxy.port}")  # fmt: skip
+    trainer.train()
+
+    def push(version):
+        return ["/pause?mode=keep", f"loading-{version}", "/collective_rpc?", "/reset_prefix_cache?", version,
+                "/resume?"]  # fmt: skip
+
+    version = trainer.client.weight_version()
+    calls = [(r.payload or {}).get("new_version") or f"{r.path}?{r.query}" for r in proxy.requests
+             if r.method == "POST" and r.path not in ("/tokenize", COMPLETIONS)]  # fmt: skip
+    # First the look whether the server sees the directory of the weights, before they are loaded.
+    assert calls == ["/collective_rpc?", *push(f"{version}-probe"), *push(version)]
+    sampled = [r for r in proxy.requests if r.path == COMPLETIONS and "prompt_logprobs" not in r.payload]
+    assert [r.path for r in proxy.requests[: proxy.requests.index(sampled[0])]].count("/resume") == 2
+    assert len(sampled) >= 16
+    expected = {
+        **sampling, "frequency_penalty": 0.5, "stop": ["</tool>", "</answer>"], "include_stop_str_in_output": True,
+        "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    for request in sampled:
+        assert {key: request.payload.get(key) for key in expected} == expected
+        assert 0 < request.payload["max_tokens"] <= 48
+        assert trainer.processing_class.eos_token_id in request.payload["stop_token_ids"]
+    scored = [r.payload for r in proxy.requests if "prompt_logprobs" in (r.payload or {})]
+    assert [(p["temperature"], p["prompt_logprobs"]) for p in scored] == [(1.0, 0)] * 2  # of the probe and the push
+    before = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    # The password goes to the server, and nowhere else.
+    assert {r.headers.get("Authorization") for r in proxy.requests} == {"Basic YW5uOmh1bnRlcjI="}
+    assert "hunter2" not in trainer.args.to_json_string() + str(trainer.args)
+
+
+def further_off(answer):
+    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+        for value in entry.values():
+            value["logprob"] += 0.01
+    return answer
+
+
+IGNORED = Fault("ignored", status=200, body=b'{"results": [null]}')
+FURTHER_OFF = Fault("further off", change=further_off)
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault, message", [
+    (IGNORED, "A changed weight did not arrive at http://127.0.0.1"),
+    (FURTHER_OFF, "disagree: mean difference of logprobs 1.00e-02, allowed 0.001"),
+], ids=["pushes ignored", "0.01 off"])  # fmt: skip
+def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path, fault, message):
+    """One that ignores pushes holds the right weights at the first: only a changed weight shows it."""
+
+    def rule(request):
+        if fault is IGNORED:
+            return IGNORED if request.path == "/collective_rpc" else None
+        return FURTHER_OFF if "prompt_logprobs" in (request.payload or {}) else None
+
+    restore = VLLMServerClient("127.0.0.1", proxy.port, sync_dir=str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    restore.update_weights(iter(model.state_dict().items()), "bundled")
+    restore.close()
+    trainer = make_trainer(proxy.port, tmp_path, max_steps=1)
+    proxy.requests.clear()
+    proxy.faults = rule
+    with pytest.raises(ServerError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not paused(proxy)
+    assert {"prompt_logprobs" in r.payload for r in proxy.requests if r.path == COMPLETIONS} == {True}
+
+
+@needs_vllm
+@pytest.mark.parametrize("path, fault, message", [
+    ("/reset_prefix_cache", Fault("refused", status=200, body=b'{"success": false}'), "could not reset its prefix"),
+    ("/collective_rpc", Fault("refused", status=400), "/collective_rpc: 400"),
+], ids=["cache", "load"])  # fmt: skip
+def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, client, tmp_path, path, fault, message):
+    client.transfer.sync_dir = str(tmp_path)
+    proxy.faults = first(1, fault, path)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with pytest.raises(ServerError, match=message):
+        client.update_weights(iter(model.state_dict().items()), "v-half")
+    assert client.weight_version() == "loading-v-half" and not paused(proxy)
+    client.update_weights(iter(model.state_dict().items()), "v-whole")
+    assert client.weight_version() == "v-whole"
+
+
+@needs_vllm
+def test_keys_of_old_weights_do_not_outlive_a_push(client, tmp_path):
+    """A prompt of 400 tokens fills blocks of the prefix cache, which 128 tokens share."""
+    client.transfer.sync_dir = str(tmp_path)
+    prompt = [(7 * i * i) % 300 + 20 for i in range(400)]
+    run_async(client.generate(prompt, 16, {"stop": []}))
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
+    client.update_weights(iter(state.items()), "v-other")
+    generation = run_async(client.generate(prompt, 16, {"stop": []}))
+    model.load_state_dict(state)
+    ids = torch.tensor([prompt + generation.token_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+    assert generation.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
+
+
+STOPPING = """
+import os
+import signal
+import threading
+import time
+
+
+def calculator(expression: str) -> str:
+    '''Evaluate a product.
+
+    Args:
+        expression: Such as `6 * 7`.
+    '''
+    if os.environ.get("RANK") == "1":
+        time.sleep(float(os.environ.get("SLOW_RANK", 0)))
+    left, _, right = expression.partition("*")
+    return str(int(left) * int(right))
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    CALLS.append(1)
+    if os.environ.get("SIGNAL_AT_CALL") == str(len(CALLS)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+class KillsTheServer:
+    # as a conversation begins: the kill must be before the last request of a batch
+
+    def reset(self, **row):
+        if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
+            os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
+
+
+CALLS = []
+TOOL_FUNCTIONS = [calculator]
+if os.environ.get("KILL_GROUP"):
+    ENVIRONMENT = KillsTheServer
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+
+
+def recipe_arguments(recipe, folder, *arguments):
+    """Of the trainer's command line: a recipe made small, its output in `folder`."""
+    (folder / "stopping.py").write_text(STOPPING)
+    return ["--config", str(ROOT / "hf_recipes/tiny" / recipe), "--model_name_or_path", str(MODEL), "--output_dir",
+            str(folder / "out"), "--tools_script", str(folder / "stopping.py"), "--reward_fn",
+            str(folder / "stopping.py"), "--max_steps", "4", "--dataset_size", "64", "--per_device_train_batch_size",
+            "8", "--max_completion_length", "96", "--max_turn_tokens", "40", "--disable_tqdm", "true",
+            *map(str, arguments)]  # fmt: skip
+
+
+def history(folder):
+    """The log, once the run has ended by itself."""
+    rows = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
+    return [row for row in rows if "reward" in row]
+
+
+@needs_vllm
+def test_a_server_that_stays_dead_ends_the_run_saved(server, tmp_path, monkeypatch, capfd):
+    """The exit code says that it failed, the message where to go on; with a new server it goes on to the end."""
+    monkeypatch.setenv("KILL_AT_STEP", "2")
+    monkeypatch.setenv("KILL_GROUP", str(server.process.pid))
+    monkeypatch.setenv("AT_STEP", "0")
+    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
+                                 "--weight_sync_dir", tmp_path)  # fmt: skip
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--vllm_server_timeout", "3"])
+    saved = tmp_path / "out/checkpoint-2"
+    assert f"127.0.0.1:{server.port}" in str(stopped.value) and "step 2" in str(stopped.value)
+    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
+    server.process.wait()
+    server.start().wait()
+    main([*arguments, "--resume_from_checkpoint", str(saved)])
+    rows = history(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+
+
+@needs_vllm
+def test_a_server_that_is_away_at_a_push_ends_the_run_saved(proxy, tmp_path):
+    """The wait for it is as long as `vllm_server_timeout`, and what was trained is kept."""
+
+    def rule(request):
+        if request.path == "/pause" and len(pushed_versions(proxy)) == 2:  # the push of step 2 begins
+            proxy.reachable = False
+        return None
+
+    proxy.faults = rule
+    with pytest.raises(SystemExit, match="Step 2: ServerError: No vLLM server answers .* after 3 s") as stopped:
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path))  # fmt: skip
+    assert (tmp_path / "out/checkpoint-2").is_dir() and "--resume_from_checkpoint" in str(stopped.value)
+
+
+@needs_vllm
+@pytest.mark.parametrize("where", ["push", "rollouts"])
+def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
+    """Where server and trainer are told to go together, the trainer does not spend its grace on the server."""
+
+    def rule(request):
+        last = (2, "/pause") if where == "push" else (3, COMPLETIONS)
+        if proxy.reachable and (len(pushed_versions(proxy)), request.path) == last:
+            proxy.reachable = False
+            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return None
+
+    proxy.faults = rule
+    with pytest.raises(SystemExit) as stopped:
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", "3600", "--weight_sync_dir", tmp_path))  # fmt: skip
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert (tmp_path / "out/checkpoint-2").is_dir()
+
+
+# =====================================================================================================================
+# Rollouts that overlap with the optimisation
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
+    """The last batch leaves none in the air, and an evaluation pushes its weights to those that are."""
+
+    def seconds(expression):
+        if len(trainer.set_off) != 3:
+            return 0.0
+        deadline = time.monotonic() + 60  # the third batch is in the air until the first evaluation wants to push
+        while (False, True) not in trainer.synced_with_prefetched and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return 1.5
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), evaluates=True, max_steps=6,
+                           overlap_rollouts=True, eval_strategy="steps", eval_steps=2,
+                           per_device_eval_batch_size=16)  # fmt: skip
+    trainer.train()
+    assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
+    assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
+    assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
+    assert not trainer._in_flight and len(trainer.set_off) == 6
+    assert len(trainer.rows("eval_reward")) == 3
+    assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
+    assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["later"] > 0  # second turns of the third batch, after the evaluation's push
+    assert all(
+        set(versions_of(t)) == {r.policy_version} for batch in trainer.evaluated for r in batch for t in r.turns
+    )
+
+
+def test_a_turn_counts_from_its_oldest_weights():
+    """Four turns at version 7: of 7, of 5, of 4 and later 6 (two requests), and one of which nothing is known."""
+
+    def turn(*versions):
+        return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
+
+    first = Rollout([], [], turns=[turn((7, 7)), turn((5, 5)), turn((4, 5), (6, 6))], policy_version=3)
+    metrics = {}
+    staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7, metrics, Counter())
+    assert {name.removeprefix("rollout/staleness"): values for name, values in metrics.items()} == {
+        "": [1.5], "_p50": [1], "_p99": [3], "_max": [3],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
+    """Ten batches of ten turns and one turn that is 30 weight changes old, on the last rank; then a log."""
+
+    def rollouts(stale):
+        generations = [[Generation([1], [0.0], "stop", None, (40 - n, 40))] for n in stale]
+        return [Rollout([], [], turns=[Turn([1], [0.0], "", "stop", generations=g)]) for g in generations]
+
+    def logged():
+        log = {name.removeprefix("rollout/staleness"): statistics.mean(values) for name, values in metrics.items()}
+        metrics.clear()  # as TRL does
+        return log
+
+    others = []  # what the other rank has in each batch
+    monkeypatch.setattr(
+        "mt_grpo.reports.metrics.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1)
+    )
+    metrics, stale = defaultdict(list), Counter()
+    for batch in range(10):
+        straggler = [30] if batch == 3 else []
+        others[:] = [[0, *straggler]]
+        own = [0] * 4 + [2] * 6 + (straggler if num_ranks == 1 else [])
+        staleness_metrics(rollouts(own), 40, metrics, stale)
+        assert not others  # one gather for all of the metrics
+    # 40 turns of 0, 60 of 2 and one of 30; with the other rank 10 turns of 0 more.
+    assert logged() == {"": 150 / (101 if num_ranks == 1 else 111), "_p50": 2, "_p99": 2, "_max": 30}
+    others[:] = [[0]]
+    staleness_metrics(rollouts([1]), 40, metrics, stale)
+    assert logged() == {"": 1 / num_ranks, "_p50": 2 - num_ranks, "_p99": 1, "_max": 1}
+    others[:] = [[]]
+    staleness_metrics([], 40, metrics, stale)  # not one turn on any rank
+    assert logged() == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}
+
+
+@needs_vllm
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
+    """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
+
+    # The call ends in the step of the oldest batch in flight. Then a push is before the next turn.
+    tool = calculator_until(lambda: trainer, lambda trainer: len(trainer.set_off) - limit,
+                            lambda number: number % 2 == 0, then=1.0)  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=8, max_staleness=limit)
+    trainer.train()
+    # Batch b is asked for with the weights of step max(0, b - limit), and trained in step b.
+    assert [{r.policy_version for r in batch} for batch in trainer.batches] == [
+        {max(1, 1 + step - limit)} for step in range(8)
+    ]
+    assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(8)]
+    assert trainer.rows("rollout/restarted") == [0] * 8 and trainer.rows("rollout/retries") == [0] * 8
+    asked = [r.prompt_messages[-1]["content"] for batch in trainer.batches for r in batch]
+    assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer._in_flight
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
+
+
+@needs_vllm
+def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
+    """The answers come back whole. Their last parts are of the new weights, without keys and values of the old."""
+    trainer = make_trainer(server.port, tmp_path)
+    trainer._sync_weights()
+    request, futures, differences, count = trainer.client.request, [], [], 450
+    prompt = trainer.processing_class("What is 12 * 34? " * 3)["input_ids"]
+
+    def sampled_tokens():
+        metrics = requests.get(f"{server.url}/metrics", timeout=60).text
+        return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)", metrics, re.MULTILINE)[1])
+
+    def request_amid(method, path, **kwargs):
+        for _ in range(20 if path == "/pause" else 0):
+            wait(futures)  # on a busy machine all of them may have ended before the server could be paused
+            before, params = sampled_tokens(), {"stop": [], "ignore_eos": True}
+            futures[:] = [start_in_background(trainer.client.generate(prompt, count, params)) for _ in range(8)]
+            while sampled_tokens() < before + 8 * 30:
+                time.sleep(0.01)
+            if not any(future.done() for future in futures):
+                break
+        return request(method, path, **kwargs)
+
+    monkeypatch.setattr(trainer.client, "request", request_amid)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.1)
+    trainer._weight_counter.version += 1
+    trainer._sync_weights()
+    trainer.batches, model = [[]], AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    for generation in [future.result(120) for future in futures]:
+        lengths = len(generation.token_ids), len(generation.logprobs)
+        assert (*lengths, generation.finish_reason, generation.policy_versions) == (count, count, "length", (0, 1))
+        turn = Turn(generation.token_ids, generation.logprobs, "", "length", generations=[generation])
+        rollout, sampled = Rollout([], prompt, turns=[turn]), torch.tensor(generation.logprobs)
+        trainer.batches[0].append(rollout)
+        old, new = (logprobs_under(trainer.weights[version], rollout) for version in (0, 1))
+        first, *_ = [*((sampled - old).abs() > 1e-3).nonzero()[:, 0].tolist(), count]  # token of the new weights
+        assert sampled[first:].tolist() == pytest.approx(new[first:].tolist(), abs=1e-3)
+        if not 10 <= first <= count - 10:
+            continue
+        # With the old keys and values of what was before the push, the new weights would give other logprobs.
+        ids, at = torch.tensor([prompt + generation.token_ids]), len(prompt) + first - 1
+        with torch.no_grad():
+            model.load_state_dict(trainer.weights[0])
+            keys = model(ids[:, :at], use_cache=True).past_key_values
+            model.load_state_dict(trainer.weights[1])
+            logits = model(ids[:, at:-1], past_key_values=keys).logits[0]
+        mixed = logits.log_softmax(-1).gather(1, ids[0, at + 1 :, None])[:, 0]
+        differences.append((sampled[first:] - mixed).abs().max().item())
+    assert differences and min(differences) > 0.1
+    assert assert_from_the_weights_of_its_version(trainer)["two"] >= len(differences)
+    trainer.client.close()
+
+
+@needs_vllm
+def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
+    """Two batches are in flight. Their later turns wait for the push of the step before theirs."""
+
+    class Noted(Watched):
+        def _start_rollouts(self, prompts, which):
+            flights.append(super()._start_rollouts(prompts, which))
+            return flights[-1]
+
+    def may_go_on(rollout):
+        number = next((n for n, flight in enumerate(flights) if any(r is rollout for r in flight.rollouts)), None)
+        if number is None or trainer.client.policy_version < min(number, 4):  # the last two steps push nothing
+            return False
+        behind = flights[number + 1 : number + 2]  # its first turns must end before the next push
+        return number in (0, 5) or behind and all(r.turns for r in behind[0].rollouts)
+
+    async def take_turn(rollout, *args):
+        asked = time.monotonic()
+        while rollout.turns and not may_go_on(rollout) and time.monotonic() < asked + 60:
+            await asyncio.sleep(0.02)
+        await MultiTurnToolEnv.take_turn(trainer.env, rollout, *args)
+
+    flights = []
+    trainer = make_trainer(server.port, tmp_path, max_steps=6, max_staleness=2, trainer_class=Noted, logging_steps=3)
+    trainer.env.take_turn = take_turn
+    trainer.train()
+    rows = list(read_rollouts(tmp_path))
+    assert [row["step"] for row in rows] == [step for step in range(6) for _ in range(16)]
+    # Batches 0 to 2 begin with the weights of version 1, which step 0 pushes. Step b - 2 pushes those of batch b.
+    first_turns, later_turns = [1, 1, 1, 2, 3, 4], [1, 1, 2, 3, 4, 4]
+    for row in rows:
+        expected = [first_turns[row["step"]], *[later_turns[row["step"]]] * (len(row["turns"]) - 1)]
+        assert [turn["policy_versions"] for turn in row["turns"]] == [[version] * 2 for version in expected]
+        assert row["policy_version"] == expected[0]
+    assert_from_the_weights_of_its_version(trainer)
+    # Step s trains version s + 1: first turns are 0 1 2 2 2 2 weight changes old, later ones 0 1 1 1 1 2.
+    later = [sum(len(r.turns) - 1 for r in batch) for batch in trainer.batches]
+    assert all(later) and trainer.rows("rollout/staleness_max") == [2, 2]
+    assert trainer.rows("rollout/staleness") == pytest.approx([
+        (3 * 16 + later[1] + later[2]) / (3 * 16 + sum(later[:3])),
+        (6 * 16 + later[3] + later[4] + 2 * later[5]) / (3 * 16 + sum(later[3:])),
+    ])  # fmt: skip
+
+
+@needs_vllm
+def test_the_ratio_of_a_stale_batch(server, tmp_path):
+    """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds.
+
+    Where the clip is around what was sampled, the loss has those logprobs in its place.
+    """
+    modes = [  # by step: mode, bounds, and whether some ratios must be cut, and some kept
+        ("token_truncate", 0.8, 1.2, None),  # the first batch is not stale
+        ("token_truncate", 0.8, 1.2, {"cut", "kept"}),
+        ("token_mask", 0.8, 1.2, {"cut", "kept"}),
+        ("sequence_truncate", 1e-6, 1e6, {"kept"}),
+        ("sequence_mask", 0.8, 1.2, {"cut"}),
+        ("token_truncate", 0.8, 1.2, None),  # and old_logps: sampled
+    ]
+
+    class Kept(Watched):
+        def _generate_and_score_completions(self, inputs):
+            self.vllm_importance_sampling_mode, low, high, _ = modes[self.state.global_step]
+            self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = low, high
+            self.args.old_logps = "sampled" if self.state.global_step == 5 else "policy"
+            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            output = super()._generate_and_score_completions(inputs)
+            kept.append((state, self._weight_counter.version, output))
+            return output
+
+    kept = []
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=6, max_staleness=2)
+    trainer.train()
+    *batches, last = zip(modes, trainer.batches, kept, strict=True)
+    for (mode, low, high, expected), rollouts, (state, version, output) in batches:
+        stale = [version - versions_of(turn)[0] for rollout in rollouts for turn in rollout.turns]
+        assert min(stale) >= (expected is not None) and max(stale) <= 2
+        ratios, loss_mask, kinds = output["importance_sampling_ratio"], output["tool_mask"], set()
+        assert ratios.shape == ((16, 1) if "sequence" in mode else loss_mask.shape)
+        for rollout, got, mask in zip(rollouts, ratios, loss_mask * output["completion_mask"], strict=True):
+            sampled = torch.tensor([p for turn in rollout.turns for p in turn.logprobs])
+            assert mask.sum() == len(sampled)
+            difference = logprobs_under(state, rollout) - sampled
+            if "sequence" in mode:
+                difference = difference.sum(0, keepdim=True)
+            else:
+                got = got[mask.bool()]
+            ratio = difference.exp()
+            outside = (ratio < low) | (ratio > high)
+            cut = ratio.clamp(low, high) if "truncate" in mode else ratio.masked_fill(outside, 0.0)
+            near = ((ratio - low).abs() < 1e-3) | ((ratio - high).abs() < 1e-3)  # rounding may put it on either side
+            assert got[~near].tolist() == pytest.approx(cut[~near].tolist(), abs=2e-3, rel=2e-3)
+            kinds |= {"cut"} if outside.any() else set()
+            kinds |= {"kept"} if (~outside & ((ratio - 1).abs() > 0.01)).any() else set()
+        assert not kinds if expected is None else kinds >= expected, (mode, kinds)
+    _, rollouts, (state, _, output) = last
+    masks = (output["tool_mask"] * output["completion_mask"]).bool()
+    then = [p for rollout in rollouts for turn in rollout.turns for p in turn.logprobs]
+    assert output["old_per_token_logps"][masks].tolist() == pytest.approx(then, abs=1e-6)
+    assert set(output["importance_sampling_ratio"].unique().tolist()) == {1.0}
+    now = torch.cat([logprobs_under(state, rollout) for rollout in rollouts])
+    assert (now - torch.tensor(then)).abs().max() > 0.01  # they are others
+
+
+@needs_vllm
+def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
+    """It held the right weights when it was asked, and others when it was paused: nobody knows what it sampled."""
+    restarts, happened, questions = [], threading.Event(), []
+
+    def rule(request):
+        if request.path == "/pause" and len(pushed_versions(proxy)) == 2 and not restarts:
+            restarts.append(requests.post(f"{proxy.target}/update_weight_version", json={"new_version": "default"}))
+            happened.set()
+        return None
+
+    class Kept(Watched):
+        def _start_rollouts(self, rows, which):
+            questions.append({row["prompt"][-1]["content"] for row in rows})
+            return super()._start_rollouts(rows, which)
+
+    def seconds(expression):  # the batch that is in flight is not over, however slow the machine is
+        if any(f"What is {expression}?" in batch for batch in questions[3:4]):
+            assert happened.wait(120)
+        return 0.0
+
+    proxy.faults = rule
+    tool = slow_calculator(seconds)
+    trainer = make_trainer(proxy.port, tmp_path, tool, trainer_class=Kept, max_steps=6, max_staleness=2)
+    trainer.env.tool_timeout = 150.0
+    trainer.train()
+    assert len(restarts) == 1 and trainer.client.lineage == 1
+    assert trainer.client.weight_version() == f"{trainer.weight_sync.pushed}+1"
+    restarted = trainer.rows("rollout/restarted")
+    assert restarted[3] > 0 and restarted[:3] == [0, 0, 0]
+    assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+def test_flights_end_with_their_epoch(server, tmp_path):
+    """The prompts of the next epoch are asked for once it begins, and the last step leaves none in flight."""
+    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6)
+    trainer.train()  # two prompts to a batch: three batches to an epoch
+    assert trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
+    asked = [{r.prompt_messages[-1]["content"] for r in batch} for batch in trainer.batches]
+    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 6 and len(trainer.set_off) == 7
+
+
+@needs_vllm
+def test_a_stopped_run_asks_again_for_what_was_in_flight(server, tmp_path):
+    """Resumed at step 3, it trains the prompts that a run without a stop does, those that were in flight first."""
+
+    def prompts(trainer):
+        return [[r.prompt_messages[-1]["content"] for r in batch] for batch in trainer.batches]
+
+    class Stopped(Watched):
+        def _roll_out(self, rows):
+            if self.state.global_step == 3:
+                assert len(self._in_flight) == 2
+                self._stop_signal = signal.SIGTERM
+            return super()._roll_out(rows)
+
+    def make(folder, **kwargs):
+        return make_trainer(server.port, tmp_path / folder, max_steps=6, max_staleness=2, **kwargs)
+
+    whole = make("whole")
+    whole.train()
+    stopped = make("stopped", trainer_class=Stopped)
+    with stopped.stop_on_signals(), pytest.raises(RunStopped):
+        stopped.train()
+    assert "checkpoint-3" in stopped.save_where_it_stopped()
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-3"))
+    assert prompts(stopped) + prompts(resumed) == prompts(whole)
+    assert resumed.rows("rollout/staleness_max")[-3:] == [0, 1, 2]
+
+
+@needs_vllm
+def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_path):
+    """A subclass that changes the inputs of a step would score the rollouts of others with them."""
+
+    class Reordered(Watched):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(inputs[::-1])
+
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
+    with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and not trainer._in_flight
+
+
+@needs_vllm
+def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
+    trainer = None
+
+    def stop():
+        while (False, True) not in trainer.synced_with_prefetched:  # an evaluation's push
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    tool = slow_calculator(lambda expression: 3600.0 if len(trainer.set_off) > 1 else 0.0)
+    trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, overlap_rollouts=True,
+                           eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16)  # fmt: skip
+    threading.Thread(target=stop, daemon=True).start()
+    with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
+        trainer.train()
+    assert not trainer._in_flight
+
+
+@needs_vllm
+def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
+    """Killed while the next batch is in the air and this one is optimised: only that batch starts over."""
+    new = []
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2:
+            new.append(replace_server(server))
+        return answered(completions, **kwargs)
+
+    trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), reward, max_steps=5,
+                           overlap_rollouts=True)  # fmt: skip
+    trainer.train()
+    new[0].join()
+    assert trainer.state.global_step == 5 and not trainer._in_flight
+    restarted = trainer.rows("rollout/restarted")
+    assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
+    assert Counter(r.policy_version for r in trainer.batches[3])[4] == restarted[3]
+    assert_from_the_weights_of_its_version(trainer)
+
+
+def prompts_of(trainer):
+    """Each batch's prompts, one per group."""
+    groups = [[batch[i : i + 8] for i in range(0, len(batch), 8)] for batch in trainer.batches]
+    assert all(len({r.prompt_messages[-1]["content"] for r in group}) == 1 for batch in groups for group in batch)
+    return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]
+
+
+def calculator_until(trainer_of, step_of, is_slow, then=0.0):
+    """The calculator that answers some calls only at the step `step_of(trainer)`, and `then` seconds later."""
+
+    def seconds(expression):
+        trainer, began = trainer_of(), time.monotonic()
+        wanted = step_of(trainer)
+        if len(trainer.set_off) == 1 or not is_slow(int(expression.partition("*")[0])):
+            return 0.0  # the first step itself waits for the calls of its batch
+        while trainer.state.global_step < wanted and time.monotonic() < began + 25:
+            time.sleep(0.05)
+        return then
+
+    return slow_calculator(seconds)
+
+
+def slow_for(*numbers, seconds=8.0):
+    """The calculator that is slow for prompts that begin with one of these numbers."""
+    return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
+
+
+@needs_vllm
+def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
+    """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
+    tool = calculator_until(lambda: trainer, lambda trainer: min(trainer.state.global_step + 4, 8),
+                            lambda number: number in (11, 18, 25), then=1.0)  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=11, max_staleness=2, late_groups="admit", prompts=22)
+    trainer.train()  # an epoch: two prompts to a batch
+    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 22 and not trainer._in_flight
+    stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
+    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 11
+    assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
+    for batch in trainer.batches:
+        assert [r.index for r in batch] == list(range(16))
+        for rollout in batch:  # the row is of the prompt that was sampled from
+            left, right = re.findall(r"\d+", rollout.prompt_messages[-1]["content"])
+            assert rollout.row["answer"] == str(int(left) * int(right))
+    kinds = assert_from_the_weights_of_its_version(trainer)
+    assert kinds["first"] > 0 and kinds["later"] > 0
+
+
+@needs_vllm
+def test_admitted_groups_end_with_their_epoch(server, tmp_path):
+    """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
+    trainer = make_trainer(server.port, tmp_path, slow_for(11, 12, seconds=3.0), max_steps=7, max_staleness=2,
+                           prompts=6, late_groups="admit")  # fmt: skip
+    trainer.train()
+    trained = prompts_of(trainer)
+    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
+    assert len(set(trained[6])) == 2 and not trainer._in_flight
+    assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
+
+
+@needs_vllm
+@pytest.mark.parametrize("per_batch, begun, step", [(1, 3, 3), (2, 4, 7)], ids=["between batches", "in a batch"])
+def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, begun, step):
+    """Stopped after three batches and resumed, it trains every prompt of the epoch once, the slow ones too."""
+
+    class Stopped(Watched):
+        def training_step(self, *args, **kwargs):
+            if len(self.batches) == begun and self.state.global_step == step:
+                self._stop_signal = signal.SIGTERM
+                self._stop_if_asked()
+            return super().training_step(*args, **kwargs)
+
+    def make(**kwargs):
+        return make_trainer(
+            server.port, tmp_path, slow_for(*range(11, 31, 4), seconds=4.0), max_steps=8 * per_batch,
+            max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16, **kwargs,
+        )  # fmt: skip
+
+    stopped = make(trainer_class=Stopped)
+    with stopped.stop_on_signals(), pytest.raises(RunStopped):
+        stopped.train()
+    whole = prompts_of(stopped)[:3]
+    said = stopped.save_where_it_stopped()
+    checkpoint = tmp_path / f"checkpoint-{step}"
+    assert str(checkpoint) in said
+    state = json.loads((checkpoint / "mt_grpo_in_flight.json").read_text())
+    assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 16
+    with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait\. Set late"):
+        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
+    with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4. Set the batch sizes"):
+        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2, late_groups="admit",
+                     per_device_train_batch_size=32).train(str(checkpoint))  # fmt: skip
+
+
+@needs_vllm
+def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
+    """Some calls are answered only after the server was killed, so that there are groups in flight."""
+    new = []
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 3:
+            new.append(replace_server(server))
+        return answered(completions, **kwargs)
+
+    tool = calculator_until(lambda: trainer, lambda trainer: 4, lambda number: number in range(11, 41, 4))
+    trainer = make_trainer(server.port, tmp_path, tool, reward, max_steps=8, max_staleness=2, late_groups="admit",
+                           prompts=16)  # fmt: skip
+    trainer.train()
+    new[0].join()
+    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 16
+    assert sum(trainer.rows("rollout/restarted")) > 0
+    assert_from_the_weights_of_its_version(trainer)
+
+
+# =====================================================================================================================
+# The folder of the weights
+# =====================================================================================================================
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", ["missing", "a file", "read-only", "no room", "full half-way", "write error"])
+def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path, monkeypatch, fault):
+    """The error has the directory and what to do; the server keeps its weights, the directory none of ours."""
+    root = tmp_path / "shared"
+    if fault == "a file":
+        root.write_text("not a directory")
+    elif fault != "missing":
+        root.mkdir()
+    client.transfer.sync_dir = str(root)
+    limits = contextlib.nullcontext()
+    if fault == "read-only":
+
+        def mkdtemp(*args, **kwargs):  # root may write where others may not
+            raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+        monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    elif fault == "no room":
+        usage = shutil.disk_usage(root)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    elif fault == "full half-way":
+
+        def save_file(tensors, path, metadata):
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        monkeypatch.setattr("mt_grpo.generation.weight_transfer.save_file", save_file)
+    elif fault == "write error":
+        limits = files_of_at_most(2**20)
+    ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
+    before, version = client.score(ids), client.weight_version()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with limits, pytest.raises(ServerError) as raised:
+        client.update_weights(((n, t * 1.1) for n, t in model.state_dict().items()), "v-failed")
+    assert not isinstance(raised.value, ServerLost)
+    assert str(root) in str(raised.value) and "weight_sync_dir" in str(raised.value)
+    assert client.score(ids) == pytest.approx(before, abs=1e-6) and client.weight_version() == version
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" or "v-failed" in path.name]
+    client.close()
+    assert fault in ("missing", "a file") or not list(root.iterdir())
+
+
+def is_complete(path):
+    """Whether a safetensors file is as long as its header says."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return len(data) == 8 + size + max(entry["data_offsets"][1] for n, entry in header.items() if n != "__metadata__")
+
+
+@needs_vllm
+def test_what_has_a_versions_name_is_complete(proxy, client, tmp_path):
+    """A version's folder comes to be by a rename of one whose file is whole, and the server loads that one."""
+    client.transfer.sync_dir, made, renamed, loaded = str(tmp_path), [], [], []
+
+    def watch(event, arguments):  # Python calls it before it makes or renames a file
+        path = str(arguments[0]) if event in ("os.mkdir", "os.rename") and watching else ""
+        if path.startswith(str(tmp_path)) and event == "os.mkdir":
+            made.append(Path(path).name)
+        elif path.startswith(str(tmp_path)) and "partial-" in path:
+            renamed.append((Path(arguments[1]).name, is_complete(Path(path) / "model.safetensors")))
+
+    def rule(request):
+        if request.path == "/collective_rpc":
+            folder = Path(request.payload["kwargs"]["weights_path"])
+            loaded.append((folder.name, is_complete(folder / "model.safetensors")))
+
+    model, watching = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), True
+    sys.addaudithook(watch)  # which cannot be removed
+    proxy.faults = rule
+    try:
+        for i in range(3):
+            client.update_weights(iter(model.state_dict().items()), f"v-{i}")
+    finally:
+        watching = False
+    assert renamed == loaded == [("v-0", True), ("v-1", True), ("v-2", True)]
+    assert made[1:] == ["partial-v-0", "partial-v-1", "partial-v-2"] and made[0].startswith(".mt-grpo-")
+    assert [path.name for path in next(tmp_path.glob("mt-grpo-weights-*")).iterdir()] == ["lock"]
+
+
+HOLDER = """
+import sys, time
+from mt_grpo_trainer import VLLMServerClient
+client = VLLMServerClient(port=9, sync_dir=sys.argv[1])
+folder = client.transfer._versions_folder(1000)
+(folder / "version").mkdir()
+(folder / "version" / "model.safetensors").write_bytes(b"x" * 1000)
+print(folder, flush=True)
+time.sleep(600)
+"""
+
+
+@needs_vllm
+def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
+    """A push clears away what a killed run left in the shared directory, and nothing of one that lives."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+    def push():
+        client = VLLMServerClient("127.0.0.1", proxy.port, tokenizer, sync_dir=str(tmp_path))
+        client.update_weights(iter(model.state_dict().items()), "v")
+        client.close()
+
+    try:
+        folder = Path(process.stdout.readline().strip())
+        push()
+        assert (folder / "version/model.safetensors").is_file()
+        process.kill()
+        process.wait()
+        push()
+        assert not list(tmp_path.iterdir())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@needs_vllm
+def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
+    """No FIFO is waited for, no link followed, no other user's folder removed; a dead run's own folder is."""
+    open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
+    for folder in (open_to_all, own, victim):
+        folder.mkdir()
+    open_to_all.chmod(0o1777)  # as /dev/shm
+    names = ("fifo", "dead", "linked-lock", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
+    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
+    for name, folder in folders.items():
+        folder.mkdir()
+        if name in ("dead", "another-users"):
+            (folder / "lock").touch()
+    os.mkfifo(folders["fifo"] / "lock")
+    (victim / "lock").write_text("precious")
+    (folders["linked-lock"] / "lock").symlink_to(victim / "lock")
+    (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
+    if "another-users" in folders:
+        os.chown(folders["another-users"], 12345, 12345)
+    modes = []
+
+    def rule(request):
+        if request.path == "/collective_rpc":
+            modes.append(oct(Path(request.payload["kwargs"]["weights_path"]).parent.stat().st_mode & 0o777))
+
+    proxy.faults = rule
+    weights = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
+
+    def push():
+        for folder in (open_to_all, own):
+            client.transfer.sync_dir = str(folder)
+            client.update_weights(iter(weights.items()), f"v-{folder.name}")
+            client.close()
+
+    pushing = threading.Thread(target=push, daemon=True)
+    pushing.start()
+    pushing.join(60)
+    assert modes == ["0o700", "0o755"]  # where everybody may write, only this user may read
+    left = {path.name.removeprefix("mt-grpo-weights-") for path in open_to_all.iterdir()}
+    assert left == {*names, "link"} - {"dead"} and not list(own.iterdir())
+    assert (victim / "lock").read_text() == "precious"
+
+
+@needs_vllm
+def test_a_folder_that_was_cleaned_away_is_made_again(client, tmp_path):
+    """A run of weeks outlives the janitor of the temporary directory."""
+    client.transfer.sync_dir = str(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "v-1")
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    client.update_weights(iter(model.state_dict().items()), "v-2")
+    assert client.weight_version() == "v-2"
+
+
+# =====================================================================================================================
+# Stopping
+# =====================================================================================================================
+
+
+def test_closing_does_not_wait_for_a_blocked_loop():
+    """A run that ends since something blocks the loop must end: `close` runs at exit."""
+    client, free = VLLMServerClient(port=9), threading.Event()
+    background_loop().call_soon_threadsafe(free.wait)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    hung = closing.is_alive()
+    free.set()
+    closing.join(20)
+    assert not hung
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The log of a run in process that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    main(recipe_arguments("calculator.yaml", folder))
+    return history(folder)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
+    """Within seconds, with the shell's exit code for it; the resumed run is the uninterrupted one."""
+    arguments = recipe_arguments("calculator.yaml", tmp_path)
+    process = subprocess.Popen([warm_python.executable(), mt_grpo_trainer.__file__, *arguments], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    try:
+        log, deadline = tmp_path / "out/rollouts.rank0.jsonl", time.monotonic() + 120
+        while not log.is_file() or '"step": 1' not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0][-3000:]
+            time.sleep(0.02)
+        process.send_signal(signum)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signum, said[-3000:]
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert f"stopped by {signum.name}" in said and f"--resume_from_checkpoint {saved}" in said
+    assert "Traceback" not in said and "never awaited" not in said
+    main([*arguments, "--resume_from_checkpoint", "last"])
+    resumed = history(tmp_path)
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    for key in ("reward", "loss"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
+
+
+@pytest.mark.parametrize("call, arguments", [
+    (3, []),
+    (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
+    (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2", "--per_device_eval_batch_size",
+         "8"]),
+    (3, ["--dataset_size", "2", "--save_only_model", "true"]),
+], ids=["rewards", "second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
+def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
+    """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
+
+    def run(name, *more):
+        (tmp_path / name).mkdir(exist_ok=True)
+        main(recipe_arguments("calculator.yaml", tmp_path / name, *arguments, *more))
+        return history(tmp_path / name)
+
+    whole = run("whole")
+    stale = tmp_path / "parts/out/checkpoint-2/trainer_state.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("another run's")
+    monkeypatch.setenv("SIGNAL_AT_CALL", str(call))
+    with pytest.raises(SystemExit) as stopped:
+        run("parts")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert json.loads(stale.read_text())["global_step"] == 2
+    monkeypatch.delenv("SIGNAL_AT_CALL")
+    resumed = run("parts", "--resume_from_checkpoint", "last")
+    assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
+    for key in ("reward", "loss", "num_tokens"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
+
+
+def test_no_interruption_where_other_ranks_take_part():
+    """A rank that left a collective generation would leave the others in it; it stops at the next meeting."""
+    rank = SimpleNamespace(llm=InProcessBackend(None, None, any_rank=bool), _stop_signal=signal.SIGTERM)
+    with MTGRPOEnvTrainer._interruptions(rank):
+        assert not rank._interruptible
+    rank.llm = InProcessBackend(None, None)
+    with pytest.raises(RunStopped), MTGRPOEnvTrainer._interruptions(rank):
+        pass
+
+
+def test_a_trainer_with_nan_is_far_from_its_server():
+    """`max` of a list with NaN depends on the order."""
+    servers = SimpleNamespace(scores=lambda ids: {0: [[-1.0, -2.0]], 2: [[-1.5, -2.5], [-1.0, -2.5]]})
+    trainer = SimpleNamespace(servers=servers, _probe_ids=[1, 2, 3])
+    assert WeightSync._distances(trainer, torch.tensor([-1.5, -2.5])) == {0: 0.5, 2: 0.25}
+    assert WeightSync._distances(trainer, torch.tensor([-1.5, float("nan")])) == {0: float("inf"), 2: float("inf")}
+
+
+def test_a_client_may_have_a_connection_for_each_conversation():
+    """1,024, the usual soft limit, is less than a batch of rollouts."""
+    limits = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > 2000
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        VLLMServerClient(port=9).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65_535), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# =====================================================================================================================
+# Two ranks
+# =====================================================================================================================
+
+TWO_RANKS = """
+import os, signal, sys, threading
+import mt_grpo_trainer as m
+
+original = m.MTGRPOEnvTrainer._start_rollouts
+
+
+def set_off(self, prompts, which):
+    if os.environ["RANK"] == "1" and self.state.global_step == 2:
+        if os.environ["FAULT"] == "dead port":
+            self.client.base_url = "http://127.0.0.1:9"
+        else:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return original(self, prompts, which)
+
+
+m.MTGRPOEnvTrainer._start_rollouts = set_off
+m.main()
+"""
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", ["dead port", "signal", "signal in process"])
+def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
+    """A slow rank is waited for; one that cannot go on, or is told to stop, stops both, saved, with one message."""
+    (tmp_path / "worker.py").write_text(TWO_RANKS)
+    in_process = fault == "signal in process"
+    of_server = "--vllm_server_port", server.port, "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path
+    arguments = recipe_arguments("calculator.yaml" if in_process else "calculator-vllm.yaml", tmp_path,
+                                 *() if in_process else of_server)  # fmt: skip
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
+    env = {**os.environ, "FAULT": fault, "SLOW_RANK": "1.0", "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    said = result.stdout + result.stderr
+    assert result.returncode != 0, said[-3000:]
+    saved = tmp_path / "out/checkpoint-2"
+    assert saved.is_dir(), said[-3000:]
+    if fault == "dead port":
+        message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
+    else:
+        message = "stopped by SIGTERM at step 2"
+    assert said.count(message) == 2, said[-3000:]
+    assert said.count(f"Continue with --resume_from_checkpoint {saved}") == 2
+    rows = [row for row in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert in_process or all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert rows[0]["rollout/seconds"] > 0
+
+
+ADMITTING_RANKS = """
+import json, os, time
+import mt_grpo_trainer as m
+
+original = m.MTGRPOEnvTrainer._calculate_rewards
+STEPS = 0
+
+
+def note(self, inputs, *args):
+    global STEPS
+    STEPS = self.state.global_step + 1
+    rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
+            for row, rollout in zip(inputs, self._rollouts)]
+    with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
+        file.write(json.dumps(rows) + "\\n")
+    return original(self, inputs, *args)
+
+
+m.MTGRPOEnvTrainer._calculate_rewards = note
+m.main()
+"""
+SLOW_FOR_SOME = """
+import re, sys, time
+
+
+def calculator(expression: str) -> str:
+    \"\"\"Evaluate an arithmetic expression.
+
+    Args:
+        expression: Such as `6 * 7`.
+    \"\"\"
+    worker, began = sys.modules["__main__"], time.monotonic()
+    wanted = min(worker.STEPS + 4, 5)
+    is_slow = int(re.findall(r"[0-9]+", expression)[0]) % 8 == 0
+    while is_slow and worker.STEPS < wanted and time.monotonic() < began + 20:
+        time.sleep(0.05)
+    return "1"
+
+
+TOOL_FUNCTIONS = [calculator]
+"""
+
+
+@needs_vllm
+def test_two_ranks_take_the_same_groups(server, tmp_path):
+    """Three groups of four on two ranks of six: the second one is on both. Each prompt of an epoch is trained once."""
+    (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
+    (tmp_path / "tool.py").write_text(SLOW_FOR_SOME)
+    arguments = recipe_arguments(
+        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
+        "--max_steps", "8", "--dataset_size", "24", "--per_device_train_batch_size", "6", "--num_generations", "4",
+        "--max_staleness", "2", "--late_groups", "admit", "--tools_script", tmp_path / "tool.py", "--tool_timeout",
+        "30", "--credit_assignment", "gigpo", "--save_strategy", "no",
+    )  # fmt: skip
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
+    (tmp_path / "notes").mkdir()
+    env = {**os.environ, "NOTES": str(tmp_path / "notes"), "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
+    asked, late = [], 0
+    for step, (one, other) in enumerate(zip(*ranks, strict=True)):
+        rows = one + other
+        assert len(one) == len(other) == 6 and [index for _, _, index, _ in rows] == list(range(12))
+        assert all(question == prompt for question, prompt, _, _ in rows)
+        groups = [rows[i : i + 4] for i in (0, 4, 8)]
+        assert all(len({(question, version) for question, _, _, version in group}) == 1 for group in groups)
+        asked += [group[0][0] for group in groups]
+        late += sum(step + 1 - group[0][3] > 2 for group in groups)
+    assert len(ranks[0]) == 8 and len(asked) == len(set(asked)) == 24
+    assert late > 0  # the bound of `wait` would not have let them
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_slow_prompts_are_trained_as_often_as_others(server, tmp_path, late_groups):
+    """One prompt in ten has a tool that takes 50 times as long. After each of 206 steps all are trained alike.
+
+    An epoch has 28 steps. In the middle of one, up to four prompts are asked for and not trained: those in flight.
+    """
+
+    class Counted(Watched):
+        def _start_rollouts(self, prompts, which):
+            asked.extend({prompts[i]["prompt"][-1]["content"]: 1 for i in which})
+            return super()._start_rollouts(prompts, which)
+
+        def _roll_out(self, rows):
+            rollouts = super()._roll_out(rows)
+            trained.update(rollout.prompt_messages[-1]["content"] for rollout in rollouts[::8])
+            steps.append((Counter(asked), Counter(trained)))
+            return rollouts
+
+    asked, trained, steps = [], Counter(), []
+    tool = slow_calculator(lambda expression: 2.5 if int(expression.partition("*")[0]) % 10 == 1 else 0.05)
+    trainer = make_trainer(server.port, tmp_path, tool, max_steps=206, max_staleness=2, late_groups=late_groups,
+                           prompts=56, trainer_class=Counted)  # fmt: skip
+    trainer.train()
+    prompts = {row["prompt"][-1]["content"] for row in trainer.train_dataset}
+    slow = {prompt for prompt in prompts if int(re.search(r"\d+", prompt)[0]) % 10 == 1}
+    assert (len(prompts), len(slow), len(steps)) == (56, 6, 206)
+    # Prompts are asked for in whole epochs, whose order does not know which of them are slow.
+    epochs = [asked[first : first + 56] for first in range(0, len(asked), 56)]
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs) and len(asked) == 2 * 206
+    for step, (begun, done) in enumerate(steps, 1):
+        assert done.total() == 2 * step and done <= begun
+        in_flight = begun - done
+        assert in_flight.total() <= 4 and max(in_flight.values(), default=0) <= 1, (step, in_flight)
+        assert max(done.values()) - min(done[prompt] for prompt in prompts) <= 1, (step, done)
+    # Each epoch has trained 2 of its 56 prompts per step: of its slow ones as many, but for those in flight.
+    ends = [steps[last][1] for last in range(27, 206, 28)]
+    assert [set(done.values()) for done in ends] == [{number} for number in range(1, 8)]
+
+
+# =====================================================================================================================
+# A server of several workers
+# =====================================================================================================================
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_each_worker_of_a_server_gets_its_part_of_a_push(tmp_path, monkeypatch):
+    """Tensor parallelism, as `VLLM_TP=2` starts it. On a CPU the workers are two processes."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", "2")
+    with VLLMServer(MODEL, *flags, timeout=300.0) as server:
+        trainer = make_trainer(server.port, tmp_path)
+        trainer.train()
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-5 for row in rows), rows
+    assert all(row["sync/logprob_difference"] < 1e-4 for row in rows)

@@ -1,0 +1,278 @@
+"""Two launchers, as on two nodes: they train as one, stop together, go on exactly, and say what they do not share."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import warm_python
+from bench.common import free_port
+from processes import ends
+from safetensors.torch import load_file
+from warm_vllm import WarmVLLMServer
+
+from mt_grpo.run.checkpoints import checkpoint_to_resume
+from mt_grpo_trainer import VLLMServerClient
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
+PLUGIN = """
+import os
+import time
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    with open(os.path.join(os.path.dirname(__file__), f"pid{os.environ['RANK']}"), "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(float(os.environ.get("SECONDS_PER_STEP", 0)))
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+ARGUMENTS = [
+    "--config", "hf_recipes/tiny/calculator.yaml", "--max_steps", "4", "--dataset_size", "64",
+    "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "64",
+    "--max_turn_tokens", "40", "--disable_tqdm", "true",
+]  # fmt: skip
+
+
+class Nodes:
+    """A run on two nodes: a launcher for each, with one process. Both are on this machine."""
+
+    def __init__(
+        self, folder, *arguments, recipe=ARGUMENTS[1], outputs=("out", "out"), seconds_per_step=0.0, python=None,
+        more=((), ()),
+    ):  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        (folder / "reward.py").write_text(PLUGIN)
+        self.folder, port = folder, free_port()
+        self.logs = [folder / f"node{rank}.log" for rank in range(2)]
+        self.launchers = []
+        for rank, (output, own) in enumerate(zip(outputs, more)):
+            command = [
+                python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(CPU),
+                "--num_machines", "2", "--machine_rank", str(rank), "--num_processes", "2",
+                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
+                "mt_grpo_trainer.py", "--config", recipe, *ARGUMENTS[2:], "--reward_fn", str(folder / "reward.py"),
+                "--output_dir", str(folder / output), *map(str, arguments), *own,
+            ]  # fmt: skip
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_PER_STEP": str(seconds_per_step)}
+            with open(self.logs[rank], "w") as log:
+                self.launchers.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )  # fmt: skip
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for rank, launcher in enumerate(self.launchers):
+            launcher.kill()
+            launcher.wait()
+            with contextlib.suppress(OSError):  # it has a session of its own, and may be stopped
+                os.kill(self.trainer(rank), signal.SIGKILL)
+
+    def trainer(self, rank: int) -> int:
+        """The process id of the trainer of a node, after its first rewards."""
+        return int((self.folder / f"pid{rank}").read_text())
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+    def wait_for(self, path: str, text: str, seconds: float = 120.0) -> None:
+        """Until a file of the folder has the text."""
+        file, until = self.folder / path, time.monotonic() + seconds
+        while not file.is_file() or text not in file.read_text():
+            assert time.monotonic() < until, (self.said(0)[-2000:], self.said(1)[-2000:])
+            assert all(launcher.poll() is None for launcher in self.launchers), self.said(0)[-2000:] + self.said(1)
+            time.sleep(0.02)
+
+    def exit_codes(self, seconds: float = 120.0) -> list[int]:
+        until = time.monotonic() + seconds
+        return [launcher.wait(max(0.1, until - time.monotonic())) for launcher in self.launchers]
+
+
+def train(folder, *arguments, **options):
+    with Nodes(folder, *arguments, **options) as nodes:
+        assert nodes.exit_codes() == [0, 0], nodes.said(0)[-3000:] + nodes.said(1)[-3000:]
+    return nodes
+
+
+def steps(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: [row[key] for key in ("loss", "grad_norm", "reward", "num_tokens")] for row in rows
+            if "reward" in row}  # fmt: skip
+
+
+STOPS = {
+    "SIGTERM to the launcher of node 1": lambda nodes: nodes.launchers[1].send_signal(signal.SIGTERM),
+    "SIGTERM to the launcher of node 0": lambda nodes: nodes.launchers[0].send_signal(signal.SIGTERM),
+    "SIGTERM to the trainer of node 1": lambda nodes: os.kill(nodes.trainer(1), signal.SIGTERM),
+}
+AT_ONCE, OTHERS = STOPS.popitem(), STOPS  # one of them in the default suite
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on two nodes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder)
+    return folder / "out"
+
+
+def assert_went_on_exactly(whole, resumed):
+    """Steps, losses and weights are those of the uninterrupted run, bit for bit."""
+    assert list(steps(whole)) == [1, 2, 3, 4] and steps(resumed) == steps(whole)
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def stopped_by(stop, folder, *arguments, outputs=("out", "out"), **options):
+    """A run that is stopped after its second step, and saves one checkpoint in each directory."""
+    with Nodes(folder, *arguments, outputs=outputs, seconds_per_step=0.7, **options) as nodes:
+        nodes.wait_for(f"{outputs[0]}/metrics.jsonl", '"step": 2')
+        stopped = time.monotonic()
+        stop(nodes)
+        assert nodes.exit_codes(60) == [1, 1]  # a launcher's; the trainers' is 143
+        assert time.monotonic() - stopped < 30
+    for rank, output in enumerate(outputs):
+        (saved,) = (folder / output).glob("checkpoint-*")
+        said = nodes.said(rank)
+        assert "stopped by SIGTERM" in said and f"--resume_from_checkpoint {saved}\n" in said, said[-3000:]
+    assert "exitcode  : 143" in nodes.said(0) + nodes.said(1)
+    return nodes
+
+
+def stop_and_go_on(whole, folder, stop, *arguments, outputs=("out", "out")):
+    stopped_by(stop, folder, *arguments, outputs=outputs)
+    train(folder, *arguments, "--resume_from_checkpoint", "last", outputs=outputs)
+    assert_went_on_exactly(whole, folder / outputs[0])
+
+
+def test_a_signal_to_one_node_stops_both_and_they_go_on_exactly(whole, tmp_path):
+    stop_and_go_on(whole, tmp_path, AT_ONCE[1])
+    assert {path.name for path in (tmp_path / "out").glob("rollouts.*")} == {f"rollouts.rank{r}.jsonl" for r in (0, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", OTHERS)
+def test_whichever_node_gets_the_signal(whole, tmp_path, stop):
+    stop_and_go_on(whole, tmp_path, OTHERS[stop])
+
+
+def rewarded(folder):
+    """The rows of the steps in a folder's history."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [row for row in history if "reward" in row]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
+def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
+    """Between the two runs it gets weights of somebody else, and so has to get those of the checkpoint."""
+    flags = "--max-model-len", "640", "--logprobs-mode", "processed_logprobs"
+    with WarmVLLMServer(MODEL, *flags, log=tmp_path / "vllm.log") as server:
+        arguments, recipe = ("--vllm_server_port", server.port), "hf_recipes/tiny/calculator-vllm.yaml"
+        first = stopped_by(OTHERS["SIGTERM to the launcher of node 1"], tmp_path, *arguments, recipe=recipe)
+        trainers = [first.trainer(rank) for rank in range(2)]
+        (saved,) = (tmp_path / "out").glob("checkpoint-*")
+        before = rewarded(saved)
+        client, weights = VLLMServerClient(base_url=server.url), load_file(MODEL / "model.safetensors")
+        client.update_weights(iter((name, 1.1 * tensor) for name, tensor in weights.items()), "of somebody else")
+        client.close()
+        second = train(tmp_path, *arguments, "--resume_from_checkpoint", "last", recipe=recipe)
+        trainers += [second.trainer(rank) for rank in range(2)]
+    rows = rewarded(tmp_path / "out")
+    assert saved.name == f"checkpoint-{len(before)}" and 2 <= len(before) < 4 and rows[: len(before)] == before
+    assert [row["step"] for row in rows] == list(steps(tmp_path / "out")) == [1, 2, 3, 4]
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert len(set(trainers)) == 4 and all(ends(trainer, 10) for trainer in trainers)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_shared_disk_keep_a_checkpoint_each(whole, tmp_path):
+    """Both go on from their own; without node 1's they do not go on at all."""
+    outputs, each = ("disk0", "disk1"), ("--save_on_each_node", "true")
+    stop_and_go_on(whole, tmp_path, AT_ONCE[1], *each, outputs=outputs)
+    for rank in range(2):
+        assert [path.name for path in (tmp_path / outputs[rank]).glob("rollouts.*")] == [f"rollouts.rank{rank}.jsonl"]
+    (saved,) = (tmp_path / "disk1").glob("checkpoint-*")
+    saved.rename(saved.with_name("gone"))
+    message = (
+        "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint.* There is none in output_dir="
+    )
+    refused(tmp_path, message, *each, "--resume_from_checkpoint", "last", outputs=outputs)
+
+
+def refused(folder, message, *arguments, **options):
+    """Both nodes end with this message, before weights are loaded."""
+    with Nodes(folder, *arguments, **options) as nodes:
+        assert nodes.exit_codes(60) == [1, 1]
+    for rank in range(2):
+        assert re.search(message, nodes.said(rank), re.S), nodes.said(rank)[-3000:]
+        assert "Loading weights" not in nodes.said(rank)
+
+
+def test_an_output_directory_that_one_node_does_not_see(tmp_path):
+    message = r"error: rank 0 on .*: output_dir='.*' is shared with 0 of 1 other nodes: .*save_on_each_node: true"
+    refused(tmp_path, message, outputs=("disk0", "disk1"))
+
+
+def test_nodes_that_would_write_the_same_files(tmp_path):
+    refused(
+        tmp_path, "error: .*save_on_each_node: true, but 2 of 2 nodes share output_dir", "--save_on_each_node", "true"
+    )
+
+
+def test_nodes_that_would_train_differently(tmp_path):
+    """Such as one with another copy of the recipe: its gradients would be averaged with the others'."""
+    with Nodes(tmp_path, more=((), ("--turn_advantage_coef", "0.5", "--learning_rate", "1e-5"))) as nodes:
+        assert nodes.exit_codes(60) == [1, 1]
+    for rank in range(2):
+        said = " ".join(nodes.said(rank).split())
+        assert re.search(
+            r"error: rank 1 on .*: this node differs from that of rank 0: learning_rate: 0.0006 -> 1e-05 "
+            r"turn_advantage_coef: 1.0 -> 0.5 Start all nodes with the same",
+            said,
+        ), said[-3000:]
+
+
+@pytest.mark.parametrize(
+    "fault, rank",
+    [("killed", 1), *(pytest.param(*values, marks=pytest.mark.slow) for values in (("killed", 0), ("silent", 1)))],
+)
+def test_a_node_that_is_gone_ends_the_other(tmp_path, fault, rank):
+    """Killed, it closes its connections. Silent, as without power, it is given up after `ddp_timeout` seconds."""
+    timeout = () if fault == "killed" else ("--reward_timeout", "5", "--ddp_timeout", "6")
+    saving = "--save_strategy", "steps", "--save_steps", "1"
+    with Nodes(tmp_path, *saving, *timeout, seconds_per_step=0.7) as nodes:
+        nodes.wait_for("out/checkpoint-1/trainer_state.json", "}")
+        nodes.wait_for("out/metrics.jsonl", '"step": 1')
+        began = time.monotonic()
+        if fault == "killed":
+            nodes.launchers[rank].kill()
+        os.kill(nodes.trainer(rank), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        other = nodes.launchers[1 - rank]
+        assert other.wait(60) == 1
+        assert time.monotonic() - began < 30
+    said = nodes.said(1 - rank)
+    assert "another process of this run is gone, or does not answer: " in said, said[-3000:]
+    assert "Start all nodes again with --resume_from_checkpoint last, which takes the last whole checkpoint." in said
+    assert checkpoint_to_resume("last", str(tmp_path / "out"))

@@ -1,0 +1,207 @@
+"""The task with search: the encyclopedia, its questions in the real index, the model and what warmed it up."""
+
+import json
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from build import search as build
+from build.common import encode, opening
+from evaluate import evaluate, load_recipe
+from test_tiny_models import rollout_of
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.conversation.formats.xml import make_format
+from tools.wiki_search import wiki_search
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "hf_recipes/tiny/encyclopedia"
+FACTS = build.make_facts()
+
+
+@pytest.fixture(autouse=True)
+def own_index(tmp_path_factory, monkeypatch):
+    """The corpus of the recipe, with an index elsewhere. A recipe's `env:` is set in this process: undone after it."""
+    before = dict(os.environ)
+    monkeypatch.chdir(ROOT)
+    os.environ["WIKI_SEARCH_CORPUS"] = str(DATA / "corpus.jsonl")
+    os.environ["WIKI_SEARCH_INDEX"] = str(tmp_path_factory.getbasetemp() / "encyclopedia.fts5")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def form():
+    return make_format("xml", AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/search-model"))
+
+
+def rows_of(split: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
+
+
+# --- the encyclopedia ------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_what_the_generator_makes(tmp_path):
+    build.write_data(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "test.jsonl", "train.jsonl"]
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (DATA / path.name).read_bytes()
+
+
+def test_the_encyclopedia_has_two_facts_of_each_entity():
+    assert len(set(build.WORDS)) == 64 and len(set(build.ENTITIES)) == 4096 and len(FACTS) == 8192
+    assert Counter(Counter(entity for _, entity in FACTS).values()) == {2: 4096}
+    assert len({passage["id"] for passage in build.make_corpus(FACTS)}) == 8192
+
+
+def test_no_passage_outweighs_the_one_that_is_asked_for():
+    """BM25 sees words and not their order."""
+    for (relation, entity), value in FACTS.items():
+        first, second = entity.split()
+        assert first == second or (relation, f"{second} {first}") not in FACTS
+        assert len({*entity.split(), *value.split()}) == (3 if first == second else 4)
+
+
+def test_every_question_is_answered_by_searches():
+    """Through the real index: a search per relation, each for what the one before it found."""
+    hops = Counter()
+    for row in rows_of("test") + rows_of("train")[::4]:
+        relations, entity = build.read_question(row["question"])
+        assert build.make_question(tuple(relations), entity) == row["question"]
+        for relation in relations:
+            query, value = build.title_of(relation, entity), FACTS[relation, entity]
+            assert wiki_search(query) == f"[1] {query}\n{value}"
+            assert build.look_up(query, dict(FACTS), random.Random(0)) == wiki_search(query)
+            entity = value
+        assert row["answer"] == [entity]
+        hops[len(relations)] += 1
+    assert set(hops) == {1, 2} and min(hops.values()) > 450
+
+
+def test_no_held_out_question_is_trained_on():
+    begin = {split: {build.read_question(row["question"])[1] for row in rows_of(split)} for split in build.NUM_ROWS}
+    assert {split: len(rows_of(split)) for split in build.NUM_ROWS} == {"train": 2048, "test": 512}
+    assert not begin["train"] & begin["test"]
+    questions = [row["question"] for split in build.NUM_ROWS for row in rows_of(split)]
+    assert len(set(questions)) == len(questions)
+
+
+# --- the warm start --------------------------------------------------------------------------------------------------
+
+
+def conversations(form, number: int, shares=(build.CALL_SHARES, build.ANSWER_SHARES), seed: int = 0) -> list:
+    rng = random.Random(seed)
+    return [build.make_conversation(form, *shares, rng) for _ in range(number)]
+
+
+def found(messages: list[dict]) -> list[tuple[str, str]]:
+    """Title and text of every passage in a conversation."""
+    results = [m["content"].split("\n") for m in messages[2:] if m["role"] == "user"]
+    return [(lines[1].removeprefix("[1] "), lines[2]) for lines in results if lines[1].startswith("[1] ")]
+
+
+def test_a_warm_start_without_mistakes_searches_once_per_relation(form):
+    for messages in conversations(form, 50, (build.RIGHT, build.RIGHT)):
+        relations, entity = build.read_question(messages[1]["content"])
+        expected = opening(messages[1]["content"], build.SYSTEM)
+        for relation, (title, value) in zip(relations, found(messages), strict=True):
+            assert title == build.title_of(relation, entity)
+            expected += [{"role": "assistant", "content": build.call(title)},
+                         {"role": "user", "content": f"<result>\n[1] {title}\n{value}\n</result>"}]  # fmt: skip
+            entity = value
+        assert messages == [*expected, {"role": "assistant", "content": f"<answer>{entity}</answer>"}]
+
+
+def test_nothing_in_the_warm_start_can_be_learned_by_heart(form):
+    """A fact is drawn again in every conversation."""
+    passages = [pair for messages in conversations(form, 1000) for pair in found(messages)]
+    titles = {build.title_of(*key): value for key, value in FACTS.items()}
+    assert len(passages) > 1000
+    assert sum(titles.get(title) == value for title, value in passages) < 3  # chance: one in 4,096
+    again = Counter(title for title, _ in passages).most_common(1)[0]
+    assert len({value for title, value in passages if title == again[0]}) > again[1] / 2
+
+
+def test_a_warm_start_has_every_kind_of_mistake():
+    rng = random.Random(0)
+    right = build.call("river of Bala Fizu")
+    said = {kind: Counter(build.call_turn(kind, "river", "Bala Fizu", True, rng) for _ in range(500))
+            for kind in build.CALL_SHARES}  # fmt: skip
+    assert set(said["good"]) == {right}
+    assert set(said["no tag"]) == {"river of Bala Fizu"}
+    assert set(said["wrong tool"]) == {right.replace("wiki_search", name) for name in ("search", "wiki")}
+    assert build.call("ruler of Bala Fizu") in said["wrong relation"] and right not in said["wrong relation"]
+    assert build.call("river of Bala Bala") in said["wrong name"] and right not in said["wrong name"]
+    assert right.replace('"}}', '"}') in said["broken JSON"] and right not in said["broken JSON"]
+    assert len(said["no call"]) > 400
+    assert build.call_turn("no call", "river", "Bala Fizu", False, rng) == "<answer>Bala Fizu</answer>"
+    last = {kind: Counter(build.answer_turn(kind, "river of Bala Fizu", "Kamo Deri", rng) for _ in range(500))
+            for kind in build.ANSWER_SHARES}  # fmt: skip
+    assert set(last["good"]) == {"<answer>Kamo Deri</answer>"} and set(last["no tag"]) == {"Kamo Deri"}
+    assert set(last["wrong line"]) == {"<answer>Bala Fizu</answer>"}
+    assert set(last["further call"]) == {build.call(f"{r} of Kamo Deri") for r in build.ALL_RELATIONS}
+    assert "<answer>Kamo Deri</answer>" not in last["wrong word"] and len(last["wrong word"]) > 80
+
+
+def test_what_is_imitated_is_a_rollout(form):
+    """The same ids as in the recipe's environment, and room for all of them within its limits."""
+    script_args, args, _ = load_recipe(build.RECIPE)
+    texts: list[str] = []
+
+    def wiki_search(query: str) -> str:
+        """Finds what the conversation found."""
+        return texts.pop(0)
+
+    env = mt.build_env(script_args, args, [wiki_search], form.tokenizer)
+    compared = Counter()
+    for messages in conversations(form, 200):
+        ids, labels = encode(messages, form, build.TOOLS)
+        said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
+        texts[:] = ["[1] " + "\n".join(pair) for pair in found(messages)]
+        assert max(map(len, said)) < args.max_turn_tokens
+        turns = [[*turn, form.tokenizer.eos_token_id] for turn in said]
+        nothing = [form.tokenizer.eos_token_id]  # what a conversation of calls alone has for its last turn
+        rolled, mask = rollout_of(env, messages[1]["content"], [*turns, nothing])
+        assert not texts and len(rolled) > len(ids) - 2 and rolled[: len(ids)] == ids[: len(rolled)]
+        assert all(label == i for i, label, trained in zip(rolled, labels, mask, strict=False) if trained)
+        compared[len(said)] += 1
+    assert min(compared[turns] for turns in (1, 2, 3, 4)) > 5
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_each_word_of_a_name_is_one_token(form):
+    for entity in build.ENTITIES[::97]:
+        first, second = entity.split()
+        assert form.tokenizer.tokenize(entity) == [first, "Ġ", second]
+        assert form.tokenizer.decode(form.tokenizer.encode(build.call(f"river of {entity}"))) == build.call(
+            f"river of {entity}"
+        )
+
+
+def test_the_bundled_model_can_search_and_often_does_it_badly():
+    recipe = load_recipe(build.RECIPE)
+    model = str(ROOT / recipe[2].model_name_or_path)
+    result = evaluate(model, recipe, num_problems=256, progress=False)
+    assert 0.2 < result["exact_match"] < 0.4
+    assert 0.7 < result["tool_executed"] < 0.98 and 0.35 < result["result_found"] < 0.65
+    almost_greedy = evaluate(model, load_recipe(build.RECIPE, ["--temperature", "0.01"]), 64, progress=False)
+    assert almost_greedy["exact_match"] > 0.95 and 2.3 < almost_greedy["mean_turns"] < 2.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_model_learns_to_search(tmp_path):
+    """The whole recipe: two minutes on two cores."""
+    mt.main(["--config", build.RECIPE, "--output_dir", str(tmp_path), "--disable_tqdm", "true"])
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    exact = [row["rewards/exact_match_reward_func/mean"] for row in history if "reward" in row]
+    assert len(exact) == 75 and mean(exact[:2]) < 0.5 and mean(exact[-10:]) > 0.8
+    assert evaluate(str(tmp_path), build.RECIPE, 256, progress=False)["exact_match"] > 0.8

@@ -1,0 +1,145 @@
+"""The credit benchmark: a real run and its resumption, and the report by hand-written numbers."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from bench import credit as bench
+from bench.common import markers, with_section
+
+BEGIN, END = markers("credit")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Results, picture, page and runs in a folder of their own."""
+    monkeypatch.setattr(bench, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results.json")
+    monkeypatch.setattr(bench, "PICTURE", tmp_path / "docs/credit.png")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "runs").mkdir()
+    return tmp_path
+
+
+def row(method, seed, exact_match, learning_rate=6e-4, task="chain", area=0.5, passed=20):
+    steps = bench.TASKS[task]["steps"]
+    return {
+        "task": task, "method": method, "learning_rate": learning_rate, "seed": seed, "steps": steps,
+        "train_exact_match": [exact_match] * steps, "without_signal": 0.1, "train_turns": [4.0] * steps, "area": area,
+        "steps_to_threshold": passed, "tool_executed": 1.0, "result_found": 0.9, "mean_turns": 4.5,
+        "exact_match": exact_match, "train_seconds": 50.0, "seconds": 60.0,
+    }  # fmt: skip
+
+
+def write(rows):
+    for r in rows:
+        (bench.RUNS / f"{bench.name_of(r)}.json").write_text(json.dumps(r))
+
+
+def search(method, best=6e-4):
+    return [row(method, bench.SEARCH_SEED, 0.5, lr, area=0.6 if lr == best else 0.4) for lr in bench.LEARNING_RATES]
+
+
+def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
+    exact = [0.90, 0.92, 0.94, 0.96, 0.98]  # mean 0.94, std 0.0316228, t(4) = 2.776: half width 0.0392579
+    passed = [10, 30, None, 20, None]  # ordered 10 20 30 - -: the median is 30
+    rows = search("mt_grpo") + search("outcome", best=3e-4)
+    rows += [row("mt_grpo", seed, e, passed=p) for seed, (e, p) in enumerate(zip(exact, passed))]
+    rows += [row("mt_grpo", 7, 0.0, learning_rate=3e-4)]  # not the rate that was chosen
+    rows += [row("outcome", seed, 0.7, learning_rate=3e-4) for seed in range(4)]  # one seed short
+    rows += [row("mt_grpo", 9, 0.1)] + [row("merged", seed, 0.5) for seed in range(6)] + search("merged")  # not both
+    write(rows)
+    bench.report()
+    text = bench.PAGE.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n\n**(b)") and text.endswith(f"{END}\nafter\n")
+    quoted = "| `mt_grpo` | 0.94 ± 0.04 | 0.50 ± 0.00 | 30 | 0.90 ± 0.00 | 1.00 ± 0.00 | 4.50 ± 0.00 | 0.10 ± 0.00 |"
+    assert f"{quoted} 0.0006 |" in text
+    assert "| `merged` | 0.50 ± 0.00 |" in text
+    assert "5 seeds" in text and "`outcome`" not in text and "old" not in text
+    results = json.loads(bench.RESULTS.read_text())
+    assert len(results["runs"]) == len(rows)
+    assert results["settings"]["learning_rates"] == {"outcome": 3e-4, "merged": 6e-4, "mt_grpo": 6e-4}
+    assert bench.PICTURE.read_bytes().startswith(b"\x89PNG") and bench.PICTURE.stat().st_size > 10_000
+
+
+def test_a_task_with_the_rate_of_its_recipe_says_how_rewards_are_scaled(folders):
+    write([row(m, seed, 0.9, task="encyclopedia") for m in ("mt_grpo", "turn_return") for seed in range(5)])
+    bench.report()
+    text = bench.PAGE.read_text()
+    assert (
+        "**(d) search in an encyclopedia, one and two hops**: 40 steps of 64 rollouts, 256 held-out problems" in text
+    )
+    head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in (head, rule, *rows)} == {11}
+    assert "| `mt_grpo` | `group` | 0.90 ± 0.00 |" in rows[0] and "| `turn_return` | `none` | 0.90" in rows[1]
+
+
+def test_the_digest_of_a_task_has_its_data(monkeypatch):
+    before, read, read_bytes = dict(os.environ), [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
+    try:
+        bench.code_digest("encyclopedia")
+    finally:  # the recipe's `env:` is set in this process
+        os.environ.clear()
+        os.environ.update(before)
+    assert {"corpus.jsonl", "train.jsonl", "test.jsonl", "wiki_search.py", "model.safetensors", "rewards.py"} <= {
+        *read
+    }
+
+
+def test_the_results_file_alone_is_enough_to_go_on(folders):
+    write([row("mt_grpo", 0, 0.9)])
+    bench.report()
+    (bench.RUNS / f"{bench.name_of(row('mt_grpo', 0, 0.9))}.json").unlink()
+    assert list(bench.finished()) == ["chain-mt_grpo-lr0.0006-steps40-seed0"]
+
+
+def test_without_runs_there_is_no_report(folders):
+    with pytest.raises(SystemExit, match="no finished runs"):
+        bench.main(["--report"])
+
+
+@pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--seeds", "100"]])
+def test_bad_options(arguments):
+    with pytest.raises(SystemExit, match="error: expected --jobs"):
+        bench.main(arguments)
+
+
+JOB = {"task": "chain", "method": "turn_return", "learning_rate": 3e-4, "seed": 3, "steps": 1}
+
+
+def test_a_run_is_kept_and_not_run_again(folders, warm_processes, monkeypatch, capsys):
+    """A worker process trains the chain for one step; the second time no process is started."""
+    bench.run_all([JOB], 1)
+    printed = capsys.readouterr().out
+    assert "1/1  chain-turn_return-lr0.0003-steps1-seed3" in printed
+    (kept,) = bench.finished().values()
+    assert kept.items() >= JOB.items() and re.fullmatch("[0-9a-f]{12}", kept["code"])
+    assert len(kept["train_exact_match"]) == 1
+    assert 0 <= kept["exact_match"] < 0.5 and 1 < kept["mean_turns"] <= 6 and 0.5 < kept["tool_executed"] <= 1
+    monkeypatch.setattr(bench.multiprocessing, "get_context", None)
+    bench.run_all([JOB], 1)
+
+
+def test_two_benchmarks_do_not_share_a_folder(folders):
+    with open(bench.RUNS / "lock", "w") as lock:
+        bench.fcntl.flock(lock, bench.fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another benchmark is writing"):
+            bench.run_all([JOB], 1)
+
+
+def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders, warm_processes):
+    with pytest.raises(RuntimeError, match="chain-nonsense-lr0.0003-steps1-seed3 failed: ValueError.*credit_a"):
+        bench.run_all([JOB | {"method": "nonsense"}], 1)
+    assert list(bench.RUNS.glob("*.json")) == []
+
+
+def test_the_page_has_the_table_of_the_results_file():
+    rows = json.loads(bench.RESULTS.read_text(encoding="utf-8"))["runs"]
+    text = bench.PAGE.read_text(encoding="utf-8")
+    assert with_section(text, "credit", bench.markdown(rows)) == text
+    quoted = re.findall(r"^\| `(\w+)` \| \d\.\d\d ± ", text, re.M)
+    assert quoted and set(quoted) <= set(bench.METHODS)

@@ -1,0 +1,131 @@
+"""The step's benchmark: its conversations, a real pair of steps, and the report by hand-written numbers."""
+
+import json
+import os
+
+import pytest
+from bench import step as bench
+from bench.common import markers
+
+SMOKE = {"title": "smoke", "rollouts": 8, "tokens": 60, "wide": False, "pairs": 2}
+MACHINE = {"cpu": "Some CPU", "torch": "2.13", "trl": "1.16"}
+
+
+def row(title, wall, cpu, memory):
+    """A shape's row with two pairs of steps: TRL's take a second, so that ours take the ratio."""
+    seconds = {"trl": {"wall": 1.0, "cpu": 1.0}, "ours": {"wall": wall, "cpu": cpu}}
+    figures = bench.figures_of([seconds] * 2, {"peak_mib": {"trl": 1000.0, "ours": 1000.0 * memory}})
+    return {"title": title, "rollouts": 64, "tokens": 1090, "wide": False, **figures}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Results and page in a folder of their own."""
+    begin, end = markers("step")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results/step.json")
+    monkeypatch.setattr(bench, "SHORT_RESULTS", tmp_path / "runs/short.json")
+    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    (tmp_path / "docs/results").mkdir(parents=True)
+    return tmp_path
+
+
+def test_the_report_quotes_the_results_file(folders, capsys):
+    shapes = {"recipe": row("tiny recipe", 1.01, 1.04, 0.99), "long": row("long completions", 1.02, 1.03, 1.0)}
+    bench.RESULTS.write_text(json.dumps({"machine": MACHINE, "threads": 2, "shapes": shapes}))
+    bench.main(["--report"])
+    text = bench.PAGE.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| tiny recipe: 64 x 1,090 tokens | 1.00 s | 1.010 (1.01 to 1.01) | 1.040 (1.04 to 1.04) |" in text
+    assert "| 0.990 of 1,000 MiB |" in text and "over 2 alternating pairs" in text and "2 threads" in text
+    assert "| 1.040 (1.04 to 1.04) |" in capsys.readouterr().out  # shown as well
+    assert bench.summary({"shapes": shapes}) == "step 1.02x wall, 1.04x cpu, 1.00x memory"  # the worst of each
+
+
+def test_a_report_needs_results(folders):
+    with pytest.raises(SystemExit, match=r"no .*step\.json\. Run without --report first"):
+        bench.main(["--report"])
+
+
+def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
+    monkeypatch.setattr(bench, "print_shape", lambda *_: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    before = bench.PAGE.read_text()
+    bench.main(["--short"])
+    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 16), (64, 8)]
+    assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
+    assert bench.PAGE.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
+    bench.main(["--pairs", "20"])
+    assert bench.PAGE.read_text() != before and bench.RESULTS.is_file() and len(taken) == 3 + len(bench.SHAPES)
+
+
+def test_every_full_shape_has_enough_pairs():
+    short = [shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]]
+    full = [shape["pairs"] for shape in bench.SHAPES.values()]
+    assert min(full) >= 15 and min(short) >= 7 and not any(pairs % 2 for pairs in full + short)
+
+
+def test_the_order_of_a_pair_leaves_no_trace():
+    """Where the first step of a pair takes twice the second's time, whoever takes it, ours is still 1.1 of TRL's."""
+    pairs = []
+    for number in range(6):
+        first, second = bench.SIDES if number % 2 == 0 else bench.SIDES[::-1]
+        seconds = {first: 2.0, second: 1.0}
+        seconds["ours"] *= 1.1
+        pairs.append({side: {"wall": seconds[side], "cpu": seconds[side]} for side in bench.SIDES})
+    figures = bench.figures_of(pairs, {"peak_mib": {"trl": 1.0, "ours": 1.0}})
+    assert figures["ratio"]["wall"] == pytest.approx({"min": 1.1, "median": 1.1, "max": 1.1})
+
+
+def test_an_odd_number_of_pairs_is_refused():
+    with pytest.raises(SystemExit, match="--pairs 7, expected an even number"):
+        bench.main(["--pairs", "7"])
+
+
+def test_both_sides_get_the_same_conversations():
+    shape = {**SMOKE, "rollouts": 64, "tokens": 200}
+    conversations = bench.make_conversations(shape)
+    assert conversations == bench.make_conversations(shape)
+    lists, rollouts = bench.as_lists(conversations), bench.as_rollouts(conversations)
+    assert lists == {
+        "prompt_ids": [r.prompt_ids for r in rollouts], "completion_ids": [r.completion_ids for r in rollouts],
+        "logprobs": [r.logprobs for r in rollouts], "env_mask": [r.loss_mask for r in rollouts],
+    }  # fmt: skip
+    assert {len(rollout.turns) for rollout in rollouts} == {2, 3}
+    lengths = [len(ids) for ids in lists["completion_ids"]]
+    assert 0.9 * 200 < sum(lengths) / 64 < 1.1 * 200 and min(lengths) > 100 and max(lengths) < 300
+    assert bench.as_rollouts(conversations)[0].turns[0] is not rollouts[0].turns[0]  # nothing stays warm
+
+
+def test_forced_turns_are_equally_long():
+    conversations = bench.make_forced({**SMOKE, "tokens": 80})
+    assert [[len(turn["token_ids"]) for turn in c["turns"]] for c in conversations] == [[40, 40]] * 8
+
+
+def test_both_sides_sample_the_forced_turns(warm_processes):
+    """TRL's tools and this trainer's: two turns of 40 tokens in each of 8 conversations, or `generate` raises."""
+    shape = {**SMOKE, "tokens": 80, "generates": True}
+    with bench.both_sides(shape, bench.make_forced(shape), 1, bench.KEEP) as sides:
+        steps = {name: side.step() for name, side in sides.items()}
+    assert [steps[name]["sampled"] for name in bench.SIDES] == [640, 640]
+    assert all(step["wall"] > 0 and step["cpu"] > 0 for step in steps.values())
+
+
+def test_a_pair_of_steps(warm_processes, monkeypatch):
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = bench.run_shape(SMOKE, threads=1)
+    assert result["pairs"] == 2 and result["rollouts"] == 8
+    for side in bench.SIDES:
+        seconds, memory = result["median_seconds"][side], result["memory"]
+        assert 0 < seconds["wall"] < 60 and 0 < seconds["cpu"] < 60
+        assert 100 < memory["built_mib"][side] <= memory["peak_mib"][side] and memory["python_mib"][side] > 0
+    assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 4
+
+
+def test_a_child_that_fails_is_reported(warm_processes):
+    with bench.Side("ours", {**SMOKE, "rollouts": 7}, [], threads=1) as side:  # no whole group
+        with pytest.raises(RuntimeError, match="The process of ours ended with exit code 1"):
+            side.step()

@@ -1,0 +1,143 @@
+"""The sync benchmark: its numbers from hand-written pushes, its report, its plain files; no server."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+import warm_python
+from bench import sync as bench
+from bench.common import ROOT, markers
+
+BEGIN, END = markers("sync")
+MODEL = {"parameters": 250_000_000, "tensors": 3, "bytes": 1_000_000_000}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Results and page in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/speed.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    return tmp_path
+
+
+def pushes(*totals, split=True):
+    """Pushes with half a second of check; without `split` the write is counted as gathering."""
+    return [
+        {**({"gather": 0.25, "write": 0.5} if split else {"gather": 0.75}), "load": t - 1.25, "check": 0.5, "total": t,
+         "peak": 1_500_000_000}
+        for t in totals
+    ]  # fmt: skip
+
+
+def row(size="0.6B", dtype="float32", split=True, **changes):
+    plain = [{"write": 0.5, "read": 0.25}, {"write": 0.7, "read": 0.25}, {"write": 0.4, "read": 0.25}]
+    return bench.summary(size, dtype, {**MODEL, **changes}, pushes(5.0, 2.0, 3.5, split=split), plain, plain)
+
+
+def results(*rows):
+    return {"machine": {"cores": 2, "cpu": "Abacus"}, "sync_dir": "/dev/shm", "short": False, "rows": list(rows)}
+
+
+def test_a_row_has_spreads_speeds_and_multiples():
+    got = row()
+    assert got["seconds"]["total"] == {"min": 2.0, "median": 3.5, "max": 5.0}
+    assert list(got["seconds"]) == ["gather", "write", "load", "check", "total"]
+    assert got["plain_gb_per_s"] == {"write": 2.0, "read": 4.0}  # 1 GB
+    assert got["times_plain"] == 4.0  # a push without its check, 3 s, over 0.5 + 0.25
+    assert got["peak_multiple"] == 1.5
+    assert got["repetitions"] == 3
+
+
+def test_a_trainer_that_counts_the_write_as_gathering():
+    got = row(split=False)
+    assert "write" not in got["seconds"]
+    assert "| 0.75 | in gather | 2.2 | 0.50 | 3.5 (2.0 to 5.0) |" in bench.markdown(results(got))
+
+
+def test_the_report_replaces_the_section(folder):
+    bench.write_results(bench.RESULTS, results(row("0.9M", bytes=4_000_000), row(), row(dtype="bfloat16", bytes=5e8)))
+    bench.main(["--report"])
+    text = (folder / "docs/speed.md").read_text()
+    assert text.startswith(f"before\n{BEGIN}\n\n**Weight sync**") and text.endswith(f"{END}\nafter\n")
+    assert (
+        "| 0.6B | float32 | 1,000 | 0.25 | 0.50 | 2.2 | 0.50 | 3.5 (2.0 to 5.0) | 0.50 + 0.25 | 4.0 | + 1.5 |" in text
+    )
+    assert "here 2.0 GB/s written and 4.0 GB/s read" in text  # of the largest push
+    assert "2 cores of Abacus" in text and "median of 3 " in text and "old" not in text
+
+
+def test_without_results_there_is_no_report(folder):
+    with pytest.raises(SystemExit, match="error: no .*sync.json"):
+        bench.main(["--report"])
+
+
+def test_bad_options(folder):
+    with pytest.raises(SystemExit, match="error: expected --repetitions"):
+        bench.main(["--repetitions", "0"])
+    with pytest.raises(SystemExit):
+        bench.main(["--sizes", "7B"])
+
+
+def test_the_last_line_has_one_entry_per_model():
+    rows = [row("0.9M"), row(), row(dtype="bfloat16")]
+    assert bench.last_line(rows) == "sync 0.9M 3.5 s, 0.6B 3.5 s, 0.6B bfloat16 3.5 s"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2**20 + 1, bench.CHUNK + 7])
+@pytest.mark.parametrize("disk", [False, True])
+def test_the_plain_file_has_as_many_bytes_and_is_gone_afterwards(tmp_path, monkeypatch, num_bytes, disk):
+    written = 0
+    write_all = bench.write_all
+
+    def counted(file, view):
+        nonlocal written
+        write_all(file, view)
+        written += len(view)
+        assert os.fstat(file.fileno()).st_size == written
+
+    monkeypatch.setattr(bench, "write_all", counted)
+    seconds = bench.plain_seconds(str(tmp_path), num_bytes, disk)
+    assert written == num_bytes
+    assert seconds["write"] > 0 and seconds["read"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+PEAK = """
+import os
+from bench import sync as bench
+
+before = bench.start_of_peak()
+block = bytearray(os.urandom(2**20) * 64)
+del block
+print(bench.peak_memory() - before)
+before = bench.start_of_peak()  # counted anew
+print(bench.peak_memory() - before)
+"""
+
+
+def test_the_peak_counts_what_came_and_went():
+    """In a process of its own: threads that other tests left would be counted too."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run([warm_python.executable(), "-c", PEAK], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, anew = map(int, done.stdout.split())
+    assert 60 * 2**20 < first < 200 * 2**20 and anew < 40 * 2**20
+
+
+def test_the_random_models_have_the_size_in_their_name(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    for size, parameters in (("0.1B", 0.1e9), ("0.6B", 0.6e9)):
+        config = Qwen3Config(**bench.SIZES[size], tie_word_embeddings=True)
+        with torch.device("meta"):
+            assert abs(Qwen3ForCausalLM(config).num_parameters() / parameters - 1) < 0.03
+    small = {"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32}  # fmt: skip
+    monkeypatch.setitem(bench.SIZES, "0.1B", small)
+    path = bench.build_model("0.1B", tmp_path / "model", "bfloat16")
+    assert str(AutoModelForCausalLM.from_pretrained(path).dtype) == "torch.bfloat16"
+    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
+    assert bench.build_model("0.9M", tmp_path, "float32") == bench.TINY

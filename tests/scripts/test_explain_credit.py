@@ -1,0 +1,385 @@
+"""explain_credit.py: a real group against the trainer's own tensors, and hand-written groups for text and page."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import explain_credit as ex
+import pytest
+from explain_credit import GroupCredit, RolloutCredit, TurnCredit
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.recipe.data import make_arithmetic
+from mt_grpo.reports.rollout_log import token_texts
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "hf_recipes/tiny/calculator.yaml"
+EVIL = '</span><script>alert(1)</script><img src=x onerror="alert(2)">\'" &lt;b&gt; --> \x1b[31m\x00\u202e\ud800'
+
+
+def data_of(page):
+    """What a page shows."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
+
+
+def tokens_of(row):
+    """(id, in the loss, advantage) of every token of a row, in order; what was read has no advantage."""
+    return [
+        token
+        for turn in row["turns"]
+        for token in (*zip(turn["token_ids"], turn["loss_mask"], turn["advantages"], strict=True),
+                      *((read, 0, None) for read in turn["read_ids"]))
+    ]  # fmt: skip
+
+
+def logged(text, tokens=(), advantage=0.0, read=(), trained=True):
+    """A row of the log of one turn."""
+    turn = {"text": text, "num_tokens": len(tokens), "num_trained": len(tokens) * trained, "calls": [], "results": [],
+            "seconds": 0.0, "token_ids": list(range(len(tokens))), "token_texts": list(tokens), "logprobs": None,
+            "loss_mask": [int(trained)] * len(tokens), "advantages": [advantage] * len(tokens),
+            "trainer_logprobs": None, "read_ids": list(range(len(read))), "read_texts": list(read)}  # fmt: skip
+    return {"schema": 1, "messages": [{"role": "user", "content": "What is 2 + 2?"},
+                                      {"role": "assistant", "content": text}],
+            "turns": [turn], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
+            "turn_advantages": [advantage], "num_tokens": len(tokens), "policy_version": 0}  # fmt: skip
+
+
+def group(**changes):
+    """Two rollouts: one called a tool, one did not."""
+    called = RolloutCredit(
+        stop_reason="answered",
+        outcome=1.1,
+        turn_reward=0.2,
+        outcome_rewards=[("exact_match", 1.0), ("style", None)],
+        turn_rewards=[("ran", 0.2), ("step (weight 2)", 0.25)],
+        turns=[
+            TurnCredit("<tool>{}\nthen</tool>", 3, 0.5, 2.0, "Error: no\nsuch tool", "call"),
+            TurnCredit("<answer>4</answer>", 2, None, -0.5),
+        ],
+    )
+    silent = RolloutCredit("no_tool_call", 0.0, None, [("exact_match", 0.0)], [], [TurnCredit("4", 1, None, 0.0)])
+    whole = GroupCredit(
+        "What is 2 + 2?",
+        "4",
+        {"credit_assignment": "mt_grpo"},
+        {"training row": "0"},
+        [called, silent],
+        [],
+        [logged("<tool>", ["<tool>", "\n"], 2.0, ["<|im_end|>"]), logged("4", ["4"], -0.5)],
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+# --- a real group ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """`main` on the bundled model: the trainer, what its step returned, the page and what was printed."""
+    path, seen = tmp_path_factory.mktemp("page") / "new" / "credit.html", SimpleNamespace()
+    build = mt.build_trainer
+
+    def spy(*recipe):
+        seen.trainer = build(*recipe)
+        step = seen.trainer._generate_and_score_completions
+
+        def record(inputs):
+            seen.inputs, seen.output = inputs, step(inputs)
+            return seen.output
+
+        seen.trainer._generate_and_score_completions = record
+        return seen.trainer
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(ROOT)
+        patch.setattr(mt, "build_trainer", spy)
+        patch.setenv("COLUMNS", "110")
+        ex.main(["--config", RECIPE, "--output", str(path), "--row", "0"])
+    seen.printed, seen.data = printed.getvalue(), data_of(path.read_text(encoding="utf-8"))
+    seen.rows = [item["row"] for item in seen.data["rollouts"]]
+    return seen
+
+
+def test_one_group_is_rolled_out_and_the_recipe_is_left_alone(run):
+    assert [row["question"] for row in run.inputs] == ["What is 99 - 55 * 7?"] * 8
+    assert len({tuple(rollout.prompt_ids) for rollout in run.trainer._rollouts}) == 1
+    assert run.trainer._metrics["train"]["turns/mean"] and not run.trainer._metrics["eval"]
+    folder = Path(run.trainer.args.output_dir)  # a temporary one, gone by now
+    assert folder.name.startswith("explain-credit-") and not folder.exists()
+
+
+def test_every_token_of_the_page_is_the_trainers(run):
+    rollouts, advantages = run.trainer._rollouts, run.output["advantages"]
+    assert any(-1 in rollout.turn_ids for rollout in rollouts)  # else nothing below is about the environment
+    assert (advantages > 0).any() and (advantages < 0).any()
+    assert len(run.rows) == len(rollouts) == 8
+    for i, (rollout, row) in enumerate(zip(rollouts, run.rows, strict=True)):
+        expected = [
+            (token, int(turn >= 0), advantages[i, k].item() if turn >= 0 else None)
+            for k, (token, turn) in enumerate(zip(rollout.completion_ids, rollout.turn_ids, strict=True))
+        ]
+        assert tokens_of(row) == expected
+        assert row["turn_advantages"] == [
+            advantages[i, rollout.turn_ids.index(k)].item() for k in range(len(rollout.turns))
+        ]
+    assert (run.data["start"], run.data["colour"], run.data["served"]) == ("group/0/0", "advantage", False)
+
+
+def test_the_text_has_every_turn_with_its_advantage(run):
+    lines = run.printed.splitlines()
+    assert lines[:3] == [
+        "question       What is 99 - 55 * 7?",
+        "gold answer    -286",
+        "credit         credit_assignment mt_grpo, turn_advantage_coef 1, scale_rewards group",
+    ]
+    assert "\x1b" not in run.printed and max(map(len, lines)) <= 110
+    turns = [re.fullmatch(r" +(\d+) +(\S+) +([+-]?\d+\.\d\d)  (.*)", line) for line in lines]
+    turns = [(int(m[1]), m[2], float(m[3])) for m in turns if m]
+    expected = []
+    for i, rollout in enumerate(run.trainer._rollouts):
+        assert f"rollout {i}  {rollout.stop_reason}" in lines
+        for k in range(len(rollout.turns)):
+            advantage = run.output["advantages"][i, rollout.turn_ids.index(k)].item()
+            expected.append((k, "-", pytest.approx(advantage, abs=6e-3)))
+    assert turns == expected
+    observations = [turn.observation for rollout in run.trainer._rollouts for turn in rollout.turns]
+    assert run.printed.count("-> ") == sum(text is not None for text in observations) > 0
+    assert "exact_match_reward_func 1.00" in run.printed
+
+
+def test_rows_and_settings_can_be_chosen(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown = ex.explain(RECIPE, 3, ["--credit_assignment", "outcome", "--num_generations=4", "--outcome_reward_weights",
+                                   "1", "2"])  # fmt: skip
+    row = make_arithmetic(4, seed=0)[3]
+    assert (shown.question, shown.answer) == (row["question"], row["answer"])
+    assert shown.sampling["training row"] == "3"
+    assert shown.credit["credit_assignment"] == "outcome" and len(shown.rollouts) == 4
+    for rollout in shown.rollouts:
+        assert len({turn.advantage for turn in rollout.turns}) == 1  # outcome only: turns are not told apart
+        (_, exact), (name, given) = rollout.outcome_rewards
+        assert name == "answer_given_reward_func (weight 2)"
+        assert rollout.outcome == pytest.approx(exact + 2 * given)
+        assert rollout.turn_reward == pytest.approx(sum(reward for _, reward in rollout.turn_rewards))
+    assert max(rollout.turn_reward for rollout in shown.rollouts) > 0
+
+
+def test_turn_rewards_that_are_given_per_turn_are_shown_with_their_turn(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "rewards.py").write_text(
+        "def odd(rollout_turns, **kwargs):\n"
+        "    return [[None if k % 2 else 0.25 + i for k, _ in enumerate(t)] for i, t in enumerate(rollout_turns)]\n"
+        "TURN_REWARD_FUNCS = [odd]\n"
+    )
+    shown = ex.explain(RECIPE, 0, ["--reward_fn", str(tmp_path / "rewards.py"), "--turn_reward_weights", "2"])
+    assert max(len(rollout.turns) for rollout in shown.rollouts) > 1
+    for i, rollout in enumerate(shown.rollouts):
+        assert [turn.reward for turn in rollout.turns] == [
+            None if k % 2 else 0.5 + 2 * i for k in range(len(rollout.turns))
+        ]
+        assert rollout.turn_reward is None
+        assert "to its turns" in dict(ex.reward_lines(rollout))["turn rewards"]
+
+
+def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
+    assert {rollout.stop_reason for rollout in shown.rollouts} == {"max_tokens"}
+    tokens = [token for row in shown.rows for token in tokens_of(row)]
+    assert len(tokens) == 3 * 8 and not any(trained for _, trained, _ in tokens)
+    assert [turn.advantage for rollout in shown.rollouts for turn in rollout.turns] == [None] * 8
+    assert [note for note in shown.notes if "mask_truncated_completions" in note] and len(shown.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "rewards, says",
+    [
+        ("[len(t.token_ids) / 9 for t in r]", [
+            "Nothing that lengths gave moves an advantage with outcome.",
+            "Every advantage is 0, though the rewards differ: what is compared with each other is the same. "
+            "Nothing is learned."]),
+        ("[None for t in r]",
+         ["Every advantage is 0, since the rewards are the same for all rollouts. Nothing is learned."]),
+    ],
+)  # fmt: skip
+def test_a_group_without_signal_says_why(tmp_path, monkeypatch, rewards, says):
+    """Turn rewards that differ and move nothing are not called equal."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "rewards.py").write_text(
+        "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\n"
+        f"def lengths(rollout_turns, **kwargs):\n    return [{rewards} for r in rollout_turns]\n"
+        "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [constant], [lengths]"
+    )
+    overrides = ["--reward_fn", str(tmp_path / "rewards.py"), "--credit_assignment", "outcome"]
+    assert ex.explain(RECIPE, 0, overrides).notes == says
+
+
+# --- settings and errors ---------------------------------------------------------------------------------------------
+
+
+RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_one_group_is_one_batch_of_any_recipe(recipe, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a recipe's `env` must not reach other tests
+    _, args, _ = ex.group_recipe(str(recipe), [], str(tmp_path))
+    sizes = (args.per_device_train_batch_size, args.generation_batch_size, args.steps_per_generation)
+    assert sizes == (args.num_generations, args.num_generations, 1)
+    assert (args.gradient_accumulation_steps, args.report_to, args.output_dir) == (1, [], str(tmp_path))
+
+
+@pytest.mark.parametrize("size", ["generation_batch_size: 32", "steps_per_generation: 2"])
+def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeypatch, tmp_path):
+    lines = (ROOT / RECIPE).read_text().replace('save_strategy: "no"', "save_strategy: steps").splitlines()
+    lines = [line for line in lines if not line.startswith("per_device_train_batch_size")]
+    lines += [
+        size, "per_device_train_batch_size: 16", "eval_strategy: steps", "eval_steps: 10", "save_steps: 10",
+        "eval_dataset_size: 8", "load_best_model_at_end: true", "push_to_hub: true", "log_completions: true",
+    ]  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
+    mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # trains as it stands
+    script_args, args, _ = ex.group_recipe(str(tmp_path / "recipe.yaml"), [], str(tmp_path / "elsewhere"))
+    assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (8, 1, 8)
+    assert (args.eval_strategy, args.save_strategy, script_args.eval_dataset_size) == ("no", "no", None)
+    assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions)
+    assert args.log_rollouts >= args.num_generations and args.log_rollout_tokens  # into a folder that is deleted
+    assert args.output_dir == str(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--config", "missing.yaml"], "cannot be read"),
+    (["--config", RECIPE, "--row", "2048"], r"--row 2048: the training set has 2048 rows. Expected 0 to 2047"),
+    (["--config", RECIPE, "--row", "-1"], "Expected 0 to 2047"),
+    (["--config", RECIPE, "--temprature", "1"], "Did you mean 'temperature'"),
+    (["--config", RECIPE, "--credit_assignment", "magic"], "'magic' is not known"),
+    (["--config", RECIPE, "--output_dir", "x"], "--output_dir has no effect here"),
+    (["--config", RECIPE, "--per-device-train-batch-size=4"], "--per_device_train_batch_size has no effect here"),
+    (["--config", RECIPE, "--num_generations", "1"], "num_generations=1, expected"),
+])  # fmt: skip
+def test_wrong_arguments_are_explained(arguments, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=message):
+        ex.main([*arguments, "--output", str(tmp_path / "page.html")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="WORLD_SIZE=2, expected one process"):
+        ex.main(["--config", RECIPE])
+
+
+def test_help_shows_a_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        ex.main(["--help"])
+    assert f"python scripts/explain_credit.py --config {RECIPE}" in capsys.readouterr().out
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_character_is_shown_as_such(random_model):
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    ids = tokenizer("é", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 2  # bytes, neither of which is a character
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert token_texts(tokenizer, [*ids, end]) == ["\ufffd", "\ufffd", "<|im_end|>"]
+
+
+def test_a_space_that_decoding_drops_comes_back():
+    pieces = {1: "\u2581the", 2: "the", 3: None}
+    tokenizer = SimpleNamespace(
+        decode=lambda ids, **_: {1: "the", 2: "the", 3: "?"}[ids[0]], convert_ids_to_tokens=pieces.get
+    )
+    assert token_texts(tokenizer, [1, 2, 3]) == [" the", "the", "?"]
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_group():
+    assert ex.render_text(group(notes=["Mind this."]), width=60).splitlines() == [
+        "question       What is 2 + 2?",
+        "gold answer    4",
+        "credit         credit_assignment mt_grpo",
+        "rollouts from  training row 0",
+        "note           Mind this.",
+        "",
+        "turn  reward  advantage  text, and what the environment answered",
+        "",
+        "rollout 0  answered",
+        "      outcome      1.10 = exact_match 1.00, style -",
+        "      turn rewards ran 0.20, step (weight 2) 0.25; 0.20 to",
+        "                   the rollout, 0.50 to its turns",
+        "   0    0.50      +2.00  <tool>{}↵then</tool>",
+        "                         -> call error: Error: no↵such tool",
+        "   1       -      -0.50  <answer>4</answer>",
+        "",
+        "rollout 1  no_tool_call",
+        "      outcome      0.00 = exact_match 0.00",
+        "   0       -       0.00  4",
+    ]
+
+
+def test_long_texts_are_cut_to_the_terminal():
+    first, second = group().rollouts
+    long = dataclasses.replace(first, turns=[TurnCredit("w" * 500, 500, None, 1.0, "o" * 500)])
+    lines = ex.render_text(group(question="why " * 100, rollouts=[long, second]), width=80).splitlines()
+    assert max(map(len, lines)) == 80
+    assert [line for line in lines if "ww" in line] == ["   0       -      +1.00  " + "w" * 54 + "…"]
+    assert sum(line.count("why") for line in lines) == 100  # the question is wrapped, not cut
+
+
+def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
+    first, second = group().rollouts
+    evil = dataclasses.replace(first, turns=[TurnCredit(EVIL, 1, None, 1.0, EVIL), TurnCredit("", 1, None, -1.0)])
+    shown = group(question=EVIL, answer=EVIL, rollouts=[evil, second])
+    plain, coloured = ex.render_text(shown, 300), ex.render_text(shown, 300, colour=True)
+    assert not set("\x1b\x00\u202e\ud800") & set(plain) and "␛[31m␀⟨U+202E⟩⟨U+D800⟩" in plain
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+    assert "\x1b[1;38;5;32m    +1.00\x1b[0m" in coloured and "\x1b[1;38;5;166m    -1.00\x1b[0m" in coloured
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_the_view_of_a_group(open_page, tmp_path):
+    (tmp_path / "page.html").write_text(ex.render_html(group(notes=["Mind this."])), encoding="utf-8")
+    page = open_page((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(".t")
+    text = page.inner_text("body")
+    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "training row", "Mind this.", "Struck out",
+                 "what every token of 2 rollouts would be trained with", "-2.00", "+2.00"):  # fmt: skip
+        assert part in text
+    spans = page.evaluate(
+        "[...document.querySelectorAll('.t')].map(t => [t.textContent, t.className, t.style.background])"
+    )
+    # A quarter of the way to the other colour.
+    assert spans == [["<tool>", "t", "rgba(0, 110, 230, 0.65)"], ["↵\n", "t", "rgba(0, 110, 230, 0.65)"],
+                     ["<|im_end|>", "t out", ""], ["4", "t", "rgba(235, 125, 0, 0.165)"]]  # fmt: skip
+    assert page.locator("nav").count() == 0 and page.locator("a").count() == 0
+    for key in ("1", "2", "/"):
+        page.keyboard.press(key)
+    assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 4
+
+
+def test_model_text_stays_text(open_page, tmp_path):
+    shown = group(question=EVIL, answer=EVIL, credit={EVIL: EVIL}, notes=[EVIL],
+                  rows=[logged(EVIL, [EVIL, "<script>"], 1.0, [EVIL])])  # fmt: skip
+    text = ex.render_html(shown)
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
+    page = open_page((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(".t")
+    said = EVIL.replace("\x1b", "␛").replace("\x00", "␀").replace("\u202e", "⟨U+202E⟩").replace("\ud800", "⟨U+D800⟩")
+    assert page.inner_text("h1") == said and page.inner_text(".note") == said
+    assert page.locator(".t").all_inner_texts() == [said, "<script>", said]
+    assert page.locator("main img, main script").count() == 0

@@ -1,0 +1,93 @@
+"""scripts/plot_run.py: the curves of runs that are over, that go on, and of none; the log of metrics."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import plot_run
+import pytest
+from plot_run import PANELS, lines_of, read_run
+from test_first_batch import recipe_file
+
+import mt_grpo_trainer as mt
+from mt_grpo.reports.progress import MetricsLog
+
+
+def write_run(folder, steps, **more):
+    """A run whose reward is a tenth of the step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = [{"step": step, "reward": step / 10, "rewards/match_reward_func/mean": math.nan, **more} for step in steps]
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"log_history": [*logs, {"step": steps[-1], "train_runtime": 3.0}]})
+    )
+    return folder
+
+
+def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
+    """The later row of a step is the valid one; an evaluation and a line that is cut off are no steps."""
+    write_run(tmp_path, [1])  # an earlier run's
+    rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
+            {"step": 2, "reward": 0.3}]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
+    assert read_run(tmp_path) == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.2}]
+
+
+def test_a_run_logs_its_metrics(tmp_path, caplog):
+    """As Trainer's history has them, NaN apart; a resumed run goes on, a new one begins anew."""
+    path = recipe_file(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    mt.main(["--config", path])
+    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 2] and [row.get("reward") for row in rows[:2]] == [
+        row["reward"] for row in history[:2]
+    ]
+    assert all("NaN" not in json.dumps(row) and set(row) == set(old) - {"epoch"} | {"epoch"} for row, old in
+               zip(rows, history))  # fmt: skip
+    mt.main(["--config", path, "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-1")])
+    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 2, 2]
+    mt.main(["--config", path, "--max_steps", "1"])
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    log, args = MetricsLog(), SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0)
+    log.on_train_begin(args, state, None)
+    log.on_log(args, state, None, {"reward": 1.0})
+    assert caplog.text.count("Metrics are not in") == 1 and "Training goes on." in caplog.text
+
+
+def test_what_a_panel_shows(tmp_path):
+    """Numbers alone, by their short names; shares that stay near 0 are left out."""
+    stops = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
+    logs = read_run(write_run(tmp_path, [1, 2], **stops))
+    panels = {title: lines_of(logs, metrics) for title, metrics in PANELS}
+    assert panels["Rewards"] == {"reward, weighted": ([1, 2], [0.1, 0.2]), "calls": ([1, 2], [0.5, 0.5])}
+    assert panels["How conversations end"] == {"answered": ([1, 2], [0.9, 0.9])}
+    assert panels["Seconds"] == {}
+
+
+def test_pictures_are_written(tmp_path, capsys):
+    first, second = (write_run(tmp_path / name, range(1, 4), **{"stop/answered": 0.5}) for name in ("a", "b"))
+    plot_run.main([str(first)])
+    plot_run.main([str(first), str(second), "--output", str(tmp_path / "both.png")])
+    assert capsys.readouterr().out.split() == [f"{first}/curves.png", f"{tmp_path}/both.png"]
+    for path in (first / "curves.png", tmp_path / "both.png"):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda folder: [folder / "none"], "none has no metrics.jsonl with a step that has a reward"),
+        (lambda folder: [write_run(folder / "x", [1]).parent / "x"] * 5, "got 5 runs, expected at most 4"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(make, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        plot_run.main([str(path) for path in make(tmp_path)])
+    (tmp_path / "trainer_state.json").write_text('{"log_history": []}')
+    with pytest.raises(SystemExit, match="has no metrics.jsonl with a step"):
+        plot_run.main([str(tmp_path)])

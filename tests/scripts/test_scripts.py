@@ -1,0 +1,1024 @@
+"""The scripts: evaluation of a random tiny model, and train.sh with stand-ins for the server and the trainer."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import evaluate as ev
+import psutil
+import pytest
+import quickstart
+import warm_python
+from bench.common import free_port
+from datasets import Dataset
+from launch import keeper, launch_plan, train
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import mt_grpo.recipe.data
+import mt_grpo_trainer as mt
+from mt_grpo.recipe.data import load_rows
+from mt_grpo.recipe.plugins import load_tools, module_name
+from mt_grpo.rollout import Generation
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    """Path of a Qwen3 of two layers with random weights and a byte tokenizer."""
+    import torch
+
+    path = str(tmp_path_factory.mktemp("model"))
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], additional_special_tokens=special
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(fast), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True,
+        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, dtype="float32",
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe(random_model, tmp_path_factory):
+    """Path of a recipe for the random model; it trains beside a server with two processes."""
+    folder = tmp_path_factory.mktemp("recipe")
+    path = folder / "random.yaml"
+    path.write_text(
+        f"""
+model_name_or_path: {random_model}
+dataset_name: arithmetic
+dataset_size: 16
+tools_script: {ROOT}/tools/calculator.py
+reward_fn: {ROOT}/rewards/calculator_reward.py
+system_prompt: Use the calculator, then answer.
+max_env_steps: 2
+max_completion_length: 96
+max_turn_tokens: 24
+output_dir: {folder}/run
+num_generations: 4
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 1
+use_vllm: true
+vllm_mode: server
+use_cpu: true
+bf16: false
+gradient_checkpointing: false
+report_to: none
+"""
+    )
+    return str(path)
+
+
+# --- evaluate.py -----------------------------------------------------------------------------------------------------
+
+
+def test_a_random_model_is_evaluated(random_model, recipe):
+    result = ev.evaluate(random_model, recipe, num_problems=6, k=2, progress=False)
+    assert (result["num_problems"], result["k"]) == (6, 2)
+    assert set(result["rewards"]["turn"]) == {"tool_execution_reward_func", "result_found_reward_func"}
+    assert set(result["rewards"]["outcome"]) == {"exact_match_reward_func", "answer_given_reward_func"}
+    assert result["exact_match"] == result["tool_executed"] == result["result_found"] == 0.0  # noise answers nothing
+    assert result["mean_turns"] >= 1
+    assert sum(result["stop_reasons"].values()) == pytest.approx(1)
+    assert "exact match (pass@2)" in ev.table(result)
+    json.dumps(result)
+
+
+def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
+    parsed = ev.load_recipe(recipe)
+    _, args, model_args = parsed
+    model = ev.load_model(random_model, args, model_args)
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    env = mt.build_env(parsed[0], args, load_tools(parsed[0].tools_script), tokenizer)
+    prompts = ["What is 2 + 2?", "What is 12 * 12 - 3?"] * 2
+
+    def sample(seed, batch_size=4):
+        backend = ev.in_process_backend(model, tokenizer, args, [])
+        bar = ev.tqdm(disable=True)
+        rows = [{"prompt": prompt} for prompt in prompts]
+        rollouts = ev.roll_out(backend, env, rows, ev.sampling_params(args), seed, batch_size, bar)
+        return [r.completion_ids for r in rollouts]
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+    assert [len(ids) <= args.max_completion_length for ids in sample(3, batch_size=3)] == [True] * 4
+
+
+def scripted_client(monkeypatch, texts):
+    """A server client that answers every conversation with the same turns."""
+    client = mt.VLLMServerClient()
+    client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        assert "seed" not in sampling_params  # it ends the engine of vLLM 0.31 on a CPU
+        turn = client.tokenizer.decode(prompt_ids).count("<result>")
+        ids = client.tokenizer(texts[turn], add_special_tokens=False)["input_ids"]
+        return Generation(ids, [0.0] * len(ids), "stop")
+
+    monkeypatch.setattr(client, "generate", generate)
+    return client
+
+
+GAME = """
+class Game:
+    closed = []
+
+    def reset(self, answer: str, **row) -> None:
+        self.answer = answer
+        if answer == "-286":
+            raise OSError("no board")
+
+    def move(self, to: str) -> str:
+        "Move."
+
+    def get_reward(self) -> float:
+        return float(len(self.answer))
+
+    def close(self) -> None:
+        Game.closed.append(self.answer)
+
+
+ENVIRONMENT = Game
+"""
+
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("changes", [{}, {"generation_kwargs": {"frequency_penalty": 0.25, "top_k": 5}}])
+def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, changes):
+    """Every parameter of the recipe reaches the server, `generation_kwargs` last. Training sends the same."""
+    script_args, args, model_args = ev.load_recipe(recipe)
+    for key, value in {**SAMPLING, **changes}.items():
+        setattr(args, key, value)
+    expected = {**SAMPLING, **changes.get("generation_kwargs", {})}
+    assert ev.sampling_params(args) == expected
+    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
+    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), []
+    generate = client.generate
+
+    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
+        sent.append(sampling_params)
+        return await generate(prompt_ids, max_tokens, sampling_params, index)
+
+    client.generate = noted
+    ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
+    assert sent and all({key: each[key] for key in expected} == expected for each in sent)
+    args.use_vllm, args.generation_kwargs = False, {**SAMPLING, **(args.generation_kwargs or {})}
+    trainer = mt.build_trainer(script_args, args, model_args)
+    assert {key: trainer._sampling_params[key] for key in expected} == {
+        **expected,
+        **changes.get("generation_kwargs", {}),
+    }
+
+
+def test_an_environment_is_evaluated(random_model, recipe, tmp_path):
+    """It gets its row, its reward counts where it did not fail, and all are closed."""
+    (tmp_path / "game.py").write_text(GAME)
+    parsed = ev.load_recipe(recipe, ["--tools_script", str(tmp_path / "game.py")])
+    parsed[0].reward_fn = None
+    result = ev.evaluate(random_model, parsed, num_problems=3, split="train", progress=False)
+    answers = [row["answer"] for row in load_rows("arithmetic", "train", 3)]
+    assert answers[0] == "-286" and result["rewards"]["turn"] == {}
+    assert result["rewards"]["outcome"] == {"Game": sum(map(len, answers[1:])) / 2}
+    assert result["stop_reasons"]["environment_error"] == pytest.approx(1 / 3)
+    game = sys.modules[module_name(str(tmp_path / "game.py"), "tools_script")].Game
+    assert sorted(game.closed) == sorted(answers)
+
+
+SAYS = """
+class Says:
+    begun = 0
+
+    def reset(self, question: str, **row) -> str:
+        Says.begun += 1
+        self.question = question
+        if Says.begun == 4:
+            raise OSError("no board for the fourth conversation")
+        return " Say it."
+
+    def say(self, text: str) -> str:
+        "Say."
+
+    def get_reward(self) -> float | None:
+        return {"A": 2.0, "B": None, "C": 0.0}[self.question]
+
+
+def exact_match_reward(prompts, rollout_turns, answer, **kwargs):
+    if not all(prompt[-1]["content"].endswith("Say it.") for prompt in prompts):
+        raise ValueError(prompts)
+    return [float(turns[-1].answer == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
+
+
+def of_environments(environment_rewards, **kwargs):
+    return environment_rewards
+
+
+ENVIRONMENT = Says
+OUTCOME_REWARD_FUNCS = [exact_match_reward, of_environments]
+"""
+
+
+def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recipe, tmp_path):
+    """By hand: A is right three times, B never (its first sample fails), C twice. The split has the recipe's name."""
+    path = tmp_path / "says.py"
+    path.write_text(SAYS)
+    rows = [{"question": name, "answer": name.lower()} for name in "ABC"]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    client = scripted_client(monkeypatch, [])
+    client.tokenizer, asked = AutoTokenizer.from_pretrained(random_model), []
+    right = {"A": [True] * 3, "B": [False] * 2, "C": [True, True, False]}
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        question = client.tokenizer.decode(prompt_ids).partition("<|im_start|>user\n")[2][0]
+        asked.append(question)
+        answer = question.lower() if right[question][asked.count(question) - 1] else "?"
+        ids = client.tokenizer(f"<answer>{answer}</answer>", add_special_tokens=False)["input_ids"]
+        return Generation(ids, [0.0] * len(ids), "stop")
+
+    monkeypatch.setattr(client, "generate", generate)
+    parsed = ev.load_recipe(recipe, ["--tools_script", str(path), "--reward_fn", str(path),
+                                     "--dataset_name", str(tmp_path), "--dataset_test_split", "held"])  # fmt: skip
+    result = ev.evaluate(client, parsed, k=3, batch_size=1, tokenizer=client.tokenizer, progress=False)
+    assert "".join(asked) == "AAABBCCC"
+    assert (result["num_problems"], result["exact_match"], result["pass_at_k"]) == (3, 5 / 8, 2 / 3)
+    means = {"exact_match_reward": 5 / 8, "of_environments": 6 / 6, "Says": 6 / 6}  # 3 times 2, 3 times 0, else None
+    assert result["rewards"]["outcome"] == means
+    assert result["stop_reasons"] == {"answered": 8 / 9, "environment_error": 1 / 9}
+
+
+def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe):
+    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
+    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
+    result = ev.evaluate(client, parsed, num_problems=1, split="train", k=3, tokenizer=client.tokenizer,
+                         progress=False)  # fmt: skip
+    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
+    assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
+    assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
+    assert result["stop_reasons"] == {"answered": 1.0}
+
+
+READS_CALLS = """
+def called(completions, answer, **kwargs):
+    calls = [messages[0]["tool_calls"][0]["function"]["arguments"]["expression"] for messages in completions]
+    return [float(call == "99 - 55 * 7" and gold.startswith("55 * 7 is 385.")) for call, gold in zip(calls, answer)]
+
+
+OUTCOME_REWARD_FUNCS = [called]
+"""
+
+
+def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
+    monkeypatch, random_model, recipe, tmp_path
+):
+    """Completions with their calls, and answers as in the data. What a tool found is the result behind the mark."""
+    (tmp_path / "reads_calls.py").write_text(READS_CALLS)
+    row = {"question": "What is 99 - 55 * 7?", "answer": "55 * 7 is 385.\n#### -286"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
+    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
+    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--dataset_name",
+                                     str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
+    result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
+    assert result["rewards"]["outcome"] == {"called": 1.0} and result["result_found"] == 1.0
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_rows_of_an_evaluation_are_as_in_training(monkeypatch, recipe, drops):
+    """`dataset_drop_none` too: another row's keys are in none."""
+    table = Dataset.from_list([{"prompt": "?", "files": {"a": "x", "b": None}}])
+    monkeypatch.setattr(mt_grpo.recipe.data, "load_from_hub", lambda *_: table)
+    script_args, *_ = ev.load_recipe(recipe, ["--dataset_name", "some/rows", "--dataset_drop_none", str(drops)])
+    (row,) = ev.load_problems(script_args, "test", 1, types.SimpleNamespace(environments=None))
+    assert row["files"] == ({"a": "x"} if drops else {"a": "x", "b": None})
+
+
+def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
+    text = Path(recipe).read_text().replace("use_cpu: true", "").replace("bf16: false", "bf16: true")
+    (tmp_path / "gpu.yaml").write_text(text + "eval_strategy: steps\neval_steps: 10\n")
+    _, args, _ = ev.load_recipe(str(tmp_path / "gpu.yaml"), ["--temperature", "0.5"])
+    assert (args.num_generations, args.temperature) == (4, 0.5)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--config", "missing.yaml"], "cannot be read"),
+    (["--config", "RECIPE", "--num_problems", "0"], "1 or more"),
+    (["--config", "RECIPE", "--temprature", "1"], "temperature"),
+    (["--config", "RECIPE", "--model", "/nowhere/at-all"], "/nowhere/at-all"),
+])  # fmt: skip
+def test_wrong_arguments_are_explained(arguments, message, recipe):
+    with pytest.raises(SystemExit, match=message):
+        ev.main([recipe if a == "RECIPE" else a for a in arguments])
+
+
+# --- quickstart.sh ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, model, found", [
+    ([], "hf_recipes/tiny/calculator-model", "right result found"),
+    (["search"], "hf_recipes/tiny/search-model", "answer in results"),
+])  # fmt: skip
+def test_the_quickstart_trains_what_it_is_told_to(arguments, model, found, tmp_path, monkeypatch, capsys):
+    before = dict(os.environ)  # a recipe's `env:` is set in this process
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 16)
+    monkeypatch.setenv("WIKI_SEARCH_INDEX", str(tmp_path / "index.fts5"))
+    flags = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "run")]
+    try:
+        quickstart.main([*arguments, *flags])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    printed = capsys.readouterr().out
+    assert f"1/3 evaluating {model} on 16 held-out problems" in printed
+    (row,) = re.findall(rf"^{found}  +(\d\.\d\d)  +(\d\.\d\d)$", printed, re.M)
+    assert all(0 < float(share) < 1 for share in row)
+    assert re.search(r"^ +1/1 +\d\.\d\d", printed, re.M) and re.search(r"^exact match: \d\.\d\d -> ", printed, re.M)
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_the_quickstart_knows_its_tasks():
+    with pytest.raises(SystemExit, match="^error: no task is called 'serach'. Expected one of: calculator, search."):
+        quickstart.main(["serach", "--max_steps", "1"])
+
+
+# --- shell scripts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_valid_bash(script):
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    assert "set -euo pipefail" in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_setup_refuses_unknown_options():
+    done = subprocess.run(["bash", "scripts/setup.sh", "--tset"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "unknown option '--tset'" in done.stderr
+
+
+def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
+    monkeypatch.delenv("NUM_PROCESSES", raising=False)
+    plan = launch_plan.make_plan(recipe, [])
+    assert plan["starts_server"] and plan["num_processes"] == 2
+    assert (plan["dtype"], plan["trainer_gpus"], plan["server_gpus"]) == ("float32", "", [""])
+    assert 96 < plan["max_model_len"] < 1024
+    assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
+
+
+def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
+    """As with `| head`: the reader of standard output leaves, then that of standard error."""
+    tools = (ROOT / "tools/calculator.py").read_text() + "\nimport os\nos.chdir('/')\n"
+    (tmp_path / "tools.py").write_text(tools)
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    shutil.copytree(random_model, tmp_path / "model")
+    flags = {
+        "model_name_or_path": "model", "dataset_name": "data.jsonl", "tools_script": "tools.py", "output_dir": "out",
+        "use_vllm": "false", "per_device_train_batch_size": "4", "max_steps": "12", "logging_steps": "1",
+        "save_strategy": "no",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [warm_python.executable(), mt.__file__, f"--config={recipe}", *(f"--{k}={v}" for k, v in flags.items())],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        first = process.stdout.read(100)
+        process.stdout.close()
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if b"standard output cannot be written to any more" in line:
+                break
+        process.stderr.close()
+        assert process.wait(timeout=300) == 0, b"".join(said)[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+    assert b"first batch: 4 rollouts" in first and b"training goes on" in said[-1]
+    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 12
+    assert {"model.safetensors", "rollouts.rank0.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_server_elsewhere_or_none_is_not_started(recipe):
+    assert not launch_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
+    plan = launch_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
+    assert (plan["uses_server"], plan["num_processes"]) == (0, 1)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--max_stepz", "2"], "Did you mean 'max_steps'"),
+    (["--per_device_train_batch_size", "3"], r"3 per device x 2 processes"),
+    (["--max_completion_length", "4000"], "more than the model's context"),
+    (["--tools_script", "tools/nothing.py"], "is not a file"),
+    (["--turn_reward_weights", "1"], "expected 2"),
+    (["--dataset_size", "1", "--per_device_train_batch_size", "4"], "has 1 prompts, but one batch .* needs 2 "),
+    (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s. Set ddp_timeout above it"),
+])  # fmt: skip
+def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
+    monkeypatch.delenv("NUM_PROCESSES", raising=False)
+    with pytest.raises(ValueError, match=message):
+        launch_plan.make_plan(recipe, arguments)
+
+
+def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
+    """Its own methods are known to the plan, and it is what is launched; the caller's folder counts."""
+    copy = tmp_path / "my_idea.py"
+    text = (ROOT / "mt_grpo_trainer.py").read_text()
+    outcome = '@credit_estimator("outcome", per_turn=False)\n'
+    assert outcome in text
+    copy.write_text(text.replace(outcome, f'@credit_estimator("best_turn", per_turn=False)\n{outcome}'))
+    command = [
+        warm_python.executable(),
+        ROOT / "scripts/launch/launch_plan.py",
+        "--config",
+        recipe,
+        "--credit_assignment",
+        "best_turn",
+    ]
+    done = {
+        name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        for name, environment in {"copy": {"TRAINER": str(copy)}, "original": {}}.items()
+    }
+    assert done["copy"].returncode == 0, done["copy"].stderr[-2000:]
+    assert json.loads(done["copy"].stdout)["starts_server"]
+    assert done["original"].returncode and "credit_assignment='best_turn'" in done["original"].stderr
+    launch = Launch(tmp_path, recipe, TRAINER=os.path.relpath(copy, "/"), STAND_IN_TRAINER="0")
+    assert launch.end()[0] == 0
+    (launched,) = [line for line in launch.calls.read_text().splitlines() if line.startswith("accelerate")]
+    assert f" {copy} --config {recipe}" in launched
+    assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end() == (
+        2,
+        "train: error: TRAINER='nowhere.py' is not a file\n",
+    )
+
+
+def test_a_server_needs_a_gpu_of_its_own():
+    with pytest.raises(ValueError, match="colocate"):
+        launch_plan.share_gpus(["0"], 1, 1)
+    with pytest.raises(ValueError, match="VLLM_SERVERS=2 with VLLM_TP=2 take 4 GPUs, and 4 are visible"):
+        launch_plan.share_gpus(list("0123"), 2, 2)
+
+
+@pytest.mark.parametrize("flags", ["--data-parallel-size 2", "--data_parallel_size=2", "--seed 3 -dp 2 -dpb mp"])
+def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags):
+    """vLLM's data parallelism: several engines behind one address."""
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    monkeypatch.setenv("VLLM_TP", "2")
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("01234"))
+    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
+    assert (plan["trainer_gpus"], plan["server_gpus"], plan["tensor_parallel"]) == ("0", ["1,2,3,4"], 2)
+    plan = launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
+    assert (plan["server_gpus"], plan["tensor_parallel"]) == ("0,1,2,3", 2)
+    monkeypatch.setenv("VLLM_TP", "3")
+    what = r"VLLM_TP=3 and --data-parallel-size 2 \(VLLM_ARGS\)"
+    with pytest.raises(ValueError, match=rf"VLLM_SERVERS=1 with {what} take 6 GPUs, and 5 are visible. Expected .* 7"):
+        launch_plan.make_plan(recipe, ["--use_cpu", "false"])
+    with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\). Expected 6 or more"):
+        launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
+    assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
+
+
+@pytest.mark.parametrize("flags, got", [("-dp two", "'two'"), ("--data-parallel-size", "''"), ("-dp 0", "'0'")])
+def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': --data-parallel-size is {got}, expected a whole"):
+        launch_plan.data_parallel_size()
+
+
+@pytest.mark.parametrize("flags", ["--tensor-parallel-size 2", "--seed 3 --tensor_parallel_size=2", "-dp 2 -tp 2"])
+def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
+    """They would not be counted."""
+    monkeypatch.setenv("VLLM_ARGS", flags)
+    message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
+    for make_plan in (launch_plan.make_plan, launch_plan.make_server_plan):
+        with pytest.raises(ValueError, match=message):
+            make_plan(recipe, [])
+
+
+def test_the_plan_of_the_group_port(recipe, tmp_path, monkeypatch):
+    """With servers on GPUs it is the first one to try, unless the user set it."""
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
+    flags = ["--use_cpu", "false"]
+    assert launch_plan.make_plan(recipe, flags)["wanted_group_port"] == 51216
+    assert launch_plan.make_plan(recipe, [])["wanted_group_port"] is None
+    assert launch_plan.make_plan(recipe, [*flags, "--weight_sync", "disk"])["wanted_group_port"] is None
+    for given in (["--vllm_group_port", "51216"], ["--vllm-group-port=600"]):
+        assert launch_plan.make_plan(recipe, [*flags, *given])["wanted_group_port"] is None
+    (tmp_path / "own.yaml").write_text(f"{Path(recipe).read_text()}vllm_group_port: 51216\n")
+    assert launch_plan.make_plan(str(tmp_path / "own.yaml"), flags)["wanted_group_port"] is None
+
+
+def test_the_plan_of_several_servers(recipe, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVERS", "3")
+    monkeypatch.setenv("VLLM_TP", "2")
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: [str(i) for i in range(8)])
+    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false"])
+    assert (plan["trainer_gpus"], plan["server_gpus"]) == ("0,1", ["2,3", "4,5", "6,7"])
+    assert (plan["num_processes"], plan["tensor_parallel"]) == (2, 2)
+    with pytest.raises(ValueError, match="VLLM_SERVERS=3, VLLM_TP=2: for this recipe no server is started"):
+        launch_plan.make_plan(recipe, ["--vllm_server_base_url", "http://10.1.2.3:8000,http://10.1.2.4:8000"])
+
+
+STAND_IN = f"""#!{sys.executable}
+import fcntl, http.server, json, os, signal, subprocess, sys, tempfile, threading, time
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+DEAF = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+if sys.argv[1].endswith("/train.py"):
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+kind = "plan" if "launch_plan" in sys.argv[1] else sys.argv[2].split(".")[0]
+out, log = os.environ["STAND_IN_OUT"], os.environ["STAND_IN_LOG"]
+with open(log, "a") as calls:
+    print(kind, *sys.argv[1:], file=calls)
+if kind == "plan":
+    if os.environ.get("STAND_IN_PLAN") == "hangs":
+        time.sleep(600)
+    print(json.dumps({{"starts_server": True, "uses_server": True, "output_dir": out, "num_processes": 2,
+        "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
+        "deepspeed": False, "model": "m", "revision": "main",
+        "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
+        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False,
+        "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
+elif kind == "vllm":
+    print("the server speaks", flush=True)
+    if os.environ.get("STAND_IN_SERVER") == "dies":
+        sys.exit("no memory left")
+    if os.environ.get("STAND_IN_SERVER") == "loads long":
+        time.sleep(600)
+    engine = subprocess.Popen(SLEEP)
+    if os.environ.get("STAND_IN_DEAF"):  # its title is written over its environment, as by setproctitle
+        with open(out + "/deaf", "a") as deaf:
+            print(subprocess.Popen(DEAF, env={{}}).pid, file=deaf)
+    class Health(http.server.BaseHTTPRequestHandler):
+        answers = [503, 200] if os.environ.get("STAND_IN_SERVER") == "loads" else [200]
+        def do_GET(self):
+            status = self.answers.pop(0) if self.path == "/health" and self.answers else 404
+            with open(log, "a") as calls:
+                print("health", status, file=calls)
+            self.send_response(status)
+            self.end_headers()
+        log_message = lambda *_: None
+    server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health)
+    first = open(log).read().count("--port " + os.environ["STAND_IN_PORT"] + " ") == 1
+    if os.environ.get("STAND_IN_SERVER") == "dies once" and first and os.environ["STAND_IN_PORT"] in sys.argv:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        while "accelerate" not in open(log).read():
+            time.sleep(0.1)
+        sys.exit()
+    server.serve_forever()
+elif kind == "accelerate":
+    weights = tempfile.mkdtemp(prefix=".mt-grpo-")
+    lock = open(weights + "/lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(weights, weights.replace("/.mt-grpo-", "/mt-grpo-weights-"))  # as WeightTransfer makes it
+    with open(out + "/weights", "w") as file:
+        print(weights.replace("/.mt-grpo-", "/mt-grpo-weights-"), end="", file=file)
+    if os.environ.get("STAND_IN_TRAINER") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "STAND_IN_TRAINER" in os.environ:
+        sys.exit(int(os.environ["STAND_IN_TRAINER"]))
+    subprocess.Popen(SLEEP, start_new_session=True)  # a worker
+    if os.environ.get("STAND_IN_DEAF"):  # a worker whose parent is gone
+        code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True).pid)"
+        with open(out + "/deaf", "a") as deaf:
+            subprocess.run([sys.executable, "-c", code, *DEAF], stdout=deaf)
+    print("training", flush=True)
+    time.sleep(600)
+"""
+
+
+class Launch:
+    """scripts/train.sh with stand-ins that sleep for the plan, the server and the trainer."""
+
+    def __init__(self, folder, recipe, ignored=(), **environment):
+        stand_in = folder / "python"
+        stand_in.write_text(STAND_IN)
+        stand_in.chmod(0o755)
+        self.calls, self.mark = folder / "calls.log", f"mt-grpo-test-{folder}"
+        self.port = int(environment.get("STAND_IN_PORT") or free_port())
+        environment = {"PYTHON": str(stand_in), "STAND_IN_LOG": str(self.calls), "STAND_IN_OUT": str(folder),
+                       "STAND_IN_PORT": str(self.port), "STAND_IN_MARK": self.mark, **environment}  # fmt: skip
+        self.process = subprocess.Popen(
+            ["bash", str(ROOT / "scripts/train.sh"), recipe, "--max_steps", "2"], cwd="/", text=True,
+            env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A shell that starts the tests in the background has them ignore SIGINT, and nohup SIGHUP, which the
+            # launcher then ignores too.
+            preexec_fn=lambda: [
+                signal.signal(s, signal.SIG_IGN if s in ignored else signal.SIG_DFL)
+                for s in (signal.SIGINT, signal.SIGHUP)
+            ],
+        )  # fmt: skip
+
+    def wait_for(self, text):
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"train.sh ended without saying {text!r}")
+
+    def living(self):
+        """Processes that this launch left: all inherit a mark in their environment."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    if "State:\tZ" not in (folder / "status").read_text():
+                        found.append((folder / "cmdline").read_bytes())
+            except OSError:
+                continue
+        return found
+
+    def weights(self):
+        """The folder in which the trainer's weights are on their way to a server."""
+        return Path((self.calls.parent / "weights").read_text())
+
+    def wait_until_nothing_lives(self):
+        deadline = time.monotonic() + 20
+        while self.living() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.living() == []
+
+    def end(self):
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.parametrize("sent, status", [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)
+])  # fmt: skip
+def test_a_signal_leaves_no_process(tmp_path, recipe, sent, status):
+    launch = Launch(tmp_path, recipe)
+    launch.wait_for("training\n")
+    assert len(launch.living()) >= 5  # the script, server, engine, trainer, worker
+    launch.process.send_signal(sent)
+    assert launch.end()[0] == status
+    launch.wait_until_nothing_lives()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe):
+    """Two are deaf to SIGTERM: one without the environment, one without its parent and in a session of its own."""
+    launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
+    launch.wait_for("training\n")
+    deaf = [psutil.Process(int(pid)) for pid in (tmp_path / "deaf").read_text().split()]
+    assert len(deaf) == 2 and launch.weights().is_dir()
+    time.sleep(1)  # until both ignore SIGTERM
+    launch.process.kill()
+    try:
+        assert launch.end() == (-9, "train: stopping the server and the trainer\n")
+        launch.wait_until_nothing_lives()
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in deaf)
+    finally:
+        for process in deaf:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert not launch.weights().exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.parametrize("sent, status", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stop_during_the_checks_ends_them(tmp_path, recipe, sent, status):
+    launch = Launch(tmp_path, recipe, STAND_IN_PLAN="hangs")
+    while not launch.calls.exists() and launch.process.poll() is None:
+        time.sleep(0.1)
+    launch.process.send_signal(sent)
+    code, output = launch.end()
+    assert (code, output.splitlines()[-1]) == (status, "train: stopping the checks")
+    launch.wait_until_nothing_lives()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, recipe):
+    launch = Launch(tmp_path, recipe, ignored=[signal.SIGHUP])
+    launch.wait_for("training\n")
+    (keeper,) = [p for p in psutil.Process(launch.process.pid).children() if "keeper.py" in " ".join(p.cmdline())]
+    keeper.terminate()  # it is deaf to that
+    launch.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert launch.process.poll() is None and keeper.status() != psutil.STATUS_ZOMBIE
+    assert psutil.Process(launch.process.pid).memory_info().rss < 40 * 2**20  # neither torch nor the trainer
+    keeper.kill()
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    assert not launch.weights().exists()
+
+
+def test_weights_of_a_running_trainer_and_of_others_stay(tmp_path, monkeypatch):
+    """The keeper of another launch removes what a killed trainer left, and nothing else."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = "dead", "held", "no lock", "file", "a link's lock"
+    dead, held, unknown, file, linked = folders = [tmp_path / f"mt-grpo-weights-{name}" for name in names]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").write_text("")
+    file.write_text("")
+    (tmp_path / "mt-grpo-weights-link").symlink_to(tmp_path / "elsewhere")
+    for folder in (dead, held, unknown, linked):
+        folder.mkdir()
+    (linked / "lock").symlink_to(tmp_path / "elsewhere/lock")
+    (dead / "lock").write_text("")
+    (dead / "model.safetensors").write_text("")
+    with open(held / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        keeper.remove_weights()
+    assert [folder.exists() for folder in folders] == [False, True, True, True, True]
+    assert (tmp_path / "elsewhere/lock").exists()
+    keeper.remove_weights()
+    assert not held.exists()
+
+
+@pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
+def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
+    launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=trainer, STAND_IN_SERVER="loads")
+    code, output = launch.end()
+    assert code == status, output
+    assert launch.living() == []
+    calls = launch.calls.read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["plan", "vllm", "health", "health", "accelerate"]
+    assert calls[2:4] == ["health 503", "health 200"]
+    assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
+    assert calls[-1].endswith(f"--max_steps 2 --vllm_server_port {launch.port}")  # it chooses the folder for weights
+    assert not launch.weights().exists()
+    assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n"
+
+
+def test_a_server_that_dies_is_reported_with_its_log(tmp_path, recipe):
+    launch = Launch(tmp_path, recipe, STAND_IN_SERVER="dies")
+    code, output = launch.end()
+    assert code == 1 and "no memory left" in output
+    assert "accelerate" not in launch.calls.read_text() and launch.living() == []
+
+
+def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
+    """On the same port, with what it left behind gone; its log goes on."""
+    launch = Launch(tmp_path, recipe, STAND_IN_SERVER="dies once")
+    launch.wait_for("the vLLM server ended; starting it again (1 of 3)")
+    deadline = time.monotonic() + 20
+    while launch.calls.read_text().count("vllm -m") < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ports = [
+        line.split("--port ")[1].split()[0] for line in launch.calls.read_text().splitlines() if line[:4] == "vllm"
+    ]
+    assert len(ports) == 2 and ports[0] == ports[1]
+    sleepers = 0  # the engine of the second server, which it starts after its call is noted, and the trainer's worker
+    while sleepers < 2 and time.monotonic() < deadline:
+        sleepers = sum(b"time.sleep(600)" in line for line in launch.living())
+    assert sleepers == 2
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n" * 2
+
+
+def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
+    """The trainer gets all addresses. The one that dies is started again, on its port."""
+    launch = Launch(tmp_path, recipe, VLLM_SERVERS="2", STAND_IN_SERVER="dies once")
+    launch.wait_for("vLLM server 0 ended; starting it again (1 of 3)")
+    deadline = time.monotonic() + 20
+    while launch.calls.read_text().count("vllm -m") < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    calls = launch.calls.read_text().splitlines()
+    ports = [call.split("--port ")[1].split()[0] for call in calls if call[:4] == "vllm"]
+    assert len(ports) == 3 and len(set(ports)) == 2
+    (trainer,) = (call for call in calls if call.startswith("accelerate"))
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in sorted(set(ports), key=int))
+    assert trainer.endswith(f"--vllm_server_base_url {urls}") and "--vllm_server_port" not in trainer
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.end()[0] == 143 and launch.living() == []
+    logs = [(tmp_path / f"vllm_server.{n}.log").read_text().count("the server speaks") for n in (0, 1)]
+    assert sorted(logs) == [1, 2] and not (tmp_path / "vllm_server.log").exists()
+
+
+def test_a_number_of_servers_is_one_or_more(tmp_path, recipe):
+    for value in ("0", "two"):
+        code, output = Launch(tmp_path, recipe, VLLM_SERVERS=value).end()
+        assert (code, output) == (2, f"train: error: VLLM_SERVERS={value!r}: expected a whole number, 1 or more\n")
+
+
+def test_two_launches_take_two_ports(tmp_path, recipe):
+    """Both want the same ones, for their server and for the group in which its weights travel."""
+    launches, port, group_port = [], str(free_port()), str(free_port())
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        launches.append(Launch(tmp_path / name, recipe, STAND_IN_PORT=port, STAND_IN_GROUP_PORT=group_port))
+    for launch in launches:
+        launch.wait_for("training\n")
+    calls = [launch.calls.read_text() for launch in launches]
+    for launch in launches:
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.end()[0] == 143
+    for key in ("--port", "--vllm_group_port"):
+        assert len({text.split(f"{key} ")[1].split()[0] for text in calls}) == 2
+    assert any(f"--vllm_group_port {group_port}" in text for text in calls)
+
+
+def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypatch):
+    """The trainer counts up from the first. A listener counts on any address: the group does not use 127.0.0.1."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    while True:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.2", 0))
+            listener.listen()
+            middle = listener.getsockname()[1]
+            others = middle - 1, *range(middle + 1, middle + 5)
+            if others[-1] < 2**16 and all(map(train.is_free, others)):
+                assert train.lock_ports(middle - 1, 2) == middle + 1
+                break
+    released, lock = train.lock_port(middle - 1)  # it was no use
+    assert released == middle - 1
+    assert train.lock_ports(middle - 1, 1) == middle  # the next one's turn: nobody listens there any more
+    assert train.lock_ports(middle + 1, 2) == middle + 3
+    os.close(lock)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "no recipe"),
+    (["hf_recipes/nothing.yaml"], "is not a file"),
+    (["RECIPE", "--max_stepz", "2"], "Did you mean 'max_steps'"),
+])  # fmt: skip
+def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe):
+    done = subprocess.run(
+        ["bash", "scripts/train.sh", *(recipe if a == "RECIPE" else a for a in arguments)], cwd=ROOT, text=True,
+        capture_output=True, env={**os.environ, "PYTHON": warm_python.executable()},
+    )  # fmt: skip
+    assert done.returncode != 0 and message in done.stderr
+    assert "starting" not in done.stdout
+    assert not (Path(recipe).parent / "run" / "vllm_server.log").exists()
+
+
+GPU_PLAN = {
+    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": ["2"],
+    "tensor_parallel": 1,
+    "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
+    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
+}  # fmt: skip
+
+
+def test_the_commands_for_gpus(monkeypatch, capsys):
+    for name in ("ACCELERATE_CONFIG", "TRAINER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ARGS", "--seed 3")
+    command, environment = train.server_command("py", GPU_PLAN, 8001, "2")
+    assert command == (
+        "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
+        "bfloat16 --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm --trust-remote-code "
+        "--weight-transfer-config"
+    ).split() + ['{"backend": "nccl"}', "--seed", "3"]
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    by_disk = train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1, "2")[0]
+    assert "--weight-transfer-config" not in by_disk and "--tensor-parallel-size" not in by_disk
+    command, environment = train.server_command("py", GPU_PLAN | {"tensor_parallel": 2}, 1, "4,5", host="10.0.0.7")
+    assert " ".join(command).count("--host 10.0.0.7") == " ".join(command).count("--tensor-parallel-size 2") == 1
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+    begin = "py -m accelerate.commands.launch --num_processes"
+    command, environment = train.trainer_command("py", GPU_PLAN, ["--config", "r"])
+    assert " ".join(command) == (
+        f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --main_process_port 0 "
+        "mt_grpo_trainer.py --config r --dtype float32"
+    )
+    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", **train.package_path()}
+    assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
+    command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
+    assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
+    command, _ = train.trainer_command("py", GPU_PLAN | {"num_processes": 1, "trainer_gpus": "0"}, [])
+    assert " ".join(command) == (
+        f"{begin} 1 --num_machines 1 --mixed_precision no --dynamo_backend no mt_grpo_trainer.py --dtype float32"
+    )
+
+
+def test_a_missing_interpreter_is_reported():
+    done = subprocess.run(["bash", "scripts/train.sh", "recipe"], cwd=ROOT, text=True, capture_output=True,
+                          env={**os.environ, "PYTHON": "/nowhere/python"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train: error: /nowhere/python is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n"
+    )
+
+
+def start_server(folder, recipe, host, port, **environment):
+    """scripts/serve.sh with stand-ins for the plan and for vLLM."""
+    text = STAND_IN.replace('"/train.py"', '"/serve.py"')
+    (folder / "python").write_text(re.sub(r'"server_gpus": .*?, "tensor', '"server_gpus": "", "tensor', text))
+    (folder / "python").chmod(0o755)
+    environment |= {"PYTHON": str(folder / "python"), "STAND_IN_LOG": str(folder / "calls"), "STAND_IN_PORT": "8000",
+                    "STAND_IN_OUT": str(folder)}  # fmt: skip
+    return subprocess.Popen(
+        ["bash", "scripts/serve.sh", recipe, "--host", host, "--port", str(port)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("host, port, problem", [
+    ("127.0.0.1", None, "another process listens there already"),
+    ("192.0.2.1", 8000, "Cannot assign requested address"),  # no machine has this address
+    ("127.0.0.1", 70000, "port must be 0-65535"),
+])  # fmt: skip
+def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe, host, port, problem):
+    """vLLM would end with a traceback that does not name the port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = port or listener.getsockname()[1]
+        said, errors = start_server(tmp_path, recipe, host, port).communicate(timeout=60)
+    assert said == ""
+    assert re.search(f"^serve: error: the server cannot listen on {host}, port {port}: .*{problem}", errors)
+    assert "Choose another one with --port" in errors
+    assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
+
+
+def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, recipe):
+    """Neither listens yet. The lock is the server's own: it ends with it."""
+    port = free_port()
+    server = start_server(tmp_path, recipe, "127.0.0.1", port, STAND_IN_SERVER="loads long")
+    try:
+        assert f"http://127.0.0.1:{port}" in server.stdout.readline()
+        assert server.stdout.readline() == "the server speaks\n" and train.is_free(port)
+        path = train.lock_path(port)
+        said, errors = start_server(tmp_path, recipe, "127.0.0.1", port).communicate(timeout=60)
+        assert said == "" and f"port {port}: a server that starts or runs has locked {path}. Expected" in errors
+    finally:
+        server.kill()
+        server.communicate()
+    os.close(train.lock_file(path))
+
+
+def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):
+    assert Launch(tmp_path, recipe, STOP_TIMEOUT="1 min").end() == (
+        2,
+        "train: error: STOP_TIMEOUT='1 min': expected a whole number, 0 or more\n",
+    )
+
+
+@pytest.mark.parametrize("odd", ["link", "fifo", "folder", "another user's", "listener"])
+def test_a_port_with_an_odd_lock_file_is_passed_over(tmp_path, monkeypatch, odd):
+    """The temporary directory is everybody's: nothing there is followed, changed or waited for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    port, victim = free_port(), tmp_path / "victim"
+    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{port}.lock"
+    victim.write_text("content")
+    if odd == "link":
+        path.symlink_to(victim)
+    elif odd == "fifo":
+        os.mkfifo(path)
+    elif odd == "folder":
+        path.mkdir()
+    elif odd == "another user's":
+        if os.getuid():
+            pytest.skip("needs root, to give a file away")
+        path.write_text("content")
+        os.chown(path, 65534, 65534)
+    with socket.socket() as listener:
+        if odd == "listener":
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        chosen, lock = train.lock_port(port)
+    os.close(lock)
+    assert chosen > port and (tmp_path / f"mt-grpo-{os.getuid()}-port-{chosen}.lock").is_file()
+    assert victim.read_text() == "content"
+    if odd == "another user's":
+        assert path.read_text() == "content"
+
+
+def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, lock = train.lock_port(free_port())
+    second, other = train.lock_port(first)
+    assert second > first
+    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{first}.lock"
+    assert path.stat().st_mode & 0o777 == 0o600 and not os.get_inheritable(lock)
+    os.close(lock)
+    path.write_text("a note of its owner")
+    again, lock = train.lock_port(first)
+    assert again == first and path.read_text() == "a note of its owner"
+    os.close(lock)
+    os.close(other)

@@ -1,0 +1,861 @@
+"""scripts/view_rollouts.py: the index of a log, the server, and the page in a real Chromium."""
+
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+import view_rollouts
+from test_first_batch import recipe_file
+from viewer.index import INDEX_FILE, Query, RolloutIndex
+
+import mt_grpo_trainer as mt
+from mt_grpo.reports import rollout_log
+from mt_grpo.reports.rollout_log import write_rollouts
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG = "rollouts.rank0.jsonl"
+EVIL = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 1">\'" \x1b[31m\x00\u202e'
+
+
+def turn(text, calls=(), results=(), **more):
+    """A turn of a row: calls as (name, arguments), results as (text, error)."""
+    called = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    return {
+        "text": text, "answer": None, "finish_reason": "stop", "seconds": 0.5,
+        "calls": [{"name": name, "arguments": arguments, "error": None} for name, arguments in called],
+        "results": [{"text": said, "error": error, "seconds": 0.25, "reward": None} for said, error in results],
+        "observation": None, "num_tokens": 3, "num_read": 4, "num_trained": 3, "reward": None, "mean_logprob": -0.5,
+        "min_logprob": -1.0, "policy_versions": [3, 4], **more,
+    }  # fmt: skip
+
+
+def row(step, index, question, turns, reward=0.0, stop="answered", mode="train", **more):
+    """A row of the log, with two reward functions."""
+    messages = [{"role": "system", "content": "Search."}, {"role": "user", "content": question}]
+    for each in turns:
+        messages.append({"role": "assistant", "content": each["text"]})
+        messages += [{"role": "tool", "content": result["text"]} for result in each["results"]]
+    return {
+        "schema": 1, "rank": 0, "step": step, "mode": mode, "index": index, "group": index // 2, "messages": messages,
+        "stop_reason": stop, "reward": reward, "rewards": {"exact_reward_func": reward, "style": None},
+        "turn_rewards": [0.1] * len(turns), "turn_advantages": [1.0 - 2.0 * (index % 2)] * len(turns),
+        "answer": "Paris", "turns": turns, "num_prompt_tokens": 9, "num_tokens": 7 * len(turns), "records": 1,
+        "policy_version": step, "error": None, "info": ["{}"] * len(turns), **more,
+    }  # fmt: skip
+
+
+def rows():
+    """Six rollouts: two groups of step 0, one of step 1; their ids in an index are 1 to 6."""
+    search, calculator = ("search", {"query": "crème brûlée"}), ("calculator", {"expression": "19 - 3"})
+    return [
+        row(0, 0, "Where is the Louvre?", [turn("I look.", [search], [("A dish.", None)]), turn("Paris")], 1.0),
+        row(0, 1, "Where is the Louvre?", [turn("London")], 0.0, stop="no_tool_call"),
+        row(0, 2, "What is 19 - 3?", [turn("Hm.", [calculator], [("too slow", "timeout")]), turn("16")], 0.5),
+        row(0, 3, "What is 19 - 3?", [turn("Well.", [calculator, search], [("16", None), ("", "call")])], 0.25,
+            stop="max_turns"),
+        row(1, 0, "Who wrote Faust?", [turn("Goethe")], -0.5),
+        row(1, 1, "Who wrote Faust?", [turn("Marlowe did")], None, stop="environment_error", error="it broke"),
+    ]  # fmt: skip
+
+
+CASES = [  # filters, and the rollouts that they leave, in order
+    ({}, [1, 2, 3, 4, 5, 6]),
+    ({"step_from": "1"}, [5, 6]),
+    ({"step_to": "0"}, [1, 2, 3, 4]),
+    ({"prompt": "louvre"}, [1, 2]),
+    ({"stop": "max_turns"}, [4]),
+    ({"tool": "search"}, [1, 4]),
+    ({"tool": "sea"}, []),
+    ({"error": "any"}, [3, 4, 6]),
+    ({"error": "timeout"}, [3]),
+    ({"error": "rollout"}, [6]),
+    ({"reward_min": "0.5"}, [1, 3]),
+    ({"reward_max": "0"}, [2, 5]),
+    ({"reward_name": "exact_reward_func", "reward_min": "0.25", "reward_max": "0.5"}, [3, 4]),
+    ({"reward_name": "style", "reward_min": "0"}, []),
+    ({"text": "creme"}, [1, 4]),  # accents and case are no difference
+    ({"text": "CRÈME brû"}, [1, 4]),  # each word, or its beginning
+    ({"text": "rème"}, []),
+    ({"text": "19-3"}, [3, 4]),  # in this order, whatever is between
+    ({"text": "3-19"}, []),
+    ({"text": "- dish"}, [1]),
+    ({"text": '"louvre'}, [1, 2]),
+    ({"text": "paris"}, [1, 2, 3, 4, 5, 6]),  # the answer of the row
+    ({"text": "broke"}, [6]),
+    ({"sort": "reward"}, [6, 5, 2, 4, 3, 1]),
+    ({"sort": "turns", "descending": "true"}, [3, 1, 6, 5, 4, 2]),
+    ({"stop": "answered", "tool": "calculator", "text": "slow"}, [3]),
+]
+
+
+def write_log(folder, logged, fresh=True):
+    write_rollouts(Path(folder) / LOG, logged, fresh)
+    return Path(folder)
+
+
+def index_of(folder):
+    index = RolloutIndex(Path(folder))
+    index.refresh()
+    return index
+
+
+def ids(found):
+    return [each["id"] for each in found]
+
+
+# -- the index --
+
+
+@pytest.mark.parametrize("query, expected", CASES, ids=lambda value: str(value)[:40])
+def test_filters_of_the_index(query, expected, tmp_path):
+    found = index_of(write_log(tmp_path, rows())).table(Query.read(query))
+    assert (ids(found["rows"]), found["total"]) == (expected, len(expected))
+
+
+def test_a_line_of_the_table_and_a_group(tmp_path):
+    index = index_of(write_log(tmp_path, rows()))
+    (line,) = index.table(Query(offset=3, limit=1))["rows"]
+    assert line == {
+        "id": 4, "rank": 0, "step": 0, "mode": "train", "number": 3, "attempt": 0, "team": "train/0/0/1",
+        "prompt": "What is 19 - 3?", "stop": "max_turns", "reward": 0.25,
+        "rewards": {"exact_reward_func": 0.25, "style": None}, "turns": 1, "tokens": 7, "seconds": 1.0,
+        "tools": ["calculator", "search"], "errors": ["call"], "version": 0,
+    }  # fmt: skip
+    assert ids(index.group(4)) == [3, 4] and index.rollout(4)["row"] == rows()[3]
+    info = index.info()
+    assert (info["count"], info["steps"], info["tools"]) == (6, [0, 1], ["calculator", "search"])
+    assert info["errors"] == ["call", "rollout", "timeout"] and info["modes"] == ["train"] and info["notes"] == []
+    assert info["stops"] == ["answered", "environment_error", "max_turns", "no_tool_call"]
+    assert info["rewards"] == ["exact_reward_func", "style"]
+    with pytest.raises(KeyError, match="There is no rollout 7"):
+        index.rollout(7)
+
+
+def test_what_is_rolled_out_again_is_another_group(tmp_path):
+    """A resumed run, and the batches of an evaluation, use the same numbers of rollouts."""
+    first = rows()[:2]
+    again = [{**each, "messages": [{"role": "user", "content": "B?"}, *each["messages"][2:]]} for each in first]
+    evaluated = [{**each, "mode": "eval"} for each in first + again]
+    index = index_of(write_log(tmp_path, first + again + evaluated))
+    groups = [ids(index.group(number)) for number in (1, 4, 5, 8)]
+    assert groups == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert index.rollout(4)["prompt"] == "B?" and index.rollout(4)["attempt"] == 1
+
+
+def test_logs_without_groups_and_sums(tmp_path):
+    """As they were before there were these columns."""
+    old = [{name: value for name, value in each.items() if name not in ("group", "reward")} for each in rows()]
+    index = index_of(write_log(tmp_path, old))
+    assert ids(index.group(2)) == [1, 2] and ids(index.group(5)) == [5, 6]
+    assert [each["reward"] for each in index.table(Query())["rows"]] == [1.0, 0.0, 0.5, 0.25, -0.5, None]
+
+
+def test_it_follows_a_run(tmp_path, monkeypatch):
+    """Rows of the open segment, of one that was closed meanwhile, of a second rank; a line that is not whole yet."""
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 4000)
+    index, second = index_of(write_log(tmp_path, rows()[:1])), RolloutIndex(tmp_path)
+    line = json.dumps(rows()[1]).encode()
+    with open(tmp_path / LOG, "ab") as file:
+        file.write(line[:50])
+        file.flush()
+        assert index.refresh() == 0
+        file.write(line[50:] + b"\n")
+    assert index.refresh() == 1 and second.refresh() == 0
+    for each in rows()[2:] + rows():
+        write_log(tmp_path, [each], fresh=False)
+    assert len(list(tmp_path.glob("rollouts.rank0.*.gz"))) >= 2
+    (tmp_path / "rollouts.rank1.jsonl").write_text(json.dumps({**rows()[0], "rank": 1, "index": 8}) + "\n")
+    assert index.refresh() == 11 and index.refresh() == 0 and second.refresh() == 0
+    assert [each["stop"] for each in second.table(Query())["rows"]].count("max_turns") == 2
+    assert second.info()["count"] == 13 and second.info()["notes"] == []
+
+
+def test_a_new_run_in_the_folder_begins_anew(tmp_path):
+    index = index_of(write_log(tmp_path, rows()))
+    write_log(tmp_path, [row(0, 0, "New?", [turn("Yes")])])
+    assert index.refresh() == 1
+    (line,) = index.table(Query())["rows"]
+    assert line["prompt"] == "New?" and index.table(Query(text="louvre"))["total"] == 0
+
+
+def test_what_cannot_be_shown_is_said(tmp_path):
+    """Another version, unknown fields, rows that are none, a compressed segment and a line that are cut off."""
+    good = [json.dumps(each) for each in rows()[:3]]
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(good[0].encode())[:20])
+    numbers = random.Random(0)
+    long = [json.dumps({**rows()[0], "step": 7, "answer": str(numbers.random())}) + "\n" for _ in range(2000)]
+    closed = gzip.compress("".join(long).encode())
+    (tmp_path / "rollouts.rank0.00002.jsonl.gz").write_bytes(closed[: len(closed) // 2])
+    newer = {**rows()[3], "schema": 2, "colour": "red", "turns": [turn("x", mood="good")]}
+    bad = ["[1]", "{not json", '{"step": 1}', '{"turns": 5, "messages": []}', json.dumps({**rows()[0], "rewards": 3})]
+    (tmp_path / LOG).write_text("\n".join([*good, json.dumps(newer), *bad, good[0][:40]]))
+    index = index_of(tmp_path)
+    notes = "\n".join(index.notes())
+    for number in (1, 2):
+        assert f"rollouts.rank0.0000{number}.jsonl.gz: Compressed file ended before the end" in notes
+    assert 500 < index.table(Query(step_from=7))["total"] < 1500
+    assert "1 lines that are no JSON: left out." in notes
+    assert "2 rows that are no rollout (Unreadable: expected turns and messages): left out." in notes
+    assert "1 rows that are no rollout (Unreadable: a line is no rollout): left out." in notes
+    assert "1 rows that are no rollout (AttributeError: " in notes
+    assert "1 rollouts have schema 2, this viewer knows 1: it shows what it can." in notes
+    assert "1 times a field colour that this viewer does not know" in notes and "field turns.mood" in notes
+    shown = index.table(Query(step_to=6))["rows"]
+    assert [each["number"] for each in shown] == [0, 1, 2, 3] and index.refresh() == 0
+    assert "\n".join(index.notes()) == notes
+
+
+@pytest.mark.parametrize("content", [b"no database at all, but some text" * 50, b""])
+def test_a_file_that_is_no_index_is_made_anew(content, tmp_path):
+    (write_log(tmp_path, rows()) / INDEX_FILE).write_bytes(content)
+    assert index_of(tmp_path).info()["count"] == 6
+
+
+def test_an_index_of_another_version_is_made_anew(tmp_path):
+    index_of(write_log(tmp_path, rows())).close()
+    with sqlite3.connect(tmp_path / INDEX_FILE) as db:
+        db.execute("DELETE FROM rollout")
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    assert index_of(tmp_path).info()["count"] == 6
+
+
+def test_means_by_step_stand_in_for_metrics(tmp_path):
+    """None is left out; evaluations are no training."""
+    evaluated = [row(1, 4, "?", [turn("x")], 9.0, mode="eval")]
+    first, second = index_of(write_log(tmp_path, rows() + evaluated)).by_step()
+    assert first == {
+        "step": 1, "count": 4, "reward": 0.4375, "turns/mean": 1.5, "completions/mean_total_length": 10.5,
+        "stop/answered": 0.5, "stop/max_turns": 0.25, "stop/no_tool_call": 0.25,
+        "rewards/exact_reward_func/mean": 0.4375, "rewards/style/mean": None,
+    }  # fmt: skip
+    assert second["reward"] == -0.5 and second["rewards/exact_reward_func/mean"] == -0.5
+
+
+def test_a_sample_says_which(tmp_path):
+    """Whole steps, evenly spread, with the last one and all modes."""
+    index = index_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
+    assert index.sample(40) == (list(range(1, 41)), "all 40 rollouts")
+    chosen, which = index.sample(20)
+    assert [index.rollout(number)["step"] for number in chosen[::4]] == [1, 3, 5, 7, 9]
+    assert which == "20 of 40 rollouts: one step in 2 (1, 3, 5, 7, ...)"
+    assert index.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
+
+
+def test_a_sample_has_every_mode(tmp_path):
+    """Where each step has a batch of training and one of evaluation."""
+    logged = [row(step, i, "?", [turn("x")], mode=mode) for step in range(10) for mode in ("train", "eval")
+              for i in range(2)]  # fmt: skip
+    index = index_of(write_log(tmp_path, logged))
+    modes = [index.rollout(number)["mode"] for number in index.sample(20)[0]]
+    assert (modes.count("train"), modes.count("eval")) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    "query, message",
+    [
+        ({"stpe": "1"}, "stpe is no filter. Expected one of step_from, step_to"),
+        ({"step_from": "one"}, "step_from is 'one', expected a number"),
+        ({"sort": "body"}, "expected sort in step, reward"),
+        ({"limit": "1000000"}, "limit from 1 to 500"),
+        ({"offset": "9" * 30}, "offset from 0"),
+        ({"step_to": "9" * 30}, "a step is too large"),
+        ({"reward_min": "nan"}, "reward_min is 'nan', expected a number"),
+        ({"descending": "yes"}, "descending is 'yes', expected true or false"),
+    ],
+)
+def test_wrong_questions_are_explained(query, message):
+    with pytest.raises(ValueError, match=message):
+        Query.read(query)
+
+
+def changed(**columns):
+    """A row like the first one, but for some columns."""
+    return {**rows()[0], **columns}
+
+
+HOSTILE = {  # what a row has, and what the index makes of it: columns that it must have, or why it is left out
+    "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
+    "half a character as a reason": (changed(stop_reason="\ud83d"), {"stop": "?"}),
+    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 0}),
+    "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
+    "a step that SQLite does not have": (changed(step=2**70), {"step": 0}),
+    "a number of 350 digits": (changed(turns=[turn("x", seconds=10**349)]), {"seconds": 0.0}),
+    "an answer of many brackets": (
+        json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
+    ),
+    "rewards that JSON does not have": (
+        changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}), {"reward": None, "rewards": {"b": 0.5}},
+    ),
+    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 7, "reward": 0.5, "tokens": 3}),
+    "numbers that are none": (changed(step="x", reward="y"), {"step": 0, "reward": None}),
+    "a message that is none": (changed(messages=[None, *rows()[0]["messages"]]), {"prompt": "Where is the Louvre?"}),
+    "a message with an image": (
+        changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]),
+        {"prompt": "[image]\nWhere?"},
+    ),
+    "an example in the prompt": (
+        changed(messages=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "I look. 2"},
+                          *rows()[0]["messages"]], num_prompt_messages=4),
+        {"prompt": "Where is the Louvre?"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_odd_row_hides_no_other(name, tmp_path):
+    odd, columns = HOSTILE[name]
+    lines = [json.dumps(rows()[0]), odd if isinstance(odd, str) else json.dumps(odd), json.dumps(rows()[1])]
+    (tmp_path / LOG).write_text("".join(line + "\n" for line in lines))
+    index = index_of(tmp_path)
+    shown = index.table(Query())["rows"]
+    assert len(shown) == (2 if columns is None else 3)
+    assert (columns is None) == any("left out" in note for note in index.notes())
+    if columns is not None:
+        (line,) = [line for line in shown if line["id"] == 2]
+        assert {column: line[column] for column in columns} == columns
+    json.dumps([index.info(), index.by_step(), *(index.rollout(line["id"]) for line in shown)], allow_nan=False)
+
+
+def test_numbers_that_are_none_are_told(tmp_path):
+    notes = index_of(write_log(tmp_path, [changed(step="7", reward=None), changed(index=2.0)])).notes()
+    assert notes == ["1 times step is no number: shown as 0, or not at all."]
+
+
+def test_half_a_line_that_nobody_writes_is_told(tmp_path):
+    with open(write_log(tmp_path, rows()) / LOG, "a") as file:
+        file.write('{"schema": 1, "ra')
+    index = index_of(tmp_path)
+    assert index.notes() == []  # it may be being written
+    os.utime(tmp_path / LOG, (0, 0))
+    assert index.notes() == [f"{LOG} ends with half a line, of 17 bytes: left out."]
+
+
+def test_a_segment_that_is_replaced_or_gone(tmp_path):
+    closed = tmp_path / "rollouts.rank0.00001.jsonl.gz"
+    (tmp_path / "rollouts.rank0.00002.jsonl.gz").write_bytes(gzip.compress(json.dumps(rows()[0]).encode() + b"\n"))
+    lines = "".join(json.dumps({**each, "answer": str(n)}) + "\n" for n in range(99) for each in rows())
+    whole = gzip.compress(lines.encode())
+    closed.write_bytes(whole[: len(whole) // 2])
+    index = index_of(write_log(tmp_path, rows()[:1], fresh=False))
+    assert "ended before" in index.notes()[0]
+    closed.write_bytes(whole)
+    assert index.refresh() == 6 * 99 + 2 and index.notes() == []
+    closed.unlink()
+    assert index.refresh() == 0 and index.info()["count"] == 596
+    assert index.notes() == ["Segment 1 of rank 0 is gone: its rollouts are from the index."]
+
+
+def test_a_full_disk_is_told_as_such(tmp_path):
+    index = RolloutIndex(write_log(tmp_path, rows() * 200))
+    index.db.execute(f"PRAGMA max_page_count = {index.db.execute('PRAGMA page_count').fetchone()[0] + 5}")
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        index.refresh()
+    index.db.execute("PRAGMA max_page_count = 1000000")
+    assert index.refresh() == 1200
+
+
+def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
+    path = recipe_file(tmp_path, max_steps=1, save_strategy="no")
+    mt.main(["--config", path])
+    (tmp_path / "out/rollouts.rank3.jsonl").write_text("{}\n")
+    assert (tmp_path / "out" / LOG).exists()
+    mt.main(["--config", path, "--log_rollouts", "0"])
+    assert list((tmp_path / "out").glob("rollouts.*")) == []
+
+
+@pytest.mark.parametrize("content", [b'{"log_history": [', b"{}", b"[]", b'{"log_history": 3}'])
+def test_metrics_with_faults_hide_no_rollout(content, tmp_path):
+    (write_log(tmp_path, rows()) / "trainer_state.json").write_bytes(content)
+    assert view_rollouts.Run(tmp_path).info()["count"] == 0  # not read yet, and not refused
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "reward": Infinity}\n\xff\n[1]\n{"step": 2, "reward": 0.5}\n'
+    )
+    (panel,) = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
+    assert panel["lines"] == [{"label": "reward, weighted", "run": 0, "points": [[2, 0.5]]}]
+
+
+def test_evaluations_have_a_panel(tmp_path):
+    metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75}]
+    (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    panels = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
+    assert [(panel["title"], panel["mode"]) for panel in panels] == [("Rewards", ""), ("Evaluation", "eval_")]
+    assert [(line["label"], line["points"]) for line in panels[1]["lines"]] == [
+        ("reward, weighted", [[2, 0.25]]), ("a", [[2, 0.75]]),
+    ]  # fmt: skip
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [write_log(tmp_path / name / "out", rows()) for name in ("a", "b")]
+    assert [run.name for run in view_rollouts.open_runs(folders)] == ["a/out", "b/out"]
+
+
+# -- the program --
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["{folder}/none"], "none is no folder"),
+        (["{folder}"], "has neither rollouts.rank.*.jsonl nor metrics.jsonl"),
+        (["a", "b", "c"], "got 3 runs, expected one, or two"),
+        (["a", "--port", "99999"], "2"),
+    ],
+)
+def test_what_cannot_be_viewed_is_told(arguments, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        view_rollouts.main([argument.format(folder=tmp_path) for argument in arguments])
+
+
+def test_a_port_that_is_taken_is_told(tmp_path, capsys):
+    folder = str(write_log(tmp_path, rows()))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="Take another one by"):
+        view_rollouts.main([folder, "--port", str(taken.getsockname()[1])])
+    assert "is served" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A function that serves folders by the program; the address. Each program ends by Ctrl+C without an error.
+
+    INVARIANT: a test names it before `open_page`, so that pages are closed first: they ask it every 3 s.
+    """
+    programs = []
+
+    def serve(*folders):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "scripts/view_rollouts.py", *map(str, folders), "--port", str(port)]
+        program = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        programs.append(program)
+        address, until = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        while True:
+            try:
+                info = requests.get(f"{address}/api/info", timeout=10).json()
+                if not any(run["reading"] for run in info["runs"]) and info["runs"][0]["count"]:
+                    return address
+            except requests.ConnectionError:
+                assert program.poll() is None, program.stderr.read()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+    yield serve
+    for program in programs:
+        program.send_signal(signal.SIGINT)
+        assert program.wait(timeout=60) == 0 and program.stderr.read() == ""
+
+
+def test_the_server_answers_this_machine_alone(served, tmp_path):
+    address = served(write_log(tmp_path / "run", rows()))
+    assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
+    assert requests.get(f"{address}/api/rollout/0/4").json()["row"] == rows()[3]
+    for path in ("rollouts/0?x=1", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
+        answer = requests.get(f"{address}/api/{path}")
+        assert answer.status_code == 400 and answer.json()["error"]
+    foreign = requests.get(f"{address}/api/info", headers={"Host": "evil.example"})
+    assert foreign.status_code == 403 and "expected 127.0.0.1" in foreign.json()["error"]
+    page = requests.get(address)
+    assert page.headers["X-Content-Type-Options"] == "nosniff" and "Louvre" not in page.text
+    port = int(address.rpartition(":")[2])
+    others = {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None)} - {"127.0.0.1", "::1"}
+    for other in others:
+        with pytest.raises(OSError):
+            socket.create_connection((other, port), timeout=2).close()
+
+
+# -- the page --
+
+
+def table_ids(page):
+    page.wait_for_selector("#count")
+    return [int(link.get_attribute("href").split("/")[-1]) for link in page.query_selector_all("tbody a")]
+
+
+def address_of(query):
+    return "rollouts?" + "&".join(f"{name}={requests.utils.quote(value)}" for name, value in query.items())
+
+
+def go(page, place):
+    """Another view of the page; returns when it is there."""
+    page.evaluate("document.querySelector('main').replaceChildren()")
+    page.evaluate("place => { location.hash = place; }", place)
+    page.wait_for_selector("main *", state="attached")
+
+
+def until(page, expression):
+    """Wait until JavaScript says true. (Playwright's own wait is against the policy of the page.)"""
+    end = time.monotonic() + 30
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        time.sleep(0.05)
+
+
+def check_filters(page):
+    go(page, "curves")
+    for query, expected in CASES:
+        go(page, address_of({**query, "limit": "50"} if not query else query))
+        assert table_ids(page) == expected, query
+
+
+def one_page(folder, *more):
+    path = Path(folder) / "page.html"
+    view_rollouts.main([str(folder), *map(str, more), "--html", str(path)])
+    return path.as_uri()
+
+
+def test_filters_of_a_page_in_one_file(open_page, tmp_path, capsys):
+    """It filters by itself as the index does."""
+    address = one_page(write_log(tmp_path, rows()))
+    assert re.search(r"page.html: .*: all 6 rollouts, \d+\.\d MB", capsys.readouterr().out)
+    check_filters(open_page(address))
+
+
+def test_filters_of_a_served_page(served, open_page, tmp_path):
+    check_filters(open_page(served(write_log(tmp_path / "run", rows()))))
+
+
+def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts")
+    page.fill("input[name=text]", "faust")
+    page.press("input[name=text]", "Enter")
+    until(page, "document.querySelector('#count').textContent.startsWith('1 to 2 of 2')")
+    page.click("text=clear")
+    until(page, "document.querySelector('#count').textContent.includes('of 6')")
+    page.select_option("select[name=error]", "timeout")
+    until(page, "document.querySelector('#count').textContent.includes('of 1 ')")
+    go(page, "rollouts")
+    page.click("th button:has-text('reward')")
+    page.wait_for_selector("th[aria-sort=descending]")
+    assert table_ids(page) == [1, 3, 4, 2, 5, 6]
+    assert page.locator("button:has-text('before')").is_disabled()
+
+
+def test_pages_of_the_table(served, open_page, tmp_path):
+    logged = [row(step, i, "?", [turn("x")]) for step in range(30) for i in range(4)]
+    for address in (one_page(write_log(tmp_path / "run", logged)), served(tmp_path / "run")):
+        page = open_page(address + "#rollouts")
+        assert table_ids(page) == list(range(1, 51))
+        for first in (51, 101):
+            page.click("text=next ▸")
+            until(page, f"document.querySelector('#count').textContent.startsWith('{first} to')")
+        assert table_ids(page) == list(range(101, 121))
+        assert page.locator("text=next ▸").is_disabled()
+
+
+def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
+    """Everything that is shown of a row holds tags, control characters and direction marks."""
+    evil = row(0, 0, EVIL, [turn(EVIL, [(EVIL, {EVIL: EVIL})], [(EVIL, EVIL)], observation=EVIL, finish_reason=EVIL,
+                                 token_ids=[1], token_texts=[EVIL], read_texts=[EVIL], read_ids=[2])],
+               stop=EVIL, error=EVIL, answer=[EVIL], rewards={EVIL: 1.0}, mode=EVIL)  # fmt: skip
+    folder = write_log(tmp_path / "<b>run", [evil, {**rows()[0], EVIL: 1}])
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0, f"rewards/{EVIL}/mean": 1.0}) + "\n")
+    for address in (one_page(folder), served(folder)):
+        page = open_page(address)
+        for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
+            go(page, place)
+            for colour in ("none", "advantage") if "/" in place else ():
+                page.click(f"button:has-text('{colour}')")
+                page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+                assert page.inner_text("main").count("<script>window.hit = 1</script>") >= 5
+            assert page.evaluate("[...document.querySelectorAll('main img, main script, header b')].length") == 0
+            assert not set("\x00\x1b\u202e") & set(page.inner_text("body"))
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        page.wait_for_timeout(200)
+        assert page.evaluate("window.hit") is None
+        assert "␛[31m␀⟨U+202E⟩" in page.inner_text("main")
+
+
+def test_a_foreign_script_does_not_run(browser, tmp_path):
+    """Where text should ever get into the page as HTML, the page's policy keeps a browser from running it."""
+    address = one_page(write_log(tmp_path, rows()))
+    text = (tmp_path / "page.html").read_text()
+    evil = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
+    (tmp_path / "page.html").write_text(text.replace("</body>", evil + "</body>"))
+    page, errors = browser.new_page(), []
+    page.on("console", lambda message: errors.append(message.text))
+    page.goto(address)
+    page.wait_for_selector(".panel", state="attached")
+    assert page.evaluate("window.hit") is None
+    assert len([error for error in errors if "Content Security Policy" in error]) == 3
+    page.close()
+
+
+def test_tokens_are_coloured(open_page, tmp_path):
+    """One span per token with its numbers; the strongest has the full colour; what is out of the loss has none."""
+    tokens = {
+        "token_ids": [5, 6, 7], "token_texts": ["Pa", "\n", "ris"], "logprobs": [-0.5, -2.0, 0.0],
+        "trainer_logprobs": [-0.5, -2.25, 0.0], "loss_mask": [1, 1, 0], "advantages": [2.0, -1.0, 9.0],
+        "read_ids": [8], "read_texts": ["  "],
+    }  # fmt: skip
+    page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [turn("Pa\nris", **tokens)])])) + "#rollout/0/1")
+
+    def spans(colour):
+        page.click(f"button:has-text('{colour}')")
+        page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+        return page.evaluate(
+            "[...document.querySelectorAll('.t')].map(t => [t.textContent, t.className, t.style.background, t.title])"
+        )
+
+    found = spans("advantage")
+    assert [each[:2] for each in found] == [["Pa", "t"], ["↵\n", "t"], ["ris", "t out"], ["··", "t out"]]
+    assert [each[2] for each in found] == ["rgba(0, 110, 230, 0.65)", "rgba(235, 125, 0, 0.325)", "", ""]
+    assert found[0][3] == ("token 5, advantage +2.0000, logprob -0.5000, the trainer's -0.5000, difference 0.000000")
+    assert found[2][3].startswith("token 7, out of the loss, logprob 0.0000")
+    assert page.inner_text("#scale").split() == ["-2.00", "+2.00"]
+    assert [each[2] for each in spans("logprob")] == ["rgba(150, 70, 220, 0.165)", "rgba(150, 70, 220, 0.65)", "", ""]
+    assert page.inner_text("#scale").split() == ["-2.00", "0.00"]
+    assert [each[2] for each in spans("difference")] == ["", "rgba(220, 40, 90, 0.65)", "", ""]
+    assert page.inner_text("#scale").split() == ["-0.25", "+0.25"]
+    page.click(".t >> nth=1")  # as with a finger
+    assert "token 6, advantage -1.0000" in page.inner_text(".readout")
+    page.click("text=3 tokens as a table")
+    cells = page.inner_text(".tokens-table tr >> nth=2").split()
+    assert cells == ["↵", "6", "yes", "-1.0000", "-2.0000", "-2.2500", "-0.250000"]
+    assert spans("none") == [] and page.inner_text(".part.policy pre") == "Pa\nris"
+
+
+def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, rows())) + "#group/0/4")
+    page.click("button:has-text('advantage')")
+    page.wait_for_selector("#scale")
+    painted = page.evaluate("[...document.querySelectorAll('.policy pre')].map(pre => pre.style.background)")
+    assert painted == ["rgba(0, 110, 230, 0.65)"] * 2 + ["rgba(235, 125, 0, 0.65)"]
+    assert "log_rollout_tokens: true" in page.inner_text("main")
+    page.click("button:has-text('difference')")
+    until(page, "document.querySelector('#scale').textContent.includes('No difference is known')")
+
+
+def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/4")
+    parts = page.evaluate("[...document.querySelectorAll('.part')].map(part => [part.className, part.innerText])")
+    kinds = [kind.split()[1] for kind, _ in parts]
+    assert kinds == ["given", "given", "policy", "call", "call", "result", "error"]
+    text = " ".join(text for _, text in parts)
+    for said in ("What is 19 - 3?", "policy, turn 0", "advantage -1.00", "turn reward 0.10", "call calculator",
+                 '{"expression": "19 - 3"}', "error: call", "logprob -0.50, least -1.00",
+                 "weights 3 to 4"):  # fmt: skip
+        assert said in text
+    assert "exact 0.25, style - (without their weights)" in page.inner_text("article")
+    page.click("text=all fields")
+    page.wait_for_selector("article > details pre")
+    assert '"policy_version": 0' in page.inner_text("article > details pre")
+
+
+CONTEXT = [
+    {"role": "system", "content": "Sum up the zebra.", "more": None},
+    {"role": "assistant", "content": "", "more": '{"tool_calls": []}'},
+]
+
+
+def sub_agent():
+    """A turn of the main loop, one of a sub-agent with a prompt of its own, and the main loop again."""
+    turns = [
+        turn("one", record=0, after=None, context=None, tools='[{"name": "add"}]'),
+        turn("two", record=1, after=None, context=CONTEXT, tools=None),
+        turn("three", record=0, after=0, context=None, tools=None),
+    ]
+    return row(0, 0, "Main?", turns, records=2)
+
+
+def test_what_a_further_record_read_can_be_searched(tmp_path):
+    index = index_of(write_log(tmp_path, [sub_agent(), row(0, 1, "Other?", [turn("x", context="odd")])]))
+    assert ids(index.table(Query(text="zebra"))["rows"]) == [1]
+    assert index.notes() == []  # the viewer has a place for all columns
+
+
+def test_what_a_further_record_read_is_shown(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, [sub_agent()])) + "#rollout/0/1")
+    read = page.evaluate("[...document.querySelectorAll('details')].map(each => each.textContent)")
+    assert "the tools that were offered" in read[1] and '[{"name": "add"}]' in read[1]
+    assert "record 1: 2 messages that were read before this turn" in read[2] and "Sum up the zebra." in read[2]
+    turns = page.evaluate("[...document.querySelectorAll('.part.policy .who')].map(each => each.innerText)")
+    assert ["record 0" in turns[0], "record 1" in turns[1], "goes on from turn 0" in turns[2]] == [True] * 3
+
+
+def test_the_keyboard_is_enough(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, rows())))
+
+    def here(place):
+        until(page, f"location.hash.startsWith('{place}') && document.querySelector('main').children.length > 0")
+        page.wait_for_timeout(100)
+
+    page.keyboard.press("2")
+    here("#rollouts")
+    page.keyboard.press("/")
+    page.keyboard.type("19")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#count').textContent.includes('of 2')")
+    page.keyboard.press("Escape")
+    for key in "jj":
+        page.keyboard.press(key)
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
+    here("#rollout/0/3")
+    page.keyboard.press("n")
+    here("#rollout/0/4")
+    page.keyboard.press("p")
+    here("#rollout/0/3")
+    page.keyboard.press("c")
+    page.wait_for_selector("button[aria-pressed=true]:has-text('advantage')")
+    page.keyboard.press("g")
+    here("#group/0/3")
+    assert page.locator(".side > article").count() == 2
+    page.keyboard.press("Escape")
+    here("#rollouts?text=19")
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("dialog").is_visible()
+
+
+def test_what_is_odd_can_be_opened(open_page, tmp_path):
+    odd = [row for row, columns in HOSTILE.values() if columns is not None]
+    page = open_page(one_page(write_log(tmp_path, odd)))
+    for number in range(1, len(odd) + 1):
+        go(page, f"group/0/{number}")
+        assert "Where is the Louvre?" in page.inner_text("main") or "Where?" in page.inner_text("main")
+    go(page, f"rollout/0/{len(odd)}")
+    given = page.locator(".part.given").all_inner_texts()
+    assert [text.split("\n")[0] for text in given] == ["user", "assistant", "system", "user"]
+
+
+def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
+    unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1])
+    page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
+    for colour in ("none", "advantage"):
+        page.click(f"button:has-text('{colour}')")
+        page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+        assert "error: tool" in page.inner_text(".part.error") and "never read" in page.inner_text(".part.error")
+        assert page.locator(".part.call").count() == 1
+
+
+def test_one_step_can_be_seen(open_page, tmp_path):
+    """And its rollouts are those of the step that its curve is of, with metrics or without."""
+    page = open_page(
+        one_page(write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")]))
+    )
+    assert page.locator(".curve").first.get_attribute("d").endswith("h0")
+    page.locator(".panel svg").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#count')?.textContent.includes('of 1 ')")
+    assert table_ids(page) == [1]
+
+
+def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
+    """Where a view is drawn anew: by a sort, by rows that a running job adds, by a colour. Arrows scroll."""
+    folder = write_log(tmp_path / "run", [row(0, i, "?", [turn("word " * 2000)]) for i in range(4)])
+    page = open_page(served(folder) + "#rollouts")
+    page.locator("th button:has-text('reward')").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("th[aria-sort=descending]")
+    assert page.evaluate("document.activeElement.textContent") == "reward ▾"
+    go(page, "rollouts")
+    for _ in range(3):
+        page.keyboard.press("j")
+    write_log(folder, [row(1, 0, "?", [turn("x")])], fresh=False)
+    until(page, "document.querySelector('#count').textContent.includes('of 5 ')")
+    assert page.evaluate("document.activeElement.getAttribute('href')") == "#rollout/0/3"
+    assert page.locator("tr[aria-selected=true]").count() == 1
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article")
+    page.reload()
+    page.wait_for_selector("article")
+    assert page.locator("a:has-text('next')").get_attribute("href") == "#rollout/0/4"
+    assert page.evaluate("scrollY") == 0
+    for _ in range(5):
+        page.keyboard.press("ArrowDown")
+    until(page, "scrollY > 50")
+    page.locator("button:has-text('logprob')").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
+    until(page, "document.activeElement.textContent === 'logprob'")
+    write_log(folder, [row(0, 0, "New?", [turn("x")])])  # another run
+    until(page, "location.hash.startsWith('#rollouts')")
+
+
+def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):
+    """Nothing is wider than the screen; text differs from its ground (WCAG's 4.5 to 1) in both modes."""
+    address = one_page(
+        write_log(tmp_path, [row(0, i, "Why " * 80, [turn("w" * 900, [("t" * 115, {})])]) for i in range(2)])
+    )
+    for scheme in ("light", "dark"):
+        page = open_page(address, width=390, height=844, color_scheme=scheme)
+        for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
+            go(page, place)
+            assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth"), (scheme, place)
+        colours = page.evaluate(
+            "['--ink', '--soft', '--mark', '--policy', '--call', '--result', '--error'].map(name => "
+            "getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
+        )
+        paper = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
+        assert (paper == "#ffffff") == (scheme == "light")
+        assert all(contrast(colour, paper) >= 4.5 for colour in colours)
+
+
+def contrast(first, second):
+    """WCAG 2's contrast ratio of two colours such as #1b1b1f."""
+
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted([luminance(first), luminance(second)], reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_two_runs_are_overlaid(open_page, tmp_path):
+    for name, gain in (("first", 1), ("second", 2)):
+        folder = write_log(tmp_path / name, rows()[: 2 * gain])
+        metrics = [{"step": step, "reward": gain * step, "stop/answered": 0.5} for step in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    page = open_page(one_page(tmp_path / "first", tmp_path / "second"))
+    curves = page.locator(".panel:has-text('Rewards') .curve")
+    assert [curves.nth(i).get_attribute("stroke-dasharray") for i in range(curves.count())] == [None, "5 3"]
+    page.locator(".panel svg").first.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    assert page.locator(".readout").first.inner_text() == "step 2: first reward, weighted 2, second reward, weighted 4"
+    page.keyboard.press("Enter")
+    until(page, "location.hash === '#rollouts?step_from=1&step_to=1&mode=train'")
+    go(page, "rollouts?run=1")
+    assert table_ids(page) == [1, 2, 3, 4]
+    page.select_option("select[name=run]", "0")
+    until(page, "document.querySelector('#count').textContent.includes('of 2')")
+
+
+def test_it_follows_a_running_job(served, open_page, tmp_path):
+    """A real run: the page that was opened after its first steps shows the last ones without being asked."""
+    path = recipe_file(tmp_path, max_steps=2, save_strategy="no", log_rollout_tokens=True)
+    mt.main(["--config", path])
+    page = open_page(served(tmp_path / "out") + "#rollouts")
+    until(page, "document.querySelector('#count').textContent.includes('of 32 ')")
+    assert page.locator(".note").count() == 0
+    logged = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
+    write_log(tmp_path / "out", [{**each, "step": 2} for each in logged[:16]], fresh=False)
+    until(page, "document.querySelector('#count').textContent.includes('of 48 ')")
+    assert "48 rollouts, step 0 to 2" in page.inner_text("#total")
+    go(page, "curves")
+    titles = page.locator(".panel h2").all_inner_texts()
+    assert titles == ["Rewards", "How conversations end", "Tools", "Tokens per rollout", "Signal", "Seconds", "Turns",
+                      "Weights and logprobs"][: len(titles)] and len(titles) >= 7  # fmt: skip
+    go(page, "group/0/1")
+    page.click("button:has-text('advantage')")
+    page.wait_for_selector(".t")
+    assert page.locator(".side > article").count() == 8
+    shown = page.locator(".part.policy .t").count()
+    assert shown == sum(len(each["token_ids"]) for line in logged[:8] for each in line["turns"])

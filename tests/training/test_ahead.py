@@ -1,0 +1,290 @@
+"""`max_staleness` and `late_groups` with several passes, epochs, stops, evaluations and ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+
+import pytest
+import warm_python
+from test_faults import (  # noqa: F401  fixtures too
+    ADMITTING_RANKS,
+    ROOT,
+    Watched,
+    assert_from_the_weights_of_its_version,
+    make_trainer,
+    needs_vllm,
+    no_leftovers,
+    prompts_of,
+    recipe_arguments,
+    server,
+    shared_server,
+    slow_calculator,
+)
+from transformers import TrainerCallback
+
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.versions import versions_of
+from mt_grpo.run.checkpoints import checkpoint_damage
+
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
+
+class Noted(Watched):
+    """Also keeps which prompts were asked for, and which prompts each finished step trained."""
+
+    signal_at = killed_at = None  # the step before which it stops
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.asked, self.trained = [], {}
+
+    def _start_rollouts(self, prompts, which):
+        if self.model.training:
+            self.asked += [prompts[i]["prompt"][-1]["content"] for i in which[::8]]
+        return super()._start_rollouts(prompts, which)
+
+    def training_step(self, *args, **kwargs):
+        step = self.state.global_step
+        if step == self.killed_at:
+            raise KeyboardInterrupt
+        if step == self.signal_at:
+            self._stop_signal = signal.SIGTERM
+            self._stop_if_asked()
+        loss = super().training_step(*args, **kwargs)
+        self.trained[step] = prompts_of(self)[-1]
+        return loss
+
+
+def run_to_its_stop(trainer, checkpoint=None):
+    """Train until the signal, and return the checkpoint that is saved then."""
+    with trainer.stop_on_signals(), pytest.raises(RunStopped):
+        trainer.train(checkpoint)
+    said = trainer.save_where_it_stopped()
+    assert "Continue with --resume_from_checkpoint " in said
+    return said.rpartition(" ")[2]
+
+
+# =====================================================================================================================
+# Several passes, several epochs, several stops
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # noqa: F811
+    """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.
+
+    Two stops are between the passes of a batch. A kill is in between, behind a checkpoint of `save_steps`.
+    """
+
+    def make(late=slice(0), is_over=None, **changes):
+        """Calls for the prompts `asked[late]` end when `is_over`."""
+
+        def seconds(expression):
+            while f"What is {expression}?" in trainer.asked[late] and not is_over(trainer):
+                time.sleep(0.02)
+            return 0.0
+
+        values = dict(max_steps=16, max_staleness=2, late_groups="admit", num_iterations=2, prompts=8,
+                      save_strategy="steps", save_steps=2)  # fmt: skip
+        trainer = make_trainer(
+            server.port, tmp_path, slow_calculator(seconds), trainer_class=Noted, **{**values, **changes}
+        )
+        return trainer
+
+    first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
+    # A group of the batch that is trained further ends behind those that are not.
+    second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
+                  sum(group.over for group in list(trainer._in_flight)) >= 4)  # fmt: skip
+    third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
+    first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
+    checkpoint = run_to_its_stop(first)
+    with pytest.raises(KeyboardInterrupt):
+        second.train(checkpoint)
+    checkpoint = run_to_its_stop(third, str(tmp_path / "checkpoint-6"))
+    with pytest.raises(RunError, match="of epoch 1, 2 prompts trained, got epoch 1, 14 prompts. Set the data, the ba"):
+        make(num_iterations=1).train(checkpoint)
+    last.train(checkpoint)
+    trained = first.trained | second.trained | third.trained | last.trained
+    assert list(trained) == list(range(16))
+    for epoch in (0, 8):
+        passes = Counter(prompt for step in range(epoch, epoch + 8) for prompt in trained[step])
+        assert len(passes) == 8 and set(passes.values()) == {2}
+    assert not last._in_flight and len(last.batches) == 3  # the rest of the second batch, and the last two
+    in_flight = tmp_path / "checkpoint-11/mt_grpo_in_flight.json"
+    state = json.loads(in_flight.read_text())
+    assert state["epoch"] == 1 and state["batch"] != state["prompts"][:2]  # others were older
+    assert checkpoint_damage(in_flight.parent) is None
+    in_flight.unlink()
+    with pytest.raises(ValueError, match="mt_grpo_in_flight.json is missing"):
+        make().train(checkpoint)
+
+
+@needs_vllm
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit):  # noqa: F811
+    """`wait`: batches are trained twice each, in the order in which they were begun, also behind a stop in between."""
+
+    def make(**kwargs):
+        return make_trainer(server.port, tmp_path, trainer_class=Noted, max_steps=12, max_staleness=limit,
+                            num_iterations=2, prompts=12, **kwargs)  # fmt: skip
+
+    stopped, resumed = make(), make()
+    stopped.signal_at = 7
+    checkpoint = run_to_its_stop(stopped)
+    resumed.train(checkpoint)
+    trained = stopped.trained | resumed.trained
+    assert list(trained) == list(range(12))
+    assert all(trained[step] == trained[step + 1] for step in range(0, 12, 2))
+    order = [prompt for step in range(0, 12, 2) for prompt in trained[step]]
+    assert len(set(order)) == 12
+    assert stopped.asked == order[: 2 * (4 + limit)]  # those of the four batches, and what was in flight
+    assert resumed.asked == order[6:]  # the fourth batch is rolled out again
+    # Batch b is asked for in the first step of batch b - limit, or in the run's first one.
+    versions = [{r.policy_version for r in batch} for batch in stopped.batches]
+    assert versions == [{1 + 2 * max(0, b - limit)} for b in range(4)]
+    # A process counts the versions of its weights from 1.
+    stale = [{1 + step - r.policy_version for r in batch} for step, batch in zip((0, 1, 3), resumed.batches)]
+    assert stale == ([{0}, {0}, {0}] if limit == 0 else [{0}, {1}, {3}])
+    assert resumed.rows("rollout/staleness_max") == [2 * min(b, limit) for b in range(4)] + [max(s) for s in stale]
+    assert not resumed._in_flight and resumed.rows("rollout/restarted") == [0] * 7
+
+
+@needs_vllm
+def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_path):  # noqa: F811
+    """`admit` asks for the prompts of the sampler, and would train them in the place of those that it is given."""
+
+    class Reordered(Watched):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(inputs[::-1])
+
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_staleness=1, late_groups="admit")
+    with pytest.raises(RunError, match="step 0: rank 0: .*the batch is of other prompts than the trainer's own sampl"):
+        trainer.train()
+    assert not trainer.set_off
+
+
+# =====================================================================================================================
+# Evaluations and signals
+# =====================================================================================================================
+
+
+@needs_vllm
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):  # noqa: F811
+    """It is sampled from the current weights. What is in flight is trained later, and is asked for once."""
+
+    def seconds(expression):
+        before, began = trainer.weight_sync.pushed, time.monotonic()
+        prompt = f"What is {expression}?"
+        late = prompt in trainer.asked and prompt not in evaluated and trainer.asked.index(prompt) in (5, 7, 9, 11)
+        while late and trainer.weight_sync.pushed == before and time.monotonic() < began + 25:
+            time.sleep(0.02)  # in flight until a push has ended; the first two batches are not
+        return 0.0
+
+    evaluated = "What is 11 * 77?", "What is 12 * 76?"
+    trainer = make_trainer(
+        server.port, tmp_path, slow_calculator(seconds), trainer_class=Noted, evaluates=True, max_steps=6, prompts=12,
+        max_staleness=2, late_groups=late_groups, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=16,
+    )  # fmt: skip
+    trainer.train()
+    assert (False, True) in trainer.synced_with_prefetched  # an evaluation pushed its weights to what was in flight
+    assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]
+    of_evaluations = [(r.policy_version, turn) for batch in trainer.evaluated for r in batch for turn in r.turns]
+    assert all(set(versions_of(turn)) == {version} for version, turn in of_evaluations)
+    spans = [(r.policy_version, versions_of(r.turns[-1])[1]) for batch in trainer.batches for r in batch]
+    assert any(began < version <= ended for began, ended in spans for version in (3, 5))  # evaluations' pushes
+    trained = [prompt for step in range(6) for prompt in trainer.trained[step]]
+    assert len(set(trained)) == 12 and sorted(trained) == sorted(trainer.asked)
+    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 6
+    assert not trainer._in_flight
+    assert_from_the_weights_of_its_version(trainer)
+
+
+@needs_vllm
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):  # noqa: F811
+    """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
+
+    class EndsFirstEpoch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Noted, max_steps=-1, num_train_epochs=2, prompts=8,
+                           max_staleness=2, late_groups=late_groups)  # fmt: skip
+    trainer.add_callback(EndsFirstEpoch())
+    trainer.train()
+    assert list(trainer.trained) == list(range(6)) and not trainer._in_flight
+    first = [prompt for step in (0, 1) for prompt in trainer.trained[step]]
+    assert len(set(first)) == 4 and len(trainer.asked) > 12  # of those, some were given up
+    assert len({prompt for step in range(2, 6) for prompt in trainer.trained[step]}) == 8
+
+
+@needs_vllm
+def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F811
+    """SIGTERM while a step waits for groups: the run ends at once, saved; a resumed one trains what was in flight."""
+    over, ended = threading.Event(), []
+
+    class Signalled(Noted):
+        def _wait_for_groups(self, slots):
+            if self.state.global_step == 2:  # of the five quick groups four are trained
+                threading.Timer(1.0, self.stop).start()
+            return super()._wait_for_groups(slots)
+
+        def stop(self):
+            ended.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def make(tool, **kwargs):
+        return make_trainer(server.port, tmp_path, tool, max_steps=4, max_staleness=3, late_groups="admit", prompts=8,
+                            **kwargs)  # fmt: skip
+
+    is_slow = range(11, 19, 3)
+    slow = slow_calculator(lambda expression: over.wait(25 if int(expression.partition("*")[0]) in is_slow else 0) * 0)
+    stopped = make(slow, trainer_class=Signalled)
+    checkpoint = run_to_its_stop(stopped)
+    took = time.monotonic() - ended[0]
+    over.set()
+    assert took < 10 and checkpoint == str(tmp_path / "checkpoint-2")
+    state = json.loads((tmp_path / "checkpoint-2/mt_grpo_in_flight.json").read_text())
+    assert len(state["prompts"]) == 4 and "batch" not in state
+    resumed = make(slow, trainer_class=Noted)
+    resumed.train(checkpoint)
+    trained = [prompt for step, batch in (stopped.trained | resumed.trained).items() for prompt in batch]
+    assert sorted(trained) == sorted(stopped.asked) and len(set(trained)) == 8
+    assert Counter(resumed.asked) == Counter(set(trained) - {p for batch in stopped.trained.values() for p in batch})
+
+
+# =====================================================================================================================
+# Two ranks
+# =====================================================================================================================
+
+
+@needs_vllm
+def test_two_ranks_keep_the_bound(server, tmp_path):  # noqa: F811
+    """`wait`: the second rank's tools are slow. Both train the same batches, none older than two batches."""
+    (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
+    arguments = recipe_arguments(
+        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
+        "--max_steps", "6", "--dataset_size", "15", "--per_device_train_batch_size", "6", "--num_generations", "4",
+        "--max_staleness", "2", "--save_strategy", "no",
+    )  # fmt: skip
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
+    (tmp_path / "notes").mkdir()
+    env = {**os.environ, "NOTES": str(tmp_path / "notes"), "SLOW_RANK": "0.7", "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
+    batches = [one + other for one, other in zip(*ranks, strict=True)]
+    for rows in batches:
+        assert [index for _, _, index, _ in rows] == list(range(12))
+        assert all(question == prompt for question, prompt, _, _ in rows)
+        assert all(len({question for question, _, _, _ in rows[i : i + 4]}) == 1 for i in (0, 4, 8))
+    # An epoch has five batches. Its first ones are asked for when it begins.
+    assert [{version for *_, version in rows} for rows in batches] == [{1}, {1}, {1}, {2}, {3}, {6}]
+    assert len({question for rows in batches[:5] for question, *_ in rows}) == 15

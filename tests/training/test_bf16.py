@@ -1,0 +1,172 @@
+"""bf16: training in it, steps lost in rounding, and what the check of a push sees against a bf16 vLLM server."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from bench.common import ROOT
+from safetensors.torch import load_file
+from test_first_batch import preflight, project_folder, recipe_file  # noqa: F401  project_folder is autouse
+from transformers import TrainerCallback
+from warm_vllm import WarmVLLMServer
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.errors import ServerError
+from mt_grpo.reports.preflight import facts_of_settings, share_stuck
+from mt_grpo.reports.troubles import ROUNDED, troubles
+
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+SERVED = ROOT / "hf_recipes/tiny/calculator-vllm.yaml"
+BOTH_WAYS = pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["autocast", "bf16 weights"])
+
+
+def build(path):
+    return mt.build_trainer(*mt.parse_arguments(["--config", path]))
+
+
+@BOTH_WAYS
+def test_two_steps_in_bf16(dtype, tmp_path):
+    """Computed in bfloat16 both ways; kept, trained and saved in what `dtype` says."""
+    trainer = build(recipe_file(tmp_path, bf16=True, dtype=dtype, max_steps=2, learning_rate=1e-3))
+    wanted, seen = getattr(torch, dtype), []
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    trainer.train()
+    assert set(seen[-2:]) == {torch.bfloat16}  # of the loss, and of the logprobs before it
+    after = dict(trainer.model.named_parameters())
+    assert {p.dtype for p in after.values()} == {wanted}
+    # Norms are near 1, where bfloat16 has steps of 0.004 below and 0.008 above: some of them stay as they were.
+    moved = {name for name, p in after.items() if (p != before[name]).any()}
+    assert {name for name in after if "norm" not in name} <= moved and (moved == {*after}) == (dtype == "float32")
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(rows) == 2 and all(0 < row["grad_norm"] < float("inf") for row in rows)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert {t.dtype for t in load_file(tmp_path / "saved/model.safetensors").values()} == {wanted}
+
+
+def test_bfloat16_loses_small_steps():
+    """By hand: between 2^-6 and 2^-5 the numbers are 2^-13 apart, so that less than 2^-14 goes back."""
+    weights = torch.nn.Parameter(torch.tensor([0.02, 0.02, 1e-4, 0.0], dtype=torch.bfloat16))
+    assert 0.02 > 2**-6 and 2**-14 == pytest.approx(6.1e-5, rel=1e-2)
+    assert share_stuck([weights], 1e-6) == 0.5  # beside 1e-4 they are 2^-21 = 4.8e-7 apart
+    assert share_stuck([weights], 6.0e-5) == 0.5
+    assert share_stuck([weights], 6.2e-5) == 0.0
+    assert share_stuck([torch.nn.Parameter(weights.detach().float())], 1e-6) == 0.0
+    edge = torch.nn.Parameter(torch.tensor([2.0**-6], dtype=torch.bfloat16))  # below it they are 2^-14 apart
+    assert [share_stuck([edge], step) for step in (3.0e-5, 4.0e-5)] == [1.0, 0.0]
+    frozen = torch.nn.Parameter(weights.detach(), requires_grad=False)
+    assert share_stuck([frozen, torch.nn.Parameter(torch.zeros(4))], 1e-6) == 0.0  # LoRA's B begins at 0
+    assert share_stuck([], 1e-6) == 0.0
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 3e-4])
+def test_it_is_what_adamw_loses(rate):
+    """The first step of AdamW moves every weight by the learning rate, one way or the other."""
+    torch.manual_seed(0)
+    weights = torch.nn.Parameter((torch.randn(60_000) * 0.02).bfloat16())  # as in a pretrained model
+    before, predicted = weights.detach().clone(), share_stuck([weights], rate)
+    optimizer = torch.optim.AdamW([weights], lr=rate, weight_decay=0.0)
+    weights.grad = torch.randn(60_000).sign().bfloat16()
+    optimizer.step()
+    lost = (weights == before).float().mean().item()
+    assert lost == pytest.approx(predicted, abs=0.02)
+    assert {1e-6: 0.97, 1e-5: 0.8, 3e-4: 0.0}[rate] <= lost <= {1e-6: 1.0, 1e-5: 0.9, 3e-4: 0.01}[rate]
+
+
+def test_the_preflight_names_it(tmp_path, capsys):
+    """At 1e-6 in bfloat16; not in float32, nor with a learning rate that arrives."""
+    code, text, found = preflight(recipe_file(tmp_path, dtype="bfloat16", bf16=True, learning_rate=1e-6), capsys)
+    assert (code, found) == (0, ["rounding"])
+    assert re.search(r"A step of learning_rate=1e-06 is lost in rounding for 99% of the weights\.", text)
+    for changes, expected in (
+        ({"dtype": "float32", "learning_rate": 1e-6}, []),
+        ({"dtype": "bfloat16", "learning_rate": 1e-5}, ["rounding"]),
+        ({"dtype": "bfloat16", "learning_rate": 1e-3}, []),
+        ({"dtype": "bfloat16", "learning_rate": 1e-6, "optim": "sgd"}, []),
+        ({"dtype": "bfloat16", "learning_rate": 0.0}, ["learning rate"]),
+    ):
+        facts = facts_of_settings(build(recipe_file(tmp_path, bf16=True, **changes)))
+        assert [each.name for each in troubles(facts)] == expected, changes
+
+
+def test_a_share_below_the_threshold_is_no_trouble():
+    facts = {"weights/stuck": ROUNDED, "learning_rate": 1e-6, "optim": "adamw_torch"}
+    assert [each.name for each in troubles(facts)] == ["rounding"]
+    assert troubles({**facts, "weights/stuck": ROUNDED - 0.01}) == troubles({**facts, "weights/stuck": None}) == []
+
+
+# --- against a bf16 server -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--dtype", "bfloat16")
+    with WarmVLLMServer(TINY, *flags, log=log) as server:
+        yield server.port
+
+
+def served(tmp_path, port, **changes):
+    keys = {"bf16": True, "vllm_server_port": port, "weight_check_every": 1, "disable_tqdm": True, **changes}
+    return build(recipe_file(tmp_path, SERVED, **keys))
+
+
+class Snapshots(TrainerCallback):
+    """The weights under their names on the server, at the start and after each optimizer step."""
+
+    def __init__(self, trainer):
+        self.trainer, self.weights = trainer, []
+        self.on_optimizer_step()
+
+    def on_optimizer_step(self, *given, **more):
+        self.weights.append({n: w.detach().clone() for n, w in self.trainer.vllm_generation.named_weights()})
+
+
+@pytest.mark.slow
+@BOTH_WAYS
+def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path):
+    """Right ones at each of 20 steps; then a norm that is off, old weights, a layer and a head left behind."""
+    trainer = served(
+        tmp_path, port, dtype=dtype, max_steps=20, per_device_train_batch_size=32, learning_rate=1e-3
+    )  # fmt: skip
+    snapshots, sync = Snapshots(trainer), trainer.weight_sync
+    trainer.add_callback(snapshots)
+    trainer.train()
+    gaps = [row["sync/logprob_difference"] for row in trainer.state.log_history if "sync/logprob_difference" in row]
+    assert len(gaps) == 20 and 1e-4 < min(gaps) and max(gaps) < 0.5 * sync._logprob_tolerance()
+    numbers = itertools.count()
+
+    def check(wrong=None, norm_scale=1.0):
+        pushed = ((n, (wrong or {}).get(n, w)) for n, w in trainer.vllm_generation.named_weights(norm_scale))
+        trainer.client.update_weights(pushed, f"wrong-{next(numbers)}")
+        return sync._check_logprobs()
+
+    assert check() == pytest.approx(gaps[-1], abs=0.02)
+    assert 0.02 < check(norm_scale=1.01) < sync._logprob_tolerance()  # too little for it, as docs/speed.md says
+    first, old = snapshots.weights[0], snapshots.weights[-11]
+    layer = {name: tensor for name, tensor in first.items() if ".layers.0." in name}
+    wrong = {"norm": {"norm_scale": 1.05}, "10 steps old": {"wrong": old}, "layer": {"wrong": layer},
+             "head": {"wrong": {"lm_head.weight": first["lm_head.weight"]}}}  # fmt: skip
+    for name, weights in wrong.items():
+        with pytest.raises(ServerError, match="the trainer and the server .* disagree") as refused:
+            raise AssertionError(f"{name}: {check(**weights)} passes")
+        print(name, refused.value)
+    check()
+
+
+@pytest.mark.slow
+def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
+    """The weights it started with are right, so that only the scaled norm of the first check tells."""
+    trainer = served(tmp_path, port, max_steps=1)
+    client, sync = trainer.client, trainer.weight_sync
+    trainer.client.update_weights(trainer.vllm_generation.named_weights(), "right")
+
+    def ignored(named_weights, version, expected, device, transfers):
+        client.request("POST", "/update_weight_version", json={"new_version": version})
+        return dict.fromkeys(len(list(named_weights)) * ["load"], 0.0), [None] * len(transfers)
+
+    client.transfer.push = ignored
+    assert sync._check_logprobs() < sync._logprob_tolerance()  # without the scaled norm nothing is noticed
+    with pytest.raises(ServerError, match="A changed weight did not arrive .* the server's miss theirs by [12]"):
+        trainer.train()

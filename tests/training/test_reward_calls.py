@@ -1,0 +1,594 @@
+"""Synchronous rewards run where signals work, within their time: in the main thread, which a signal interrupts."""
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import warm_python
+from datasets import Dataset
+from trl.trainer.utils import get_callable_name
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.ranks import RunStopped
+from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.recipe.checks import check_reward_columns
+from mt_grpo.recipe.plugins import load_rewards
+from mt_grpo.rollout import ToolCall, ToolResult
+from mt_grpo.run.checkpoints import source_sha256
+from mt_grpo.run.trainer import ResumableTrainer
+from mt_grpo.training import rewards as scoring
+from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart, run_rewards
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+COLUMNS = {"prompts": [[], []], "environments": [object(), object()]}
+FOREVER = threading.Event()  # nobody sets it
+
+
+def scored(*funcs, timeout=60.0, **columns):
+    return run_rewards(list(funcs), COLUMNS | columns, timeout, CPU)
+
+
+def test_they_run_in_the_main_thread_with_live_environments():
+    where = []
+
+    def reward(environments, **kwargs):
+        where.append((threading.current_thread(), *environments))
+        return [1.0, 2.0]
+
+    assert scored(reward) == [[1.0, 2.0]]
+    assert where == [(threading.main_thread(), *COLUMNS["environments"])]
+
+
+def test_math_verify_reads_what_it_reads_in_the_main_thread():
+    """Its time limits are SIGALRM: in another thread it reads nothing, and says nothing."""
+    math_verify = pytest.importorskip("math_verify")
+
+    def reward(completions, solution, **kwargs):
+        return [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(text)))
+                for text, gold in zip(completions, solution)]  # fmt: skip
+
+    said = [r"It is \boxed{1/2}", r"It is \boxed{1/3}"]
+    assert scored(reward, completions=said, solution=["$0.5$", "$0.5$"]) == [[1.0, 0.0]]
+
+
+def test_a_tool_that_sets_a_signal_ends_the_run_by_its_name_and_says_what_to_do():
+    """Its error is nothing that the policy did: as an observation it would teach not to call the tool."""
+
+    def query(expression: str) -> str:
+        """Look it up.
+
+        Args:
+            expression: What to look up.
+        """
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    env = mt.MultiTurnToolEnv([query], system_prompt=None)
+    with pytest.raises(ToolsUnavailable, match="^query sets a signal handler, .* Set isolate_tools: true"):
+        run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
+
+
+SAID = r"""
+import asyncio, sys
+if sys.argv[1] == "before":
+    import math_verify
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.conversation.tools.threads import run_tool
+import math_verify
+
+def in_a_thread(text):
+    return math_verify.verify(math_verify.parse("$0.5$"), math_verify.parse(text))
+
+async def on_the_loop(text):
+    return in_a_thread(text)
+
+for tool in (in_a_thread, on_the_loop):
+    print([run_async(run_tool(tool, {"text": text}, 60.0)) for text in (r"\boxed{1/2}", r"\boxed{1/3}")])
+print(in_a_thread(r"\boxed{1/2}"), math_verify.utils.timeout(1)(lambda: 7)())
+try:
+    math_verify.utils.timeout(1)(lambda: [None for _ in iter(int, 1)])()
+except math_verify.utils.TimeoutException:
+    print("in its time")
+"""
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_math_verify_works_in_threads_too(imported):
+    """In tools, environments, schedulers, and async rewards: without its own limits, which the main thread keeps."""
+    pytest.importorskip("math_verify")
+    command = [warm_python.executable(), "-c", SAID, imported]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert result.stdout.splitlines() == ["[True, False]", "[True, False]", "True 7", "in its time"], result.stderr
+
+
+def test_a_reward_limits_its_own_time_by_sigalrm():
+    class Slow(Exception):
+        pass
+
+    def stop(signum, frame):
+        raise Slow
+
+    def reward(**kwargs):
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            FOREVER.wait()
+        except Slow:
+            return [0.25, 0.25]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    assert scored(reward) == [[0.25, 0.25]]
+
+
+def test_an_alarm_that_a_reward_leaves_behind_ends_with_it():
+    """Its default action would end the process, steps later."""
+    before, (left, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)  # pytest's own limit
+
+    def reward(**kwargs):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(1_000_000)
+        return [0.0, 0.0]
+
+    scored(reward)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] <= left and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_an_alarm_of_somebody_else_goes_on_behind_a_reward_that_sets_one():
+    rang = threading.Event()
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+    def reward(**kwargs):
+        signal.alarm(0)  # as math-verify ends its own
+        return [0.0, 0.0]
+
+    try:
+        scored(reward)
+        assert rang.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def sleeps(**kwargs):
+    time.sleep(3600)
+
+
+def waits_for_a_lock(**kwargs):
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def computes(**kwargs):
+    while True:
+        pass
+
+
+def catches_exceptions(**kwargs):
+    """As a reward that is 0 for whatever fails."""
+    while True:
+        try:
+            time.sleep(3600)
+        except Exception:
+            return [0.0, 0.0]
+
+
+def waits_for_a_process(**kwargs):
+    with subprocess.Popen(["sleep", "3600"]) as process:
+        try:
+            process.wait()
+        finally:
+            process.kill()
+
+
+def waits_for_threads(**kwargs):
+    """Behind the first interruption it waits in `__exit__`, for a thread that never ends."""
+    done = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        hangs.append(done)
+        pool.submit(done.wait).result()
+
+
+hangs: list = []
+HANGING = [sleeps, waits_for_a_lock, computes, catches_exceptions, waits_for_a_process, waits_for_threads]
+
+
+@pytest.mark.parametrize("reward", HANGING, ids=lambda reward: reward.__name__)
+def test_a_reward_that_hangs_ends_in_its_time_by_its_name(reward):
+    message = f"Reward {reward.__name__} took longer than reward_timeout=0.2 s for 2 roll"
+    try:
+        with pytest.raises(RuntimeError, match=message):
+            scored(reward, timeout=0.2)
+    finally:
+        while hangs:
+            hangs.pop().set()
+    assert not [each for each in threading.enumerate() if each.name.startswith("hung")]  # nothing is left behind
+    assert scored(lambda **kwargs: [1.0, 1.0]) == [[1.0, 1.0]]  # a late signal ends no later reward
+
+
+def test_a_limit_may_be_longer_than_what_a_lock_can_wait():
+    assert scored(lambda **kwargs: [1.0, 2.0], timeout=1e30) == [[1.0, 2.0]]
+
+
+def catches_everything(prompts, **kwargs):
+    """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
+    rewards = []
+    for _ in prompts:
+        try:
+            FOREVER.wait() if not rewards else None
+            rewards.append(1.0)
+        except:  # noqa: E722
+            rewards.append(0.0)
+    return rewards
+
+
+def test_what_a_reward_returns_behind_its_limit_is_no_reward():
+    with pytest.raises(
+        RuntimeError, match="Reward catches_everything took longer than reward_timeout=0.2 s for 2 roll"
+    ):
+        scored(catches_everything, timeout=0.2)
+
+
+HARD = """
+import collections, itertools, sqlite3, sys
+import torch
+from mt_grpo.training import reward_calls
+from mt_grpo.training.rewards import run_rewards
+reward_calls.GRACE = 1.0
+
+def stays_in_c(**kwargs):  # SQLite lets other threads run, and asks for no signal
+    sqlite3.connect(":memory:").execute("with recursive n(i) as (select 1 union all select i from n) select max(i) from n")
+
+def keeps_the_interpreter(**kwargs):  # no other thread runs
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+def catches_all(**kwargs):
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+
+try:
+    run_rewards([globals()[sys.argv[1]]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
+except BaseException:
+    sys.exit("it was raised")
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("name", ["stays_in_c", "keeps_the_interpreter", "catches_all"])
+def test_what_nothing_interrupts_ends_the_process_by_its_name(name):
+    """The other ranks would wait for it for ever. Where it hangs is told by the traceback."""
+    command = [warm_python.executable(), "-c", HARD, name]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert result.returncode == 1 and f" in {name}\n" in result.stderr, result.stderr[-2000:]
+    if name != "keeps_the_interpreter":
+        assert f"Reward {name} took longer than reward_timeout=0.2 s, and nothing interrupts it" in result.stderr
+
+
+ENDS = """
+import time
+import torch
+from mt_grpo.training import reward_calls
+from mt_grpo.training.rewards import run_rewards
+reward_calls.GRACE = 0.2
+run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
+time.sleep(1.0)
+print("goes on")
+"""
+
+
+def test_a_limit_ends_with_its_reward():
+    result = subprocess.run([warm_python.executable(), "-c", ENDS], cwd=ROOT, timeout=120, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True)  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr[-2000:]
+
+
+@contextmanager
+def stoppable():
+    """The trainer's handling of signals, as during the rewards of a step."""
+    trainer = SimpleNamespace(_stop_signal=None, _interruptible=True)
+    with ResumableTrainer.stop_on_signals(trainer):
+        yield trainer
+
+
+@pytest.mark.parametrize("catches", [Exception, BaseException])
+def test_a_stop_during_a_reward_stops_the_run_whatever_the_reward_catches(catches):
+    later = []
+
+    def reward(**kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            FOREVER.wait(60)
+        except catches:
+            pass
+        return [0.0, 0.0]
+
+    def next_reward(**kwargs):
+        later.append(True)
+        return [0.0, 0.0]
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with stoppable() as trainer, pytest.raises(RunStopped, match="SIGTERM"):
+        scored(reward, next_reward)
+    assert trainer._stop_signal == signal.SIGTERM and not later
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_stop_ends_a_reward_that_catches_exceptions_at_once():
+    caught = []
+
+    def reward(**kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            FOREVER.wait(60)
+        except Exception as error:
+            caught.append(error)
+        return [0.0, 0.0]
+
+    with stoppable(), pytest.raises(RunStopped):
+        scored(reward)
+    assert not caught
+
+
+def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_run():
+    async def broken(**kwargs):
+        raise KeyError("gold")
+
+    def leaves(**kwargs):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="Reward broken raised KeyError: 'gold'"):
+        scored(lambda **kwargs: [0.0, 0.0], broken)
+    with pytest.raises(RuntimeError, match="Reward leaves raised RuntimeError: SystemExit: 3"):
+        scored(leaves, broken)
+
+
+def test_async_ones_wait_beside_the_others_and_values_keep_their_places():
+    begun = threading.Event()
+
+    async def asks(prompts, **kwargs):
+        begun.set()
+        await asyncio.sleep(0)
+        return [3.0, 3.0]
+
+    def local(**kwargs):
+        assert begun.wait(60)  # one after another, it would not have begun
+        return [1.0, 2.0]
+
+    def hidden(**kwargs):  # a decorator hides that it is async
+        return asks(**kwargs)
+
+    assert scored(local, asks, hidden) == [[1.0, 2.0], [3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_hidden_async_reward_has_the_same_limit():
+    async def never():
+        await asyncio.sleep(3600)
+
+    def hidden(**kwargs):
+        return never()
+
+    with pytest.raises(RuntimeError, match="Reward hidden took longer than reward_timeout=0.2 s"):
+        scored(hidden, timeout=0.2)
+
+
+RANK = """
+import os, sys, threading
+from pathlib import Path
+import torch
+from accelerate import PartialState
+from mt_grpo.base.ranks import RunError, raise_on_all_ranks
+from mt_grpo.training.rewards import run_rewards
+
+RANK = PartialState(cpu=True).process_index
+
+def hangs(environments, **kwargs):
+    while RANK == 1:  # the other rank goes on
+        threading.Event().wait()
+    return [1.0 for _ in environments]
+
+error = None
+try:
+    run_rewards([hangs], {"prompts": [[]], "environments": [object()]}, 0.5, torch.device("cpu"))
+except Exception as raised:
+    error = raised
+try:
+    raise_on_all_ranks(error, "Rewards", 3)
+except RunError as raised:
+    Path(sys.argv[1], f"{RANK}.txt").write_text(str(raised))
+"""
+
+
+def test_a_reward_that_hangs_on_one_rank_ends_both_by_its_name(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    cpu = str(ROOT / "hf_recipes/accelerate/cpu.yaml")
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", cpu]
+    command += [str(tmp_path / "rank.py"), str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=240)  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    message = "Rewards failed at step 3: rank 1: RuntimeError: Reward hangs took longer than reward_timeout=0.5 s"
+    assert all((tmp_path / f"{rank}.txt").read_text().startswith(message) for rank in (0, 1))
+
+
+def test_in_a_notebook_whose_main_thread_runs_a_loop_a_reward_may_run_its_own():
+    async def one():
+        return [1.0, 1.0]
+
+    def reward(**kwargs):
+        return asyncio.run(one())
+
+    async def cell():
+        values = scored(reward)
+        return values, asyncio.get_running_loop()
+
+    values, loop = asyncio.run(cell())
+    assert values == [[1.0, 1.0]] and loop is not None
+
+
+def test_outside_of_the_main_thread_it_is_said_once_and_errors_say_why(caplog):
+    scoring.warn_of_threads.cache_clear()
+
+    def sets_a_signal(**kwargs):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def steps():
+        assert scored(lambda **kwargs: [1.0, 1.0]) == [[1.0, 1.0]]
+        with pytest.raises(RuntimeError, match="Reward waits took longer than reward_timeout=0.1 s"):
+            scored(waits, timeout=0.1)
+        with pytest.raises(RuntimeError, match="Reward sets_a_signal raised .*sets a signal handler"):
+            scored(sets_a_signal)
+
+    released = threading.Event()
+
+    def waits(**kwargs):
+        released.wait()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(steps).result(120)
+    released.set()
+    assert [text for text in caplog.messages if "Train in the main thread" in text] == caplog.messages[:1]
+
+
+# -- what may be a reward, and how it is called --
+
+
+def length(completions, target, **kwargs):
+    return [-abs(len(text) - target) for text in completions]
+
+
+class Length:
+    def __init__(self, target):
+        self.target = target
+
+    def __call__(self, completions, **kwargs):
+        return length(completions, self.target)
+
+
+class Judge:
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+
+async def judged(completions, score, **kwargs):
+    return [score] * len(completions)
+
+
+def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplog):
+    funcs = [functools.partial(length, target=2), Length(3), Judge(), functools.partial(judged, score=0.25), length]
+    check_rewards([], funcs)
+    (named,) = named_apart(funcs)
+    assert [func.__name__ for func in named] == ["length", "Length", "Judge", "judged", "length_2"]
+    assert [func.__name__ for func in named[:4]] == [get_callable_name(func) for func in funcs[:4]]
+    check_reward_columns(named[:4], ["prompt"], "the data")  # `target` is bound
+    with pytest.raises(ValueError, match="Reward length_2 needs 'target'"):
+        check_reward_columns(named, ["prompt"], "the data")
+    assert scored(*named[:4], completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
+    assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
+    assert source_sha256(named[0]) == source_sha256(named[1]) == source_sha256(length) is not None
+    assert named_apart(named)[0] == named  # once is enough
+    assert caplog.messages == ["Two rewards are called length: this one is logged as length_2. Rename it."]
+
+
+def test_rewards_of_one_name_are_told_apart_over_all_lists():
+    def a(**kwargs):
+        pass
+
+    def a_2(**kwargs):
+        pass
+
+    def copy_of_a(**kwargs):
+        pass
+
+    copy_of_a.__name__ = "a"
+    turn, outcome = named_apart([a, a_2], [copy_of_a, a])
+    assert [func.__name__ for func in turn + outcome] == ["a", "a_2", "a_3", "a_4"]
+    assert turn == [a, a_2] and a.__name__ == "a"
+
+
+@pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])
+def test_what_is_no_reward_is_refused(reward):
+    with pytest.raises(ValueError, match="A reward must be a function"):
+        check_rewards([], [reward])
+
+
+def test_a_file_with_partials_and_equal_names_is_loaded(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text("""
+import functools
+def length(completions, target, **kwargs):
+    return [-abs(len(c[-1]["content"]) - target) for c in completions]
+TURN_REWARD_FUNCS = [functools.partial(length, target=1)]
+OUTCOME_REWARD_FUNCS = [functools.partial(length, target=2), functools.partial(length, target=3)]
+""")
+    turn, outcome = load_rewards(str(path))
+    assert [func.__name__ for func in turn + outcome] == ["length", "length_2", "length_3"]
+    said = [[{"role": "assistant", "content": "abc"}], [{"role": "assistant", "content": ""}]]
+    assert scored(*turn, *outcome, completions=said) == [[-2, -1], [-1, -2], [0, -3]]
+
+
+def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
+    """As they are logged by a trainer: each has its own mean and weight, beside an environment of that name."""
+
+    class Game:
+        def reset(self, **row):
+            pass
+
+        def get_reward(self):
+            return 0.125
+
+    def make(value, name):
+        def reward(prompts, **kwargs):
+            return [value] * len(prompts)
+
+        reward.__name__ = name
+        return reward
+
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2,
+        num_generations=2, max_completion_length=8, max_steps=1, save_strategy="no",
+    )  # fmt: skip
+    env = mt.MultiTurnToolEnv([], system_prompt=None, environment=Game)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1?"}]}] * 2)
+    funcs = [make(0.25, "same"), make(0.75, "same"), make(0.5, "Game")]
+    trainer = mt.MTGRPOEnvTrainer(random_model, env, [], funcs, outcome_reward_weights=[1.0, 2.0, 4.0], args=args,
+                                  train_dataset=rows)  # fmt: skip
+    assert trainer.reward_func_names == ["same", "same_2", "Game_2", "Game"]
+    trainer.train()
+    logged = next(row for row in trainer.state.log_history if "reward" in row)
+    means = {name: logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names}
+    assert means == {"same": 0.25, "same_2": 0.75, "Game_2": 0.5, "Game": 0.125}
+    assert logged["reward"] == 0.25 + 2 * 0.75 + 4 * 0.5 + 0.125
+
+
+def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
+    def look(text: str) -> ToolResult:
+        """Look.
+
+        Args:
+            text: Where.
+        """
+
+    (tool,), outcome = environment_rewards(None, {"look": look})
+    given = [[0.5, None, 0.25], [None], [], [0.0]]
+    turns = [SimpleNamespace(results=[ToolResult("", reward=reward) for reward in rewards]) for rewards in given]
+    assert tool(rollout_turns=[turns]) == [[0.75, None, None, 0.0]] and outcome == []

@@ -1,0 +1,260 @@
+"""Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trl
+from test_conversation import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
+from test_forks import BY_INDEX, Says, build, in_tags, train
+from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
+from test_recipes import change_model
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters.choose import AdapterKeys, load_conversation
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.generation.connection import BadAnswer, read_completion
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.rollout import Context, TurnTokens
+from mt_grpo.training import token_checks
+from mt_grpo.training.token_checks import check_batch
+
+TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
+THOUGHT = "<think>so</think>"
+
+
+def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+def conversation(cls=mt.MultiTurnToolEnv, turns=None, tokenizer=TOKENIZER, **settings):
+    """(rollouts, environment) of one conversation: a call with a thought before it, and an answer in two tokens."""
+    turns = turns or [THOUGHT + call("echo", text="hi"), [*ids("<answer>ab</answer>")]]
+    env = cls([echo], None, len(turns), tokenizer=tokenizer, **settings)
+    backend = Scripted([turns], tokenizer=tokenizer)
+    return env.generate(["?"], backend)["rollouts"], env
+
+
+def found_in(rollouts, env, mode="strict"):
+    counts, compared, found = check_batch(rollouts, env, mode)
+    assert compared == {"ids": 1, "mask": 1, "text": 1}
+    return {check for check, count in counts.items() if count}, found
+
+
+class Retokenised(mt.MultiTurnToolEnv):
+    """A turn is tokenised again."""
+
+    async def sample_turn(self, *args):
+        turn = await super().sample_turn(*args)
+        turn.token_ids = self.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+        return turn
+
+
+class WithoutThinking(mt.MultiTurnToolEnv):
+    """What the model reads next is without the thinking that its messages have."""
+
+    def append(self, rollout, turn, *args):
+        super().append(rollout, turn, *args)
+        kept = turn.token_ids[len(ids(THOUGHT)) :]
+        rollout.edited = Context(rollout.history, rollout.prompt_ids + kept + turn.observation_ids)
+
+
+def behind_turns(change):
+    """The ids behind a turn are changed."""
+
+    class Changed(mt.MultiTurnToolEnv):
+        def append(self, rollout, turn, *args):
+            super().append(rollout, turn, *args)
+            turn.observation_ids = change(turn.observation_ids)
+
+    return Changed
+
+
+def without_line(read):
+    """Without the end of line behind the first end of turn."""
+    k = read.index(END)
+    return read[: k + 1] + read[k + 2 :]
+
+
+FAULTS = {
+    "a turn that was tokenised again": (Retokenised, "ids", "sampled", "turn 1, token 8"),
+    "a dropped think block": (WithoutThinking, "text", "text", "between turns"),
+    "a doubled end of turn": (behind_turns(lambda read: [END] + read), "text", "text", "between turns"),
+    "a lost end of line": (behind_turns(without_line), "text", "white space", "between turns"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_by_its_check(name):
+    cls, check, kind, place = FAULTS[name]
+    checks, (found, *_) = found_in(*conversation(cls))
+    assert checks == {check} and (found.kind, found.place) == (kind, place)
+
+
+def test_a_shifted_mask_is_found(monkeypatch):
+    whole = TurnTokens.loss_mask.fget
+    monkeypatch.setattr(TurnTokens, "loss_mask", property(lambda self: [0, *whole(self)[:-1]]))
+    checks, (found,) = found_in(*conversation())
+    assert checks == {"mask"} and found.place == "token 0"
+
+
+def test_a_conversation_without_a_fault_is_not_told():
+    """Sampled ids need not be the tokenizer's own for their text."""
+    (rollout,), env = conversation()
+    assert rollout.turns[1].token_ids != TOKENIZER(rollout.turns[1].text, add_special_tokens=False)["input_ids"]
+    assert found_in([rollout], env) == (set(), [])
+
+
+def test_white_space_passes_where_it_may():
+    rollouts, env = conversation(FAULTS["a lost end of line"][0])
+    assert found_in(rollouts, env)[0] == {"text"} and found_in(rollouts, env, "ignore_strippable")[0] == set()
+    rollouts, env = conversation(FAULTS["a doubled end of turn"][0])
+    assert found_in(rollouts, env, "ignore_strippable")[0] == {"text"}
+
+
+@EVERY_FAMILY
+def test_what_a_template_does_itself_is_not_told(name):
+    """Thoughts, calls, results and an answer in each format of calls that TRL ships."""
+    family, tokenizer = FAMILIES[name], tokenizer_of(name)
+    thought = family.thinking % "well" if "%s" in family.thinking else family.thinking
+    turns = [thought + family.around % family.first, "It is 5."]
+    closing = min((text for text in family.ends if text in family.suffix), key=family.suffix.index)
+    last = "<turn|>" if "<turn|>" in family.ends else closing
+    scripts = [ids_of(turns[0] + closing, tokenizer), ids_of(turns[1] + last, tokenizer)]
+
+    def add(a: int, b: str = "") -> str:
+        """Add."""
+        return "5"
+
+    prompt = "{tool_descriptions}" if name == "deepseekv3" else None  # its template leaves tools out
+    env = mt.MultiTurnToolEnv([add], prompt, 2, tokenizer=tokenizer, tool_format="native")
+    rollouts = env.generate(["2 + 3?"], Scripted([scripts], tokenizer=tokenizer))["rollouts"]
+    assert len(rollouts[0].turns) == 2, rollouts[0].stop_reason
+    assert found_in(rollouts, env)[0] == set()
+
+
+def test_a_kind_is_told_once_and_raised_where_asked(monkeypatch, caplog):
+    monkeypatch.setattr(token_checks, "told", set())
+    rollouts, env = conversation(FAULTS["a lost end of line"][0])
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+    for _ in range(2):
+        assert token_checks.check_rollouts(rollouts, env, args) == {
+            "tokens/ids_differ": 0.0, "tokens/mask_differ": 0.0, "tokens/text_differ": 1.0
+        }  # fmt: skip
+    (record,) = caplog.records
+    assert "check text): white space, between turns" in record.message
+    args.tokenization_check_raises = True
+    with pytest.raises(mt.RunError, match="check text"):
+        token_checks.check_rollouts(rollouts, env, args)
+    args.tokenization_sanity_check_mode = "off"
+    assert token_checks.check_rollouts(rollouts, env, args) == {}
+
+
+def test_a_turn_that_read_other_ids_is_found():
+    """The backend says that it read another prompt than the record has."""
+    rollouts, env = conversation()
+    (generation,) = rollouts[0].turns[1].generations
+    rollouts[0].turns[1].generations[0] = dataclasses.replace(generation, saw=hash_of_ids([1, 2, 3]))
+    checks, (found,) = found_in(rollouts, env)
+    assert checks == {"ids"} and (found.kind, found.place) == ("read", "before turn 1")
+
+
+def test_backends_give_an_account():
+    """Of the ids that they read: the server in its answer, TRL's generation by what it is called with."""
+    choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    answer = {"choices": [{**choice, "prompt_token_ids": [1, 2]}], "usage": {"prompt_tokens": 2}}
+    assert read_completion(answer, 2, 8).saw == hash_of_ids([1, 2])
+    assert read_completion({**answer, "choices": [choice]}, 2, 8).saw is None
+    backend = InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: True)
+    (generation,) = backend.serve([backend.generate([1, 2, 3], 4)])
+    assert generation.saw == hash_of_ids([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "ids", [[400], [-1], [2**70], ["a"], [1.0], [True], [None], "a", {0: 1}, [[5]], [5, 6, 7]], ids=str
+)
+def test_ids_that_a_server_cannot_have_sampled_are_no_answer(ids):
+    """Beyond the vocabulary of 400, no integers, or more than the two that were asked for."""
+    logprobs = [-0.5] * len(ids)
+    answer = {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}],
+              "usage": {"prompt_tokens": 2}}  # fmt: skip
+    with pytest.raises(BadAnswer):
+        read_completion(answer, 2, 2, 400)
+    answer["choices"][0]["token_ids"] = [399] * len(ids)
+    if len(ids) <= 2:
+        assert read_completion(answer, 2, 2, 400).token_ids == [399] * len(ids)
+    answer["choices"][0]["prompt_token_ids"] = ["a"]
+    with pytest.raises(BadAnswer):
+        read_completion(answer, 2, 2, 400)
+
+
+def rendered_conversation(**settings):
+    script_args = SimpleNamespace(**{**vars(AdapterKeys()), "environment": None, "tools_script": None,
+                                     "use_inference_chat_template": True, **settings})  # fmt: skip
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+    return load_conversation(script_args, args, mt.MultiTurnToolEnv)[0]
+
+
+def test_the_history_is_rendered_anew_before_each_turn():
+    """Qwen3's template leaves out the thinking of earlier turns; each turn is a record, with what was sampled."""
+    turns = [f"<think>{word}</think>\n\n" + call("echo", text="hi") for word in ("one", "two")] + [
+        "<answer>5</answer>"
+    ]
+    rollouts, env = conversation(rendered_conversation(), turns, QWEN3_TOKENIZER)
+    (rollout,) = rollouts
+    user, opened = "<|im_start|>user\n?<|im_end|>\n", "<|im_start|>assistant\n"
+    said = opened + call("echo", text="hi") + "<|im_end|>\n"
+    read = "<|im_start|>user\n<result>\nhi\n</result><|im_end|>\n"
+    before = [user + opened, user + said + read + opened, user + said + read + said + read + opened]
+    assert [QWEN3_TOKENIZER.decode(record.prompt_ids) for record in rollout.records] == before
+    assert [record.completion_ids for record in rollout.records] == [ids(turn) for turn in turns]
+    assert all(set(record.loss_mask) == {1} for record in rollout.records)
+    assert found_in(rollouts, env)[0] == set()
+    assert rollout.new_tokens == sum(len(ids(turn)) for turn in turns) + 2 * len(ids(END_OF_TURN + read + opened))
+
+
+END_OF_TURN = "<|im_end|>\n"
+
+
+def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
+    agents = type("Agents", (), {"renders_all": False})
+    monkeypatch.setattr("mt_grpo.adapters.choose.choose_conversation", lambda *args: (agents, None))
+    with pytest.raises(ValueError, match="use_inference_chat_template has no effect where an agent"):
+        rendered_conversation()
+
+
+def test_a_step_trains_each_turn_in_what_it_read(random_model, tmp_path, monkeypatch):
+    """From a recipe to the loss: rows of one turn each, of which nothing but what was sampled is trained."""
+    template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
+    model = change_model(tmp_path, random_model, "chat_template.jinja", template.read_text())
+    (tmp_path / "rewards.py").write_text(BY_INDEX)
+    trainer = build(tmp_path, model, tools_script="tools/calculator.py", reward_fn=str(tmp_path / "rewards.py"),
+                    system_prompt="Compute. {tool_descriptions}", use_inference_chat_template=True)  # fmt: skip
+    tokenizer = trainer.processing_class
+    asks = in_tags("calculator", {"expression": "2 + 3"})
+    turns = [f"<think>one</think>\n\n{asks}", "<think>two</think>\n\nIt is 5"]
+    trainer.llm, batches, compute = Says(tokenizer, turns), [], trainer._compute_loss
+
+    def keep(model, inputs):
+        batches.append(inputs)
+        return compute(model, inputs)
+
+    monkeypatch.setattr(trainer, "_compute_loss", keep)
+    rows, steps = train(trainer)
+    assert [step["records/mean"] for step in steps] == [2.0, 2.0]
+    assert all(step[f"tokens/{check}_differ"] == 0.0 for step in steps for check in ("ids", "mask", "text"))
+    trained = []
+    for batch in batches:
+        for read, asked, said, mask in zip(*(batch[f"{name}_{kind}"] for name, kind in (
+            ("prompt", "ids"), ("prompt", "mask"), ("completion", "ids"), ("completion", "mask")
+        )), strict=True):  # fmt: skip
+            trained.append((tokenizer.decode(read[asked.bool()]), tokenizer.decode(said[mask.bool()])))
+    first = {said for read, said in trained if read.count("<|im_start|>assistant") == 1}
+    second = {(read.rpartition("<|im_start|>user\nWhat")[2], said) for read, said in trained if said not in first}
+    assert first == {turns[0]}  # a turn ends behind its call
+    result = "<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n"
+    assert {said for _, said in second} == {turns[1] + f" {index}<|im_end|>" for index in range(4)}
+    forgotten = f"<|im_start|>assistant\n{asks}<|im_end|>\n"  # without the thinking of the first turn
+    assert all(read.endswith(forgotten + result) for read, _ in second)

@@ -1,0 +1,31 @@
+"""The calculator's task as an MCP server on the official SDK: hf_recipes/tiny/mcp.yaml starts it over stdio.
+
+python tools/mcp/calculator.py
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.agents.calculator import calculator as compute  # noqa: E402
+
+server = MCPServer("calculator")
+EXPRESSION = "Numbers combined with + - * / // % ** and parentheses, for example (48 + 24) * 2 / 3"
+
+
+@server.tool(description="Compute the value of an arithmetic expression.")
+def calculator(expression: Annotated[str, Field(description=EXPRESSION)]) -> str:
+    """What has no value is an error that the model reads."""
+    try:
+        return compute(expression)
+    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
+        raise ToolError(str(error)) from None
+
+
+if __name__ == "__main__":
+    server.run("stdio")
