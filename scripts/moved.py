@@ -11,16 +11,12 @@ MOVED = {
     **{name: f"launch/{name}.py" for name in ("keeper", "launch_plan", "serve", "train")},
     "rollout_index": "viewer/index.py", "serve_plan": "launch/launch_plan.py",
 }  # fmt: skip
-OLD, NEW = (f"scripts/{name}" for name in (f"{Path(__file__).stem}.py", MOVED.get(Path(__file__).stem)))
-
-
-def __getattr__(name: str) -> None:  # of `from bench_common import ...`
-    if name.startswith("__"):
-        raise AttributeError(name)
-    module = NEW.removeprefix("scripts/").removesuffix(".py").replace("/", ".")
-    raise ImportError(f"{OLD} is now {NEW}. Import {name} from {module}.")
-
 
 if __name__ == "__main__":
-    print(f"error: {OLD} is now {NEW}. Run: python {' '.join([NEW, *sys.argv[1:]])}", file=sys.stderr)
+    name = Path(__file__).stem
+    if name not in MOVED:
+        sys.exit(__doc__)
+    new = f"scripts/{MOVED[name]}"
+    command = " ".join(["python", new, *sys.argv[1:]])
+    print(f"error: scripts/{name}.py is now {new}. Run: {command}", file=sys.stderr)
     sys.exit(2)
