@@ -800,14 +800,14 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     ),
     Mutation(
         "the warm start imitates two ends of a turn",
-        "scripts/build/tiny.py",
+        "scripts/build/common.py",
         "tool_format.suffix_ids([], group, ids)",
         "tool_format.suffix_ids([], group, [])",
         "tests/samples/test_tiny_models.py::test_what_is_imitated_is_a_rollout",
     ),
     Mutation(
         "the warm start imitates what the environment writes",
-        "scripts/build/tiny.py",
+        "scripts/build/common.py",
         "labels += piece if said else [-100] * len(piece)",
         "labels += piece",
         "tests/samples/test_tiny_models.py::test_what_is_imitated_is_a_rollout",

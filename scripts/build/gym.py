@@ -7,7 +7,6 @@ what is done. Behind each stands its return, which a conversation never shows. S
 written and what comes of it, and no action is likelier than another. Two to eight minutes.
 """
 
-import argparse
 import random
 import sys
 from pathlib import Path
@@ -17,10 +16,11 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 import gymnasium
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from build.tiny import HERMES_TEMPLATE, build_model, encode, next_turns, warm_start
+from build import common
+from build.common import HERMES_TEMPLATE, Example, encode
 from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment
 from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.recipe.plugins import load_class
@@ -62,60 +62,33 @@ def play(cls: type[GymEnvironment], rng: random.Random, tells_return: bool = Fal
 
 def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:
     """Byte-level BPE. A tag, a word, a number and any other character are one token each."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"</?action>| ?[A-Za-z]?[a-z]+| ?[0-9]+|."), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    texts = [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
-    )
-    fast.chat_template = HERMES_TEMPLATE
-    return fast
+    words = pre_tokenizers.Split(Regex(r"</?action>| ?[A-Za-z]?[a-z]+| ?[0-9]+|."), "isolated")
+    return common.train_tokenizer(common.pieces(conversations), 400, HERMES_TEMPLATE, words)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, default=Path("hf_recipes/tiny/gym-model"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    torch.set_num_threads(2)
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    args = common.read_arguments(__doc__, Path("hf_recipes/tiny/gym-model"), steps=600)
+    rng = args.rng
     classes = list(games().values())
     # An episode of FrozenLake has some five times the turns of one of Blackjack.
     conversations = [play(rng.choices(classes, [1, 5])[0], rng, tells_return=True) for _ in range(4000)]
     tokenizer = build_tokenizer(conversations)
-    model = build_model(tokenizer, num_layers=3, num_heads=3)
+    model = common.build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     print(tokenizer.tokenize("".join(message["content"] for message in conversations[0][:4])))
     tool_format = make_format("hermes", tokenizer)
 
-    def example() -> tuple[list[int], list[int]]:
+    def example() -> Example:
         ids, _ = encode(rng.choice(conversations), tool_format, {})
         return ids, ids
 
-    warm_start(model, tokenizer.pad_token_id, example, args.steps)
-    model = model.to(torch.bfloat16)  # half the size
-    model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
-    model = model.float().eval()
+    common.warm_start(model, tokenizer.pad_token_id, example, args.steps)
+    model = common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size
     for name, cls in games().items():
         counts = dict.fromkeys([*cls.actions, "none"], 0)
         for conversation in [play(cls, rng) for _ in range(400)]:
             begun = conversation[: rng.randrange(0, len(conversation), 2) + 1]
-            (text,) = next_turns(model, tool_format, [begun], True, {})
+            (text,) = common.next_turns(model, tool_format, [begun], True, {})
             action = text.removeprefix("<action>").removesuffix("</action>")
             counts[action if action in counts else "none"] += 1
         print(name, counts)

@@ -11,7 +11,6 @@ conversations without mistakes, then some with known ones. It then knows the rig
 only some of the time (temperature 1): that gap is what reinforcement learning closes.
 """
 
-import argparse
 import json
 import random
 import re
@@ -25,22 +24,14 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 import torch
 from evaluate import evaluate, load_recipe, table
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from build.tiny import (
-    CHAT_TEMPLATE,
-    build_model,
-    draw,
-    encode,
-    opening,
-    result_messages,
-    warm_start,
-)
+from build import common
+from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening, warm_start
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.xml import make_format
-from mt_grpo.conversation.tools.signature import check_call, named_tools
-from mt_grpo.rollout import Message, ToolResult, Turn
+from mt_grpo.conversation.tools.signature import named_tools
+from mt_grpo.rollout import Message, Turn
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +39,7 @@ RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
 DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 SYSTEM = "Use wiki_search, then answer."
 MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
+MAX_RESULT_TOKENS = 48  # longer errors are cut
 TOOLS = named_tools([wiki_search])  # read, not called: the warm start has no corpus
 
 # All words have four letters, so that no name is a part of another one.
@@ -221,13 +213,7 @@ def look_up(query: str, facts: Facts, rng: random.Random) -> str:
 
 def observe(text: str, facts: Facts, tool_format: ChatFormat, rng: random.Random) -> Turn:
     """A turn of this text: its call and the result, or its answer."""
-    ids = tool_format.tokenizer.encode(text)
-    parsed, results = tool_format.parse(ids, [], TOOLS), []
-    for asked in parsed.calls:
-        mistake = check_call(asked, TOOLS)
-        result = ToolResult(f"Error: {mistake}", error="call") if mistake else None
-        results.append(result or ToolResult(look_up(asked.arguments["query"], facts, rng)))
-    return Turn(ids, None, text, "stop", parsed.calls, results, parsed.answer)
+    return common.observe(text, tool_format, TOOLS, lambda call: look_up(call.arguments["query"], facts, rng))
 
 
 def draw_question(rng: random.Random) -> tuple[list[str], str]:
@@ -257,7 +243,7 @@ def make_conversation(
         messages.append({"role": "assistant", "content": text})
         if not turn.calls:
             break
-        messages += result_messages(turn, tool_format)
+        messages += common.result_messages(turn, tool_format, MAX_RESULT_TOKENS)
         if not turn.results[0].error:
             hop, (title, found) = hop + 1, turn.results[0].text.split("\n")
     return messages
@@ -270,45 +256,26 @@ def make_conversation(
 
 def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most 448 tokens whose merges cross words, and the 64 words of the names as added tokens."""
-    pieces = [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
-    texts = [text for piece in pieces for text in re.split("|".join(WORDS), piece)]
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=448, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    texts = [text for piece in common.pieces(conversations) for text in re.split("|".join(WORDS), piece)]
+    return common.train_tokenizer(texts, 448, CHAT_TEMPLATE, split=None, added=WORDS)
 
 
 def drawing(
     tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
-) -> Callable[[], tuple[list[int], list[int]]]:
+) -> Callable[[], Example]:
     """Ids and labels of a conversation, one per call."""
-    return lambda: encode(make_conversation(tool_format, call_shares, answer_shares, rng), tool_format)
+    return lambda: encode(make_conversation(tool_format, call_shares, answer_shares, rng), tool_format, TOOLS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "hf_recipes/tiny/search-model")
-    parser.add_argument("--data", action="store_true", help="write hf_recipes/tiny/encyclopedia, and end")
-    parser.add_argument("--steps", type=int, default=200, help="without mistakes")
-    parser.add_argument("--mixed_steps", type=int, default=150, help="with mistakes")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = common.read_arguments(
+        __doc__, ROOT / "hf_recipes/tiny/search-model", steps=200, threads=1,  # so small matrices gain nothing from 2
+        data={"action": "store_true", "help": "write hf_recipes/tiny/encyclopedia, and end"},
+        mixed_steps={"type": int, "default": 150, "help": "with mistakes"},
+    )  # fmt: skip
     if args.data:
         return write_data(DATA)
-
-    torch.set_num_threads(1)  # matrices this small gain nothing from a second one
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    rng = args.rng
     first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
     drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]
     tokenizer = build_tokenizer(drawn)
@@ -317,9 +284,7 @@ def main() -> None:
     right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
     warm_start(model, tokenizer.pad_token_id, right, args.steps)
     warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
-    model = model.to(torch.bfloat16)  # half the size; measured, and trained on, as rounded
-    model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
+    common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
     for temperature in ("1", "0.01"):
         result = evaluate(str(args.output_dir), load_recipe(RECIPE, ["--temperature", temperature]))
         print(f"\n{table(result)}", flush=True)

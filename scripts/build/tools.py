@@ -7,7 +7,6 @@ The tools are Python (`tools/python_sandbox.py`), verl's check of answers (`tool
 right or has one known mistake. `--data` writes the rows and the corpus of the recipes. Ten minutes on two cores.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,31 +20,19 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 import torch
 import yaml
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from build.tiny import (
-    ANSWER_SHARES,
-    CALL_SHARES,
-    HERMES_TEMPLATE,
-    MAX_CALLS,
-    build_model,
-    change_one,
-    draw,
-    encode,
-    next_turns,
-    opening,
-    take_weights,
-    warm_start,
-)  # fmt: skip
+from build import common
+from build.common import HERMES_TEMPLATE, Example, build_model, change_one, draw, encode, opening
+from build.tiny import ANSWER_SHARES, CALL_SHARES, MAX_CALLS
 from mt_grpo.adapters.verl.environment import Described
 from mt_grpo.adapters.verl.search import as_json, passages
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.xml import make_format
-from mt_grpo.conversation.tools.signature import as_tool, check_call, tool_schema
+from mt_grpo.conversation.tools.signature import as_tool, tool_schema
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import Message, ToolResult, Turn
+from mt_grpo.rollout import Message, Turn
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "hf_recipes/tiny"
@@ -184,13 +171,7 @@ def answer_turn(task: Task, row: dict[str, Any], arguments: dict[str, Any], resu
 
 def observe(task: Task, row: dict[str, Any], text: str, tool_format: ChatFormat) -> Turn:
     """A turn of this text: its calls and their results, or its answer."""
-    ids = tool_format.tokenizer.encode(text)
-    parsed, results = tool_format.parse(ids, [], task.tools), []
-    for call in parsed.calls:
-        mistake = check_call(call, task.tools)
-        result = ToolResult(f"Error: {mistake}", error="call") if mistake else None
-        results.append(result or ToolResult(task.run(call.arguments, row)))
-    return Turn(ids, None, text, "stop", parsed.calls, results, parsed.answer)
+    return common.observe(text, tool_format, task.tools, lambda call: task.run(call.arguments, row))
 
 
 def make_conversation(task: Task, tool_format: ChatFormat, rng: random.Random) -> list[Message]:
@@ -202,7 +183,7 @@ def make_conversation(task: Task, tool_format: ChatFormat, rng: random.Random) -
         messages.append({"role": "assistant", "content": turn.text})
         if not turn.calls:
             break
-        messages += tool_format.fit(turn, [], float("inf"), RESULT_TOKENS)[1]
+        messages += common.result_messages(turn, tool_format, RESULT_TOKENS)
         (result,) = turn.results
         if not result.error and "No search results" not in result.text and "reward=0.0" not in result.text:
             said = answer_turn(task, row, turn.calls[0].arguments, result.text, rng)
@@ -213,8 +194,7 @@ def make_conversation(task: Task, tool_format: ChatFormat, rng: random.Random) -
 
 def build_tokenizer(conversations: list[tuple[Task, list[Message]]]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 768 tokens that cross words: the tools' JSON stands in every prompt. A digit is one token."""
-    special, tags = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["tool_call", "tool_response"]
-    tags = [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
+    tags = [f"<{slash}{tag}>" for tag in ("tool_call", "tool_response") for slash in ("", "/")]
     texts = []
     for task, messages in conversations:
         schema = json.dumps(tool_schema(task.name, task.tool))
@@ -224,43 +204,17 @@ def build_tokenizer(conversations: list[tuple[Task, list[Message]]]) -> PreTrain
             for tag in tags:
                 text = text.replace(tag, "\0")
             texts += [f"{message['role']}\n", *text.split("\0")]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=768 - len(tags), special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
-    )
-    fast.chat_template = HERMES_TEMPLATE
-    return fast
+    return common.train_tokenizer(texts, 768 - len(tags), HERMES_TEMPLATE, added=tags)
 
 
 def measure(model: Any, task: Task, rows: list[dict[str, Any]], tool_format: ChatFormat, do_sample: bool) -> float:
     """The share of the rows that are answered right within `MAX_CALLS` turns and one more."""
-    conversations, right = [(row, opening(row["question"], task.system)) for row in rows], 0
-    for _ in range(MAX_CALLS + 1):
-        if not conversations:
-            break
-        going = []
-        texts = next_turns(model, tool_format, [messages for _, messages in conversations], do_sample, task.tools)
-        for (row, messages), text in zip(conversations, texts, strict=True):
-            try:
-                turn = observe(task, row, text, tool_format)
-            except (ArithmeticError, SyntaxError, TypeError, ValueError):  # of the calculator
-                continue
-            if turn.calls:
-                results = tool_format.fit(turn, [], float("inf"), RESULT_TOKENS)[1]
-                going.append((row, [*messages, {"role": "assistant", "content": text}, *results]))
-            right += turn.answer == row["answer"]
-        conversations = going
-    return right / len(rows)
+    openings = [opening(row["question"], task.system) for row in rows]
+    every = common.converse(
+        model, tool_format, openings, lambda i, text: observe(task, rows[i], text, tool_format), MAX_CALLS + 1,
+        do_sample, task.tools, RESULT_TOKENS,
+    )  # fmt: skip
+    return sum(turns[-1].answer == row["answer"] for turns, row in zip(every, rows, strict=True)) / len(rows)
 
 
 def write_data(rng: random.Random) -> None:
@@ -278,35 +232,25 @@ def write_data(rng: random.Random) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, default=RECIPES / "tools-model")
-    parser.add_argument("--data", action="store_true", help="write hf_recipes/tiny/towns and sums, and end")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    rng = random.Random(args.seed)
+    data = {"action": "store_true", "help": "write hf_recipes/tiny/towns and sums, and end"}
+    args = common.read_arguments(__doc__, RECIPES / "tools-model", steps=900, data=data)
+    rng = args.rng
     if args.data:
         return write_data(rng)
-    torch.set_num_threads(2)
-    torch.manual_seed(args.seed)
     tasks = make_tasks(rng)
     first = make_format("hermes", build_tokenizer([(task, opening("What is it?", task.system)) for task in tasks]))
     drawn = [(task, make_conversation(task, first, rng)) for task in tasks for _ in range(700)]
     tokenizer = build_tokenizer(drawn)
     tool_format, model = make_format("hermes", tokenizer), build_model(tokenizer)
-    take_weights(model, tokenizer, RECIPES / "calculator-agent-model")
+    common.take_weights(model, tokenizer, RECIPES / "calculator-agent-model")
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
-    def example() -> tuple[list[int], list[int]]:
+    def example() -> Example:
         task = rng.choice(tasks)
         return encode(make_conversation(task, tool_format, rng), tool_format, task.tools)
 
-    warm_start(model, tokenizer.pad_token_id, example, args.steps)
-    model = model.to(torch.bfloat16)  # half the size
-    model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
-    model = model.float().eval()
+    common.warm_start(model, tokenizer.pad_token_id, example, args.steps)
+    model = common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size
     for task in tasks:
         rows = [rng.choice(task.rows) for _ in range(128)]
         sampled, greedy = (measure(model, task, rows, tool_format, sampling) for sampling in (True, False))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from build import chain as build
-from build.tiny import encode, pad_right
+from build.common import encode, pad_right
 from evaluate import evaluate, load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,7 +168,7 @@ def test_the_bundled_models_are_as_good_as_the_benchmark_says(recipe, low, high,
     env = mt.build_env(script_args, args, [calculator], tokenizer)
     rows = make_chain(64, seed=1, split="test")
     conversations = [build.make_conversation(row, 1.0, 1.0, random.Random(0)) for row in rows]
-    batch = [encode(conversation, env.format_of(tokenizer)) for conversation in conversations]
+    batch = [encode(conversation, env.format_of(tokenizer), build.TOOLS) for conversation in conversations]
     for row, (ids, _) in zip(rows, batch):
         prompt = env.prompt_ids(env.with_system_prompt([{"role": "user", "content": row["question"]}]), tokenizer)
         assert ids[: len(prompt)] == prompt  # what the model was warmed up on is what the recipe shows it

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 from build import search as build
-from build.tiny import encode, opening
+from build.common import encode, opening
 from evaluate import evaluate, load_recipe
 from test_tiny_models import rollout_of
 from transformers import AutoTokenizer
@@ -161,7 +161,7 @@ def test_what_is_imitated_is_a_rollout(form):
     env = mt.build_env(script_args, args, [wiki_search], form.tokenizer)
     compared = Counter()
     for messages in conversations(form, 200):
-        ids, labels = encode(messages, form)
+        ids, labels = encode(messages, form, build.TOOLS)
         said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
         texts[:] = ["[1] " + "\n".join(pair) for pair in found(messages)]
         assert max(map(len, said)) < args.max_turn_tokens

@@ -78,7 +78,7 @@ def test_what_is_imitated_is_a_rollout(tool_format):
         messages = build.make_conversation(row["question"], form, build.WRITINGS[tool_format], rng)
         if "the call failed" in str(messages):  # words that no tool says
             continue
-        ids, labels = build.encode(messages, form)
+        ids, labels = build.encode(messages, form, build.TOOLS)
         said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
         rolled, mask = rollout_of(env, row["question"], [[*turn, form.tokenizer.eos_token_id] for turn in said])
         assert rolled == ids[: len(rolled)]
@@ -94,11 +94,12 @@ def test_the_text_of_a_conversation_with_two_calls_in_a_turn():
     turn = build.observe(call("12 + 7 * 3") + "\n" + call("7 * 3"), form)
     assert [result.text for result in turn.results] == ["33", "21"]
     said = {"role": "assistant", "content": turn.text}
-    messages = [*build.opening("What is 12 + 7 * 3?"), said, *build.result_messages(turn, form)]
-    ids, labels = build.encode(messages, form)
+    results = build.common.result_messages(turn, form, build.MAX_RESULT_TOKENS)
+    messages = [*build.opening("What is 12 + 7 * 3?"), said, *results]
+    ids, labels = build.encode(messages, form, build.TOOLS)
     assert form.tokenizer.decode(ids) == PROMPT + turn.text + RESULTS
     assert form.tokenizer.decode([i for i in labels if i != -100]) == turn.text + "<|im_end|>"
-    prompt, _ = build.encode(messages[:2], form)
+    prompt, _ = build.encode(messages[:2], form, build.TOOLS)
     assert len(prompt) < 60  # 318 in the vocabulary of the xml model: every turn reads them
     assert form.tokenizer.chat_template == build.HERMES_TEMPLATE
 

@@ -1,0 +1,321 @@
+"""What the builders of the bundled models share: a tokenizer, a model, conversations as examples, the warm start."""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.tools.signature import check_call
+from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen's, without its explanations: a model of this size reads every token of them in every turn.
+HERMES_TEMPLATE = """\
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|im_start|>system' }}
+    {%- if messages[0].role == 'system' %}
+        {{- '\\n' + messages[0].content }}
+    {%- endif %}
+    {%- if tools %}
+        {{- '\\n<tools>' }}
+        {%- for tool in tools %}
+            {{- '\\n' }}{{ tool | tojson }}
+        {%- endfor %}
+        {{- '\\n</tools>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif message.role != 'system' or not loop.first %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first }}
+            {{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+            {{- tool_call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+DIGITS = pre_tokenizers.Digits(individual_digits=True)  # so that copying a number is copying its digits
+Example = tuple[list[int], list[int]]  # ids and labels
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A builder's frame
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **further: dict[str, Any]) -> Any:
+    """The options of a builder, and `rng`; torch is seeded. `further`: name -> what `add_argument` takes."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--output_dir", type=Path, default=output_dir)
+    parser.add_argument("--steps", type=int, default=steps, help="of the warm start; of two, the one without mistakes")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, options in further.items():
+        parser.add_argument(f"--{name}", **options)
+    args = parser.parse_args()
+    torch.set_num_threads(threads)
+    torch.manual_seed(args.seed)
+    args.rng = random.Random(args.seed)
+    return args
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
+    """Save both. Returns the model in float32, as the file has it, ready to be measured."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.float().eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversations
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def change_one(text: str, alphabet: str, rng: random.Random) -> str:
+    """`text` with one of its characters from `alphabet` replaced by another one; no leading zero is made."""
+    position = rng.choice([i for i, character in enumerate(text) if character in alphabet])
+    leading = position == 0 or not text[position - 1].isdigit()
+    choices = [c for c in alphabet if c != text[position] and not (c == "0" and leading)]
+    return text[:position] + rng.choice(choices) + text[position + 1 :]
+
+
+def draw(shares: dict[str, int], rng: random.Random) -> str:
+    return rng.choices(list(shares), weights=list(shares.values()))[0]
+
+
+def opening(question: str, system: str) -> list[Message]:
+    return [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
+
+
+def pieces(conversations: Iterable[list[Message]]) -> list[str]:
+    """What a tokenizer is trained on: the roles and the texts."""
+    return [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
+
+
+def observe(text: str, tool_format: ChatFormat, tools: dict[str, Any], run: Callable[[ToolCall], str]) -> Turn:
+    """A turn of this text: its calls and their results, or its answer.
+
+    Errors are worded as in the trainer's environment.
+    """
+
+    def result_of(call: ToolCall) -> ToolResult:
+        mistake = check_call(call, tools)
+        try:
+            return ToolResult(f"Error: {mistake}", error="call") if mistake else ToolResult(run(call))
+        except Exception as error:
+            return ToolResult(f"Error: {error}", error="tool")
+
+    ids = tool_format.tokenizer.encode(text)
+    parsed = tool_format.parse(ids, [], tools)
+    return Turn(ids, None, text, "stop", parsed.calls, [result_of(call) for call in parsed.calls], parsed.answer)
+
+
+def result_messages(turn: Turn, tool_format: ChatFormat, max_tokens: int) -> list[Message]:
+    """The results of a turn as the model reads them; longer ones are cut."""
+    return tool_format.fit(turn, [], math.inf, max_tokens)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    size: int,
+    chat_template: str,
+    split: Any = DIGITS,
+    use_regex: bool = False,
+    added: Iterable[str] = (),
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of `size` tokens, after what `split` keeps apart.
+
+    Its merges cross words without `use_regex`. What is `added` comes on top: tokens that are text too, as Qwen's tags.
+    """
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if split else byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], model_max_length=1024
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32 * num_heads,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=32,
+        intermediate_size=96 * num_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def take_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """The weights of a model of the same shape, with the embeddings of tokens that both vocabularies have."""
+    known = AutoTokenizer.from_pretrained(path).get_vocab()
+    weights = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    name = "model.embed_tokens.weight"
+    old, weights[name] = weights[name], model.state_dict()[name].clone()
+    for token, i in tokenizer.get_vocab().items():
+        if token in known:
+            weights[name][i] = old[known[token]]
+    weights["lm_head.weight"] = weights[name]  # tied
+    model.load_state_dict(weights)
+
+
+def encode(messages: list[Message], tool_format: ChatFormat, tools: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids and labels of one conversation; labels are -100 except on what the assistant says and its `<|im_end|>`.
+
+    INVARIANT: the ids are those of a rollout; the tool format gives them as it does there.
+    """
+    tokenizer = tool_format.tokenizer
+    ids, labels = [], []
+    for said, group in groupby(messages, lambda message: message["role"] == "assistant"):
+        group = list(group)
+        if said:
+            piece = [*tokenizer.encode(group[0]["content"]), tokenizer.eos_token_id]
+        elif ids:
+            piece = tool_format.suffix_ids([], group, ids)
+        else:
+            piece = tokenizer.apply_chat_template(**tool_format.prompt(group, tools))
+        ids += piece
+        labels += piece if said else [-100] * len(piece)
+    return ids, labels
+
+
+def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels, (B, T) each. Causal attention never looks right, so no attention mask is needed."""
+    length = max(len(ids) for ids, _ in batch)
+    input_ids = [ids + [pad] * (length - len(ids)) for ids, _ in batch]
+    labels = [labels + [-100] * (length - len(labels)) for _, labels in batch]
+    return torch.tensor(input_ids), torch.tensor(labels)
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    pad_id: int,
+    next_example: Callable[[], tuple[list[int], list[int]]],
+    steps: int,
+    batch_size: int = 32,
+    peak_lr: float = 3e-3,
+) -> None:
+    """AdamW on assistant tokens only, of what `encode` gives: 5% linear warm-up, then a cosine down to zero."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = max(1, steps // 20)
+    start = time.time()
+    for step in range(steps):
+        batch = [next_example() for _ in range(batch_size)]
+        batch.sort(key=lambda pair: len(pair[0]))  # padded parts of like length: fewer tokens than one
+        num_said = sum(label != -100 for _, labels in batch for label in labels)
+        decay = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
+        optimizer.param_groups[0]["lr"] = peak_lr * min((step + 1) / warmup, decay)
+        loss = 0.0
+        for part in (batch[i : i + 8] for i in range(0, batch_size, 8)):
+            input_ids, labels = pad_right(part, pad_id)
+            part_loss = model(input_ids=input_ids, labels=labels, num_items_in_batch=num_said, use_cache=False).loss
+            part_loss.backward()
+            loss += part_loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1:4d}/{steps}  loss {loss:.3f}  {time.time() - start:.0f} s", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measurement
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def next_turns(
+    model, tool_format: ChatFormat, conversations: list[list[Message]], do_sample: bool, tools: dict[str, Any]
+) -> list[str]:
+    """One assistant turn for each conversation, cut where the tool format ends it."""
+    tokenizer = tool_format.tokenizer
+    prompts = [encode(conversation, tool_format, tools)[0] for conversation in conversations]
+    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {}
+    output = model.generate(**inputs, do_sample=do_sample, max_new_tokens=64, **sampling)
+    turns = []
+    for prompt, ids in zip(prompts, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        turns.append(tool_format.text(ids[: tool_format.cut(ids, prompt)[0]]))
+    return turns
+
+
+def converse(
+    model: Any,
+    tool_format: ChatFormat,
+    openings: list[list[Message]],
+    observe: Callable[[int, str], Turn],
+    max_turns: int,
+    do_sample: bool,
+    tools: dict[str, Any],
+    max_result_tokens: int,
+) -> list[list[Turn]]:
+    """The turns of each conversation up to the first one without a call, or `max_turns`.
+
+    `observe(i, text)` makes a turn of what conversation i said.
+    """
+    model.eval()
+    conversations, turns, active = [list(o) for o in openings], [[] for _ in openings], list(range(len(openings)))
+    for _ in range(max_turns):
+        texts = next_turns(model, tool_format, [conversations[i] for i in active], do_sample, tools) if active else []
+        for i, text in zip(active, texts, strict=True):
+            turns[i].append(turn := observe(i, text))
+            results = result_messages(turn, tool_format, max_result_tokens) if turn.calls else []
+            conversations[i] += [{"role": "assistant", "content": text}, *results]
+        active = [i for i in active if turns[i][-1].calls]
+    return turns
+
+
+def print_table(title: str, sampled: dict[str, float], greedy: dict[str, float]) -> None:
+    print(f"\n| {title} | temperature 1 | greedy |\n|---|---|---|")
+    for name, value in sampled.items():
+        print(f"| {name} | {value:.3f} | {greedy[name]:.3f} |", flush=True)
