@@ -460,8 +460,9 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
 def test_a_preflight_with_a_server(port, client, served_model, tmp_path, monkeypatch, capsys):
     """It samples from the server; one that serves another model, or is not there, is named before weights load."""
     monkeypatch.chdir(ROOT)
+    # 8 groups: the server samples without a seed, and of two groups both may hold equal rewards.
     flags = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--preflight", "--output_dir", str(tmp_path / "out"),
-             "--per_device_train_batch_size", "16", "--vllm_server_port"]  # fmt: skip
+             "--per_device_train_batch_size", "64", "--vllm_server_port"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         main([*flags, str(port), "--model_name_or_path", str(served_model)])
     text = capsys.readouterr().out
