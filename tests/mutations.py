@@ -132,8 +132,8 @@ REWARDS_AND_CREDIT: list[Mutation] = [
     Mutation(
         "the recipe's choices of credit_assignment are written out, and a fork's estimator is none",
         SCRIPT,
-        '"credit_assignment": tuple(CREDIT_ASSIGNMENTS)}',
-        '"credit_assignment": ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")}',
+        "one_of=CREDIT_ASSIGNMENTS",
+        'one_of=("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")',
         "tests/method/test_fork.py::test_the_estimator_of_the_page_trains",
     ),
     Mutation(
@@ -2710,7 +2710,7 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     ),
     Mutation(
         "NaN is in every range",
-        "mt_grpo/recipe/keys.py",
+        "mt_grpo/base/fields.py",
         "return low < number < high or at_a_bound",
         "return not (number < low or number > high) or at_a_bound",
         "tests/recipe/test_recipes.py::test_every_number_has_a_range",
@@ -2718,15 +2718,15 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     Mutation(
         "numbers of generation_kwargs have no range",
         "mt_grpo/recipe/refusals.py",
-        "if key in RANGES and not (fits_type(value, float)",
+        "if interval and not (fits_type(value, float)",
         "if False and not (fits_type(value, float)",
         "tests/recipe/test_recipes.py::test_numbers_of_generation_kwargs_have_the_same_ranges",
     ),
     Mutation(
         "reward weights of Python have no range",
         "mt_grpo/recipe/checks.py",
-        'if not all(in_range(weight, RANGES[f"{kind}_reward_weights"])',
-        'if not all(True or in_range(weight, RANGES[f"{kind}_reward_weights"])',
+        'if not all(in_range(weight, "(-inf, inf)")',
+        'if not all(True or in_range(weight, "(-inf, inf)")',
         "tests/recipe/test_recipes.py::test_weights_given_in_python_are_finite_too",
     ),
     Mutation(
@@ -2794,9 +2794,9 @@ CONFIGURATION_AND_DATA: list[Mutation] = [
     ),
     Mutation(
         "a tool that changes the folder moves the output",
-        SCRIPT,
-        "= absolute(self.output_dir), absolute(",
-        "= self.output_dir, absolute(",
+        "mt_grpo/recipe/keys.py",
+        '"path": {True: ("output_dir",)}',
+        '"path": {True: ()}',
         "tests/scripts/test_scripts.py::test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder",
     ),
     Mutation(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.adapters.agents.keys import AgentKeys
+from mt_grpo.adapters.gym.keys import GymKeys
+from mt_grpo.adapters.mcp.keys import McpKeys
+from mt_grpo.adapters.ms_swift.keys import SwiftKeys
 from mt_grpo.adapters.recipe_checks import OF_TOOLS
+from mt_grpo.adapters.verl.keys import VerlKeys
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.plugins import load_environment
 
@@ -21,105 +26,8 @@ OF_VERL_TOOLS = ("max_tool_response_length", "tool_response_truncate_side")
 
 
 @dataclass
-class AdapterKeys:
+class AdapterKeys(AgentKeys, SwiftKeys, GymKeys, VerlKeys, McpKeys):
     """Which program of another house takes part in the conversation. Those of ms-swift have its names."""
-
-    agent: str | None = field(
-        default=None, metadata={"help": "path.py:function of (row, client), with environment: openai_agent"}
-    )
-    agent_command: str | None = field(
-        default=None,
-        metadata={"help": "A program in place of agent: a row on standard input, OpenAI's API by address"},
-    )
-    agent_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds of the agent's own for one row, without its waits for the policy"}
-    )
-    max_model_calls: int = field(
-        default=32, metadata={"help": "Completions that an agent or a scheduler may ask for, per rollout"}
-    )
-    multi_turn_scheduler: str | None = field(
-        default=None, metadata={"help": "ms-swift's: the name in multi_turns of what runs the conversation"}
-    )
-    external_plugins: list[str] | None = field(
-        default=None, metadata={"help": "ms-swift's: Python files that register schedulers, rewards, environments"}
-    )
-    reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "ms-swift's: names in orms, with multi_turn_scheduler"}
-    )
-    max_turns: int | None = field(default=None, metadata={"help": "ms-swift's: responses per conversation"})
-    loss_scale: str = field(
-        default="default", metadata={"help": "ms-swift's: [base+]type[+type...], base of default, last_round, all"}
-    )
-    completion_length_limit_scope: str = field(
-        default="per_round", metadata={"help": "ms-swift's: what max_completion_length bounds, per_round or total"}
-    )
-    stop_words: list[str] | None = field(
-        default=None, metadata={"help": "ms-swift's: texts that end a response, which keeps them"}
-    )
-    gym_env: str | None = field(
-        default=None,
-        metadata={"help": "environment: gym: an id of gymnasium, or path.py:Class. Else ms-swift's: a name in envs"},
-    )
-    gym_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the game of environment: gym, a mapping"}
-    )
-    gym_actions: list[str] | None = field(
-        default=None, metadata={"help": "Names of the game's actions, in the order of their numbers"}
-    )
-    gym_text: str | None = field(
-        default=None, metadata={"help": "path.py:Class, a GymText: how the game reads, and what is an action"}
-    )
-    gym_unfinished_reward: float = field(
-        default=0.0, metadata={"help": "Added to the return of an episode that the conversation ended, not the game"}
-    )
-    context_manager: str | None = field(
-        default=None,
-        metadata={"help": "ms-swift's: the name in context_managers of what edits gym_scheduler's history"},
-    )
-    use_gym_env: bool = field(
-        default=False, metadata={"help": "ms-swift's: the environment's total_reward is a reward"}
-    )
-    vllm_server_pass_dataset: bool = field(
-        default=True, metadata={"help": "ms-swift's: requests have the row's columns as data_dict"}
-    )
-    tools_config_file: str | None = field(
-        default=None, metadata={"help": "verl's YAML of tools: a list of class_name, config, tool_schema"}
-    )
-    tool_config_path: str | None = field(default=None, metadata={"help": "Another name of tools_config_file"})
-    tool_lifecycle: str = field(
-        default="trajectory",
-        metadata={"help": "When verl's tools are created and released: once per trajectory, or per call"},
-    )
-    function_tool_path: str | None = field(
-        default=None, metadata={"help": "verl's Python file of functions under @function_tool"}
-    )
-    interaction_config_file: str | None = field(
-        default=None, metadata={"help": "verl's YAML of interactions: a list of name, class_name, config"}
-    )
-    interaction_config_path: str | None = field(
-        default=None, metadata={"help": "Another name of interaction_config_file"}
-    )
-    use_inference_chat_template: bool = field(
-        default=False,
-        metadata={"help": "verl's: the template renders the whole history before each turn, a record each"},
-    )
-    mcp_config_file: str | None = field(
-        default=None,
-        metadata={"help": "JSON with mcpServers, whose tools the model has"},
-    )
-    mcp_tools: list[str] | None = field(
-        default=None, metadata={"help": "Names of the servers' tools, or server:tool. None: all"}
-    )
-    mcp_start_timeout: float = field(default=60.0, metadata={"help": "Seconds until an MCP server answers"})
-    mcp_max_concurrent_calls: int = field(
-        default=16, metadata={"help": "Calls of one MCP server at the same time, per rank"}
-    )
-    max_tool_response_length: int | None = field(
-        default=None, metadata={"help": "Characters of one result of verl's tools. None: tokens alone bound it"}
-    )
-    tool_response_truncate_side: str = field(
-        default="middle", metadata={"help": "Where a result that is too long loses characters: left, middle or right"}
-    )
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:

@@ -16,6 +16,7 @@ rollout: protocols
 base.event_loop: event_loop
 base.json_types: json_types
 base.ranks: ranks
+base.fields: settings
 base.files: output locks settings checkpoints
 base.errors: server_errors
 base.id_hashes: id_hashes

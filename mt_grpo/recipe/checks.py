@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.fields import in_range
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
@@ -25,7 +26,7 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts
-from mt_grpo.recipe.keys import RANGES, default_of, in_range
+from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
@@ -52,7 +53,7 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
-    if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
+    if not all(in_range(weight, "(-inf, inf)") for weight in weights or []):
         raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
     return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
