@@ -4815,7 +4815,7 @@ GYM = [
     ),
     Mutation(
         "verl: left and right change places",
-        "mt_grpo/adapters/verl/base.py",
+        "mt_grpo/adapters/house.py",
         '    if side == "left":',
         '    if side == "right":',
         "tests/adapters/test_verl.py::test_function_tools",
@@ -5018,9 +5018,9 @@ GYM = [
     ),
     Mutation(
         "tokens: the history is appended where it is to be rendered anew",
-        "mt_grpo/adapters/choose.py",
-        "    if not script_args.use_inference_chat_template:",
-        "    if True:",
+        "mt_grpo/adapters/verl/keys.py",
+        "        if not script_args.use_inference_chat_template:",
+        "        if True:",
         "tests/training/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
     ),
     Mutation(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from mt_grpo.adapters.house import House, imports, refuse
 from mt_grpo.base.fields import key
 
 SCHEDULER = "the key multi_turn_scheduler"
@@ -37,3 +39,28 @@ class SwiftKeys:
     vllm_server_pass_dataset: bool = key(
         True, "ms-swift's: requests have the row's columns as data_dict", needs=SCHEDULER
     )
+
+
+class SwiftHouse(House):
+    """A scheduler runs the conversation, also the one that plays an environment of `envs`."""
+
+    keys = SwiftKeys
+    line = "multi_turn_scheduler"
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe names a scheduler, or what one plays. `gym_env` is a game's, too."""
+        named = script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env
+        return bool(named) and script_args.environment != "gym"
+
+    def check(self, script_args: Any, runner: House | None) -> None:
+        """Raise `ValueError` where another house runs the conversation, too."""
+        if runner is not self and self.runs(script_args):
+            raise ValueError(f"{self.line} and {runner.line} both run the conversation. Remove one.")
+        if runner is not self:
+            refuse(script_args, SwiftKeys, "ms-swift's gym_scheduler" if script_args.environment == "gym" else "")
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The conversation that the scheduler runs."""
+        with imports(self.line, why=": a file of scripts/one_file.py has no adapters"):
+            from mt_grpo.adapters.ms_swift.recipe import load_scheduler_conversation
+        return load_scheduler_conversation(script_args, args, base)
