@@ -11,19 +11,16 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.base.rows import data_of, number_of
 from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Record, Rollout
-from mt_grpo.training.reward_errors import RewardError
-from mt_grpo.training.rewards import reward_tensors, run_rewards
-from mt_grpo.training.tensors import put_back
 
-FURTHER = "further_records"  # key of TRL's batch: per rollout a list of rows, which its shuffle and split keep with it
+# The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
+FURTHER_RECORDS = "further_records"
 Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 
 class Pass(dict):
-    """A batch for TRL's loss: some rows of a micro-batch.
+    """What one forward pass reads: some rows of a micro-batch, as a batch for TRL's loss.
 
     Attributes:
         loss_type: TRL's, for this call.
@@ -118,46 +115,6 @@ def loss_lists(records: list[Record], pad_id: int) -> tuple[list, list, list, li
     )
 
 
-def split_further(output: dict[str, Any], records: list[Record], owners: list[int], count: int) -> dict[str, Any]:
-    """TRL's batch of M rows as one of `count` rollouts: the rows behind them become lists, one per rollout."""
-    if len(records) == count:
-        return output
-    batch = {key: value[:count] if value.ndim else value for key, value in output.items()}
-    batch[FURTHER] = [[] for _ in range(count)]
-    for i in range(count, len(records)):
-        if records[i].turns:
-            batch[FURTHER][owners[i]].append(row_of(output, i))
-    return batch
-
-
-def score_rollouts(
-    trainer: Any, columns: dict[str, Any], rollouts: list[Rollout], num_turns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no reward function sees those."""
-    places = [i for i, rollout in enumerate(rollouts) if not rollout.failed]
-    count, log_extra = len(rollouts), columns["log_extra"]
-    if len(places) < count:
-        columns = {key: [v[i] for i in places] if isinstance(v, list) else v for key, v in columns.items()}
-
-        def log_in_place(column: str, values: list) -> None:
-            placed = dict(zip(places, values, strict=True))
-            log_extra(column, [placed.get(i) for i in range(count)])
-
-        columns["log_extra"] = log_in_place
-    training = trainer.model.training
-    funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
-    if places:
-        try:
-            values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
-        except RewardError as error:
-            number = None if error.place is None else number_of(trainer._rows[places[error.place]], data_of(trainer))
-            found = "" if number is None else f" (row {number} of the {'training' if training else 'test'} data)"
-            raise RuntimeError(f"{error}{found}") from error.__cause__
-    scored = [rollouts[i] for i in places]
-    tensors = reward_tensors(values, trainer.reward_func_names, scored, num_turns, trainer.num_turn_funcs)
-    return tuple(put_back(tensor, places, count) for tensor in tensors)
-
-
 # -- from a micro-batch to passes --
 
 
@@ -193,7 +150,7 @@ def weigh_tokens(batch: dict[str, Any], loss_type: str, max_completion_length: i
     rows can be one rollout. With this divisor the call is that of `dapo`, which divides by a given number.
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
     """
-    rollouts = [[row_of(batch, i), *further] for i, further in enumerate(batch[FURTHER])]
+    rollouts = [[row_of(batch, i), *further] for i, further in enumerate(batch[FURTHER_RECORDS])]
     divisor = {
         "grpo": len(rollouts) * max_completion_length,  # times each token's weight: the mean of the rollouts' means
         "dr_grpo": len(rollouts) * max_completion_length,

@@ -9,20 +9,23 @@ import functools
 import hashlib
 import inspect
 import logging
+import threading
 import time
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.ranks import RunError, RunStopped
-from mt_grpo.base.rows import WrittenRow
+from mt_grpo.base.rows import WrittenRow, column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn
+from mt_grpo.training.batch import Batch
 from mt_grpo.training.reward_calls import call_in_main_thread, in_main_thread
 from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown, where_raised
 from mt_grpo.training.tensors import NAN, nansum, pad_rows
@@ -31,9 +34,9 @@ logger = logging.getLogger(__name__)
 BLOCKED_SECONDS = 30.0  # behind reward_timeout; then an async function blocks the loop on which its limit is kept
 
 
-def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable]) -> None:
-    """Raise `ValueError` unless there is a reward function, and each has a name and takes `**kwargs`."""
-    if not turn_funcs + outcome_funcs:
+def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], optional: bool = False) -> None:
+    """Raise `ValueError` unless each has a name and takes `**kwargs`, and, if not `optional`, there is one."""
+    if not turn_funcs + outcome_funcs and not optional:
         raise ValueError(
             "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one: set "
             "reward_fn to a file that defines them, or use an environment with get_reward."
@@ -138,15 +141,122 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
     return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
 
 
-def all_rewards(turn_funcs: list | None, outcome_funcs: list | None, env: Any) -> list[list[Callable]]:
-    """[turn, outcome, an environment's turn, an environment's outcome reward functions], each of a name of its own.
+@dataclass(frozen=True)
+class RewardFunctions:
+    """The F reward functions of a run: F_turn turn functions, then the outcome functions.
 
-    Those of an environment keep their names. Raises `ValueError` as `check_rewards` does.
+    Of each kind those that were given come first, and then what the environment and the tools give.
+
+    Attributes:
+        functions: (F,), each of a name of its own.
+        weights: (F,), one finite number per function.
+        num_turn_funcs: F_turn.
     """
-    given, own = [list(turn_funcs or []), list(outcome_funcs or [])], environment_rewards(env.environments, env.tools)
-    check_rewards(given[0] + own[0], given[1] + own[1])
-    own_turn, own_outcome, turn, outcome = named_apart(*own, *given)
-    return [turn, outcome, own_turn, own_outcome]
+
+    functions: list[Callable]
+    weights: list[float]
+    num_turn_funcs: int
+
+    @classmethod
+    def of(
+        cls,
+        turn_funcs: list[Callable] | None,
+        outcome_funcs: list[Callable] | None,
+        env: Any,
+        turn_weights: list[float] | None = None,
+        outcome_weights: list[float] | None = None,
+        environment_weight: float = 1.0,
+        optional: bool = False,
+    ) -> RewardFunctions:
+        """Those that are given, and those of an environment and its tools, which keep their names.
+
+        Args:
+            turn_funcs, outcome_funcs: As `MTGRPOEnvTrainer` takes them.
+            env: The conversations.
+            turn_weights, outcome_weights: One per given function; None: 1 each.
+            environment_weight: Of what the environment and the tools give.
+            optional: There may be no function.
+
+        Raises `ValueError` for functions as `check_rewards` does, and for weights as `weights_of` does.
+        """
+        turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
+        own_turn, own_outcome = environment_rewards(env.environments, env.tools)
+        check_rewards(turn + own_turn, outcome + own_outcome, optional)
+        own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)
+        weights = weights_of(turn, turn_weights, "turn") + [environment_weight] * len(own_turn)
+        weights += weights_of(outcome, outcome_weights, "outcome") + [environment_weight] * len(own_outcome)
+        return cls([*turn, *own_turn, *outcome, *own_outcome], weights, len(turn + own_turn))
+
+    @property
+    def names(self) -> list[str]:
+        return [func.__name__ for func in self.functions]
+
+    @property
+    def turn_names(self) -> list[str]:
+        return self.names[: self.num_turn_funcs]
+
+    @property
+    def outcome_names(self) -> list[str]:
+        return self.names[self.num_turn_funcs :]
+
+    @property
+    def main_outcome(self) -> str | None:
+        """The name of the outcome reward that counts most."""
+        weights = self.weights[self.num_turn_funcs :]
+        return max(zip(weights, self.outcome_names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
+
+    def score(self, batch: Batch, columns: dict[str, Any], timeout: float, device: torch.device) -> list[list]:
+        """What each function gives for each of the B rollouts: a number, a list of one per turn, or None.
+
+        No function sees a rollout whose environment failed. It has None.
+
+        Args:
+            batch: With its rollouts.
+            columns: What a function gets beside the columns of the data and of the rollouts: `trainer_state`,
+                `log_extra`, `log_metric`.
+            timeout: Seconds that one function may take.
+            device: Of the trainer.
+
+        Raises:
+            RuntimeError: A function raised, or took too long. The message names the row of the data.
+            ValueError: A function gave something else.
+        """
+        count, log_extra = len(batch.rollouts), columns["log_extra"]
+        places = [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed]
+        rows, rollouts = [batch.rows[i] for i in places], [batch.rollouts[i] for i in places]
+
+        def log_in_place(column: str, values: list) -> None:
+            placed = dict(zip(places, values, strict=True))
+            log_extra(column, [placed.get(i) for i in range(count)])
+
+        of_data = column_lists(batch.rows, batch.data)
+        columns = {
+            **{name: [column[i] for i in places] for name, column in of_data.items()},
+            **rollout_columns(rollouts, prompts_of(rows)),
+            **columns,
+            "log_extra": log_extra if len(places) == count else log_in_place,
+        }
+        try:
+            values = run_rewards(self.functions, columns, timeout, device) if places else [[] for _ in self.functions]
+        except RewardError as error:
+            number = None if error.place is None else number_of(rows[error.place], batch.data)
+            split = "training" if batch.mode == "train" else "test"
+            found = "" if number is None else f" (row {number} of the {split} data)"
+            raise RuntimeError(f"{error}{found}") from error.__cause__
+        for f, (column, name) in enumerate(zip(values, self.names)):
+            check_reward_values(column, name, rollouts, per_turn=f < self.num_turn_funcs)
+        placed = [dict(zip(places, column)) for column in values]
+        return [[of_place.get(i) for i in range(count)] for of_place in placed]
+
+
+def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
+    """One finite weight per function, 1.0 by default. Raises `ValueError` for other weights."""
+    if weights is not None and len(weights) != len(funcs):
+        names = ", ".join(f.__name__ for f in funcs)
+        raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
+    if not all(abs(float(weight)) <= torch.finfo(torch.float32).max for weight in weights or []):  # NaN is refused too
+        raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
+    return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
 
 def summed(rewards: typing.Iterable[float | None]) -> float | None:
@@ -218,7 +328,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
                 raise
             except Exception as error:
                 raise failure(funcs[i], error) from (None if isinstance(error, ToolTimeout) else error)
-        running.result(max(0.0, began + timeout + BLOCKED_SECONDS - time.monotonic()))
+        left = began + timeout + BLOCKED_SECONDS - time.monotonic()
+        running.result(min(max(0.0, left), threading.TIMEOUT_MAX))  # a lock takes no longer limit
     except RewardError as error:
         raise with_row(error, columns, device) from error.__cause__
     except concurrent.futures.TimeoutError:
@@ -339,25 +450,20 @@ def state_numbers(rollout: Rollout) -> list[int]:
     return [numbers[k] for k in sorted(numbers)]
 
 
-def reward_tensors(
-    values: list, names: list[str], rollouts: list[Rollout], num_turns: int, num_turn_funcs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the functions returned, as tensors with NaN for None. Raises `ValueError` as `check_reward_values` does.
+def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `RewardFunctions.score` returns, as tensors with NaN for None.
 
     Args:
-        values: The return value of each of the F functions, turn functions first.
-        names: The names of the functions.
-        rollouts: The B rollouts of this rank.
+        values: Of each of the F functions, turn functions first, for each of B rollouts.
         num_turns: K, the same on all ranks.
         num_turn_funcs: F_turn, the number of turn functions.
 
     Returns:
         (B, F), the values that are one number per rollout, and (B, K, F_turn), the values that are one per turn.
     """
-    whole = torch.full((len(rollouts), len(values)), NAN)
-    per_turn = torch.full((len(rollouts), num_turns, num_turn_funcs), NAN)
-    for f, (column, name) in enumerate(zip(values, names, strict=True)):
-        check_reward_values(column, name, rollouts, per_turn=f < num_turn_funcs)
+    whole = torch.full((len(values[0]), len(values)), NAN)
+    per_turn = torch.full((len(values[0]), num_turns, num_turn_funcs), NAN)
+    for f, column in enumerate(values):
         rows = [value if isinstance(value, (list, tuple)) else [] for value in column]
         if any(rows):
             numbers = [[NAN if v is None else float(v) for v in row] for row in rows]

@@ -482,7 +482,7 @@ def test_the_class_of_trls_quick_start(hermes_model, clients, tmp_path):
     assert rows[2]["messages"][-2] == {
         "role": "tool", "name": "echo", "tool_call_id": "call00000", "content": "xxx"
     }  # fmt: skip
-    assert '"description": "What to send."' in trainer.processing_class.decode(trainer._rollouts[0].prompt_ids)
+    assert '"description": "What to send."' in trainer.processing_class.decode(trainer.batch.rollouts[0].prompt_ids)
 
 
 class Guesses(Says):

@@ -1621,7 +1621,7 @@ def note(self, inputs, *args):
     global STEPS
     STEPS = self.state.global_step + 1
     rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
-            for row, rollout in zip(inputs, self._rollouts)]
+            for row, rollout in zip(inputs, self.batch.rollouts)]
     with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
         file.write(json.dumps(rows) + "\\n")
     return original(self, inputs, *args)

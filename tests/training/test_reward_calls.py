@@ -224,6 +224,12 @@ def test_a_reward_that_hangs_ends_in_its_time_by_its_name(reward):
 def test_a_limit_may_be_longer_than_what_a_lock_can_wait():
     assert scored(lambda **kwargs: [1.0, 2.0], timeout=1e30) == [[1.0, 2.0]]
 
+    async def slow(**kwargs):  # the limit is waited on
+        await asyncio.sleep(0.05)
+        return [1.0, 2.0]
+
+    assert scored(slow, timeout=1e30) == [[1.0, 2.0]]
+
 
 def catches_everything(prompts, **kwargs):
     """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
