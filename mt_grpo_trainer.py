@@ -122,9 +122,8 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run.ahead import AheadTrainer
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
-from mt_grpo.run.trainer import train_or_save
+from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes
 from mt_grpo.training.reward_use import RewardUse, numbers_that_count
@@ -138,7 +137,7 @@ from mt_grpo.training.rewards import (
     turn_flags,
     weighted_rewards,
 )
-from mt_grpo.training.tensors import NAN, nanstd, pad_rows, ratio_to_sampled
+from mt_grpo.training.tensors import NAN, nanstd, pad_rows, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
@@ -886,7 +885,7 @@ def clipped_loss(
 # =====================================================================================================================
 
 
-class MTGRPOEnvTrainer(AheadTrainer):
+class MTGRPOEnvTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
     Args:
@@ -1040,8 +1039,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        if self.args.max_staleness and self.model.training:
-            inputs = self._rows_of_step(inputs)
+        inputs = self.in_flight.rows_of_step(inputs)
         first = self.accelerator.process_index * len(inputs)
         self.batch = batch = Batch(inputs, self._group_size, first, self._mode, data_of(self))
         try:
@@ -1050,7 +1048,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
             self.env.close(batch.rollouts)
         advantages = self._advantages(batch.rewards, self.scale_rewards)  # (N, K)
         check_advantages(batch.rewards, advantages, self.state.global_step, self.turn_advantage_coef)
-        turn_ids = batch.turn_ids(output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
+        turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         self._log_step(output, advantages)
@@ -1112,11 +1110,10 @@ class MTGRPOEnvTrainer(AheadTrainer):
         A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
         there is none, all ranks push again.
         """
-        rollouts, metrics = self._complete_rollouts(rows)
+        rollouts, metrics = self.in_flight.complete(rows)
         self._log_metrics(metrics)
         staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
-        if self.model.training and self._next_rows:
-            self._prefetch()
+        self.in_flight.start_next()
         return rollouts
 
     def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:

@@ -184,7 +184,7 @@ def what_it_does(trainer: Any) -> str:
     """What the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
         return "sync of the weights"
-    batch = trainer._batch
+    batch = trainer.in_flight.current
     if batch is not None and not batch.over:
         going = [rollout for rollout in batch.rollouts if rollout.stop_reason is None]
         calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)

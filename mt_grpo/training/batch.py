@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from mt_grpo.rollout import Record, Rollout, StopReason
-from mt_grpo.training.records import FURTHER_RECORDS, loss_lists, loss_rows, row_of
-from mt_grpo.training.tensors import pad_turn_ids
+from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks, row_of, trained_records
 
 
 @dataclass
@@ -53,26 +52,41 @@ class Batch:
         return x[self.first : self.first + len(self.rows)]
 
     def choose_records(self, args: Any, step: int) -> None:
-        """Set `records`, `owners` and `failed`. Collective. Raises `RunError` on all ranks, as `loss_rows` says."""
-        self.records, self.owners, self.failed = loss_rows(self.rollouts, args, step)
+        """Set `records`, `owners` and `failed`. Collective. The records are B first ones, further ones, empty ones.
 
-    def loss_lists(self, pad_id: int, without_truncated: bool) -> tuple[list, list, list, list | None]:
+        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
+
+        Raises `RunError` on all ranks, as `compare_ranks` says.
+        """
+        num_further, self.failed = compare_ranks(self.rollouts, args, step)
+        records = [trained_records(rollout) for rollout in self.rollouts]
+        further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
+        further += [(Record([], []), 0)] * (num_further - len(further))
+        rows = [(own[0], i) for i, own in enumerate(records)] + further
+        self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
+
+    def loss_lists(self, pad_id: int, without_truncated: bool = False) -> tuple[list, list, list, list | None]:
         """(prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
 
         Args:
-            pad_id: The one token of a record that has none.
+            pad_id: The one token of a record that has none. It has no loss.
             without_truncated: TRL's `mask_truncated_completions`: rollouts that were cut off have masks of zeros.
+
+        >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)
+        ([[9]], [[9]], [[0]], [[0.0]])
         """
-        prompt_ids, completion_ids, loss_masks, logprobs = loss_lists(self.records, pad_id)
+        logprobs = [record.logprobs for record in self.records]
+        loss_masks = [record.loss_mask or [0] for record in self.records]
         if without_truncated:
             reasons = [self.rollouts[owner].stop_reason for owner in self.owners]
             truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
             loss_masks = [[0] * len(m) if reason in truncated else m for reason, m in zip(reasons, loss_masks)]
-        return prompt_ids, completion_ids, loss_masks, logprobs
-
-    def turn_ids(self, width: int) -> torch.Tensor:
-        """The turn that sampled each token, (M, width), -1 where none did."""
-        return pad_turn_ids(self.records, width)
+        return (
+            [record.prompt_ids or [pad_id] for record in self.records],
+            [record.completion_ids or [pad_id] for record in self.records],
+            loss_masks,
+            None if None in logprobs else [row or [0.0] for row in logprobs],
+        )
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
         """TRL's batch of M rows as one of B rollouts, which its shuffle and split take apart.

@@ -81,40 +81,6 @@ def check_settings(args: Any) -> None:
         )
 
 
-def loss_rows(rollouts: list[Rollout], args: Any, step: int) -> tuple[list[Record], list[int], list[bool]]:
-    """The rows of TRL's batch: B first records, then further ones, filled up by empty ones. Collective.
-
-    INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
-
-    Returns:
-        The M records, the rollout of each, and for each of the N rollouts whether its environment failed.
-
-    Raises:
-        RunError: on all ranks, as `compare_ranks` says.
-    """
-    num_further, failed = compare_ranks(rollouts, args, step)
-    records = [trained_records(rollout) for rollout in rollouts]
-    further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
-    further += [(Record([], []), 0)] * (num_further - len(further))
-    rows = [(own[0], i) for i, own in enumerate(records)] + further
-    return [record for record, _ in rows], [owner for _, owner in rows], failed
-
-
-def loss_lists(records: list[Record], pad_id: int) -> tuple[list, list, list, list | None]:
-    """(prompt ids, completion ids, loss masks, logprobs) of rows. An empty record gets one token, without loss.
-
-    >>> loss_lists([Record([], [])], 9)
-    ([[9]], [[9]], [[0]], [[0.0]])
-    """
-    logprobs = [record.logprobs for record in records]
-    return (
-        [record.prompt_ids or [pad_id] for record in records],
-        [record.completion_ids or [pad_id] for record in records],
-        [record.loss_mask or [0] for record in records],
-        None if None in logprobs else [row or [0.0] for row in logprobs],
-    )
-
-
 # -- from a micro-batch to passes --
 
 

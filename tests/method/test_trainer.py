@@ -785,13 +785,13 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self._in_flight, self._stop_signal = deque([batch]), signal.SIGTERM
+            self.in_flight.groups, self._stop_signal = deque([batch]), signal.SIGTERM
             batch.prompts = [row["prompt"] for row in prompts]
             if taken:  # and started to wait for
-                self._batch = self._in_flight.popleft()
+                self.in_flight.current = self.in_flight.groups.popleft()
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)
     with pytest.raises(RunStopped):
         trainer.train()
-    assert cancelled == [True] and not trainer._in_flight and trainer._batch is None
+    assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None

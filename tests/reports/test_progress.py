@@ -90,8 +90,12 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     """And gives way to a line that stays."""
     going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[])])
     batch = SimpleNamespace(over=False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
-    trainer = SimpleNamespace(weight_sync=None, _batch=batch, state=SimpleNamespace(global_step=4),
-                              model=SimpleNamespace(training=True))  # fmt: skip
+    trainer = SimpleNamespace(
+        weight_sync=None,
+        in_flight=SimpleNamespace(current=batch),
+        state=SimpleNamespace(global_step=4),
+        model=SimpleNamespace(training=True),
+    )
     assert what_it_does(trainer) == "rolling out 1/2, 1 in tools"
     trainer.weight_sync = SimpleNamespace(pushed=None)
     assert what_it_does(trainer) == "sync of the weights"
