@@ -67,8 +67,9 @@ from mt_grpo.conversation.environments import (
     read_reply,
     tools_of,
 )
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
-from mt_grpo.conversation.formats.xml import CLOSING_TAGS, make_format
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.sampling import (
     CHAT_KEYS,
     Room,

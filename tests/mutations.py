@@ -2005,6 +2005,20 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
         "tests/conversation/test_formats.py::test_tags_inside_thinking_mean_nothing",
     ),
     Mutation(
+        "a turn goes on behind the text that closes it",
+        "mt_grpo/conversation/formats/base.py",
+        "if not self.stops or not closed(length):",
+        "if length:",
+        "tests/method/test_forks.py::test_the_format_of_the_page_trains",
+    ),
+    Mutation(
+        "a fork's tool format is no choice of a recipe",
+        "mt_grpo/recipe/refusals.py",
+        '"tool_format": TOOL_FORMATS',
+        '"tool_format": tuple(TOOL_FORMATS)',
+        "tests/method/test_forks.py::test_the_choices_of_a_fork_have_its_format",
+    ),
+    Mutation(
         "a format adds the end of turn to one that was sampled",
         "mt_grpo/conversation/formats/base.py",
         "        return ids[len(closing) :] if there else ids\n",
@@ -2209,8 +2223,8 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     ),
     Mutation(
         "an answer inside a family's thinking is one in the paper's tags",
-        "mt_grpo/conversation/formats/xml.py",
-        "(pair for pair in marks if pair[0].strip() in template)",
+        "mt_grpo/conversation/formats/base.py",
+        "(pair for pair in THINKING.values() if pair[0].strip() in template)",
         "iter(())",
         "tests/conversation/test_formats.py::test_thinking_of_a_family_in_the_papers_tags",
     ),

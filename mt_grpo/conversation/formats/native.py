@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from mt_grpo.conversation.formats.base import load_json, parse_call
+from mt_grpo.conversation.formats.base import THINKING, load_json, parse_call
 from mt_grpo.conversation.formats.hermes import HERMES, CallSyntax, CallText, HermesFormat
 from mt_grpo.conversation.tools.arguments import read_argument
 from mt_grpo.conversation.tools.signature import tool_schema
@@ -225,7 +225,7 @@ SYNTAXES = (
         opening=r"<\|tool_call>",
         closing=r"<tool_call\|>",
         read=read_gemma,
-        thinking=("<|channel>thought\n", "<channel|>"),
+        thinking=THINKING["Gemma 4"],
         headers=("<tool_response|>",),
     ),
     CallSyntax(
@@ -248,7 +248,7 @@ SYNTAXES = (
         read=read_arguments,
         tail=r'"\}',
         answer=r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
-        thinking=("<|channel|>analysis<|message|>", "<|end|>"),
+        thinking=THINKING["gpt-oss"],
     ),
     CallSyntax(
         "Llama 3.1",
