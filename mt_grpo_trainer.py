@@ -126,18 +126,11 @@ from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes
+from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
+from mt_grpo.training.reward_runs import own_copy
 from mt_grpo.training.reward_use import RewardUse, numbers_that_count
-from mt_grpo.training.rewards import (
-    RewardFunctions,
-    check_advantages,
-    logged_rewards,
-    own_copy,
-    reward_tensors,
-    state_numbers,
-    turn_flags,
-    weighted_rewards,
-)
-from mt_grpo.training.tensors import NAN, nanstd, pad_rows, pad_turn_ids, ratio_to_sampled
+from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
@@ -1086,29 +1079,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
-        batch, device, functions = self.batch, self.accelerator.device, self.reward_functions
+        batch = self.batch
         told = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
-        # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
-        num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=device)
-        num_turns = max(1, int(self.accelerator.gather(num_turns).max()))
-        local: list[torch.Tensor] = []
-
-        def score() -> None:
-            values = functions.score(batch, told, self.args.reward_timeout, device)
-            local.extend(reward_tensors(values, num_turns, functions.num_turn_funcs))
-            local.extend(turn_flags(batch.rollouts, num_turns))
-            states = [state_numbers(rollout) if self._reads_state else [] for rollout in batch.rollouts]
-            local.append(pad_rows(states, num_turns, -1, torch.long))
-
-        self._on_all_ranks(score, "Rewards")
-        whole, per_turn, observed, sampled, state = (
-            self.accelerator.gather(each.to(device).contiguous()).cpu() for each in local
+        whole, per_turn, observed, sampled, state = self.reward_functions.score_all_ranks(
+            batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state
         )
         batch.weights = self.reward_weights.cpu()
         outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
         outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
         batch.rewards = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
-        batch.logged = logged_rewards(whole, per_turn).to(device)
+        batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
         if self.model.training:
             counts = numbers_that_count(batch.rewards, lambda table: self._advantages(table, "none"))
             metrics, texts = self._reward_use.add(whole, per_turn, counts)

@@ -34,7 +34,7 @@ from mt_grpo.base.event_loop import start_in_background
 from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.records import trained_records
-from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN, pad_rows
 
 ROOT = Path(__file__).resolve().parents[2]

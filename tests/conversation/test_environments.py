@@ -33,7 +33,7 @@ from mt_grpo.recipe.checks import check_env
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import Scored, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
