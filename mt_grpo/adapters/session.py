@@ -153,14 +153,12 @@ class RolloutSession(PolicyTime):
         spent = sum(each.num_new + len(each.turn.token_ids) for each in self.samples)
         return self.env.max_completion_length - spent - num_new
 
-    def count_calls(self, prompt_ids: list[int], num_new: int, count: int = 1) -> StopReason | None:
-        """Count calls that read these ids. Where there is no room for them, why: then none is counted."""
+    def count_calls(self, prompt_ids: list[int], count: int = 1) -> StopReason | None:
+        """Count calls that read these ids. Where there are none left, or no context, why: then none is counted."""
         if len(prompt_ids) >= self.context:
             return StopReason.CONTEXT_LENGTH
         if self._num_calls + count > self.env.max_model_calls:
             return StopReason.MAX_TURNS
-        if self.left(num_new) <= 0:
-            return StopReason.MAX_TOKENS
         self._num_calls += count
         return None
 

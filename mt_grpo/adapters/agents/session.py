@@ -261,7 +261,7 @@ class AgentSession(RolloutSession):
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
-        self._count_calls(prompt_ids, len(fresh), request.n)
+        self._count_calls(prompt_ids, request.n)
         if parent is not None:
             parent.continued += 1
 
@@ -291,9 +291,9 @@ class AgentSession(RolloutSession):
                 turn.answer = self.format.answer(turn.text[start:])
         return turn
 
-    def _count_calls(self, prompt_ids: list[int], num_fresh: int, n: int) -> None:
-        """Count n calls. Raises `ApiError` where there is no room for them."""
-        lacking = self.count_calls(prompt_ids, num_fresh, n)
+    def _count_calls(self, prompt_ids: list[int], n: int) -> None:
+        """Count n calls. Raises `ApiError` where they are not left, or where the context is full."""
+        lacking = self.count_calls(prompt_ids, n)
         if lacking == StopReason.CONTEXT_LENGTH:  # the agent may send less
             if self.got_an_answer:
                 self._full_at = self._num_requests

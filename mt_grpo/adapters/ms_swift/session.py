@@ -22,7 +22,7 @@ from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, mes
 from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.rollout import Message, Rollout, Turn, join
+from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
 
 # What the model reads for a scheduler's request: the ids of the response that it goes on from, and what is new.
 
@@ -268,7 +268,9 @@ class SchedulerSession(RolloutSession):
         self._num_requests += 1
         going, prompt_ids, num_new = reading.going, reading.prompt_ids, reading.num_new
         parent = self._parents[key] = going and going.parent
-        lacking = self.stop_reason or self.count_calls(prompt_ids, num_new)
+        lacking = self.stop_reason or self.count_calls(prompt_ids)
+        if lacking is None and self.left(num_new) <= 0:
+            lacking = StopReason.MAX_TOKENS
         if lacking is not None:
             self.stop(lacking)
             return self._response(request, prompt_ids, None, key)
