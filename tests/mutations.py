@@ -2224,7 +2224,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "an answer inside a family's thinking is one in the paper's tags",
         "mt_grpo/conversation/formats/base.py",
-        "(pair for pair in THINKING.values() if pair[0].strip() in template)",
+        "(pair for pair in THINKING_TAGS.values() if pair[0].strip() in template)",
         "iter(())",
         "tests/conversation/test_formats.py::test_thinking_of_a_family_in_the_papers_tags",
     ),

@@ -119,7 +119,7 @@ class RolloutSession(PolicyTime):
     Attributes:
         samples: What was sampled, in the order of the requests.
         stop_reason: Why no further request is answered. None: the rollout goes on.
-        over: Set where the program is told, or asks on, behind the end.
+        over: Set where the program is not waited for any longer, or only for a while.
         failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
         closed: Whether the program is over, so that nothing more is sampled.
     """

@@ -147,12 +147,7 @@ class Completion(Sampled):
 
 
 class Chains:
-    """All completions of one rollout.
-
-    Args:
-        thinking: What opens and closes it.
-        completions: In the order of their requests, once they are answered.
-    """
+    """All completions of one rollout, in the order of their requests, once they are answered."""
 
     def __init__(self, thinking: tuple[str, str], completions: list[Completion]):
         self.thinking, self.completions = thinking, completions

@@ -213,7 +213,7 @@ class AgentSession(RolloutSession):
     # -- the end --
 
     def stop(self, reason: StopReason) -> None:
-        """Answer no further request, and tell the agent's server."""
+        """Answer no further request. The agent is waited for only a while longer."""
         super().stop(reason)
         self.over.set()
 
