@@ -2224,7 +2224,7 @@ CONVERSATION_AND_TOOLS: list[Mutation] = [
     Mutation(
         "an answer inside a family's thinking is one in the paper's tags",
         "mt_grpo/conversation/formats/base.py",
-        "(pair for pair in THINKING.values() if pair[0].strip() in template)",
+        "(pair for pair in THINKING_TAGS.values() if pair[0].strip() in template)",
         "iter(())",
         "tests/conversation/test_formats.py::test_thinking_of_a_family_in_the_papers_tags",
     ),
@@ -3144,7 +3144,7 @@ AGENTS = [
     Mutation(
         "agents: a second branch goes on in the record of the first",
         "mt_grpo/adapters/agents/chains.py",
-        "if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):",
+        "if parent is not None and each is min(parent.children, key=lambda child: child.number):",
         "if parent is not None:",
         "tests/adapters/test_agents.py::test_repetitions_and_branches",
     ),
@@ -3158,8 +3158,8 @@ AGENTS = [
     Mutation(
         "agents: turns of the frozen model are trained on",
         "mt_grpo/adapters/agents/chains.py",
-        "turn.context, turn.after, turn.trained = None, None, each.request.trained",
-        "turn.context, turn.after, turn.trained = None, None, True",
+        "turn.trained = each.request.trained and",
+        "turn.trained = True or",
         "tests/adapters/test_agents.py::test_a_frozen_branch_is_read_and_not_trained",
     ),
     Mutation(
@@ -3178,9 +3178,9 @@ AGENTS = [
     ),
     Mutation(
         "agents: requests at the same time overrun the budget",
-        "mt_grpo/adapters/agents/session.py",
-        "if len(turn.token_ids) > left:",
-        "if False:",
+        "mt_grpo/adapters/session.py",
+        "if len(turn.token_ids) <= left:",
+        "if True:",
         "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
     ),
     Mutation(
@@ -3228,8 +3228,8 @@ AGENTS = [
     Mutation(
         "agents: an answer that nobody received is trained",
         "mt_grpo/adapters/agents/chains.py",
-        "None, None, each.request.trained and each.received",
-        "None, None, each.request.trained",
+        "each.request.trained and each.received",
+        "each.request.trained",
         "tests/adapters/test_agents.py::test_an_answer_that_nobody_received_is_not_trained",
     ),
     Mutation(
@@ -3248,8 +3248,8 @@ AGENTS = [
     ),
     Mutation(
         "agents: of n answers the limit of calls counts one",
-        "mt_grpo/adapters/agents/session.py",
-        "if self._num_calls + n > self.env.max_model_calls:",
+        "mt_grpo/adapters/session.py",
+        "if self._num_calls + count > self.env.max_model_calls:",
         "if self._num_calls >= self.env.max_model_calls:",
         "tests/adapters/test_agents.py::test_n_answers_within_the_limit_of_calls",
     ),
@@ -3550,8 +3550,8 @@ AGENTS = [
     Mutation(
         "log: the tools that an agent offered are not there",
         "mt_grpo/adapters/agents/chains.py",
-        "turn.tools = each.request.tools or None",
-        "pass",
+        "each.fresh, turn.tools = None, each.request.tools or None",
+        "each.fresh = None",
         "tests/adapters/test_agents.py::test_the_log_holds_what_a_main_loop_its_sub_agent_and_its_summary_read",
     ),
     Mutation(
@@ -3633,7 +3633,7 @@ AGENTS = [
     ),
     Mutation(
         "agents: logprobs go on behind the budget",
-        "mt_grpo/adapters/agents/session.py",
+        "mt_grpo/adapters/session.py",
         "turn.logprobs and turn.logprobs[:left]",
         "turn.logprobs",
         "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
@@ -3896,9 +3896,9 @@ SWIFT = [
     ),
     Mutation(
         "swift: requests at the same time overrun the budget",
-        "mt_grpo/adapters/ms_swift/session.py",
-        "        if len(turn.token_ids) <= left:\n            return turn",
-        "        return turn",
+        "mt_grpo/adapters/session.py",
+        "if len(turn.token_ids) <= left:",
+        "if True:",
         "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
     ),
 ]

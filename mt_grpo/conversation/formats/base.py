@@ -15,7 +15,7 @@ from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neut
 from mt_grpo.conversation.tools.results import cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 
-THINKING = {  # what opens and closes it, by family of models
+THINKING_TAGS = {  # what opens and closes it, by family of models
     "most": ("<think>", "</think>"),
     "Gemma 4": ("<|channel>thought\n", "<channel|>"),
     "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
@@ -99,7 +99,7 @@ class ChatFormat:
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...] = ()  # behind its thinking, a turn ends where the first of these texts does
-    thinking: tuple[str, str] = THINKING["most"]
+    thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
 
     def __init__(
@@ -129,7 +129,7 @@ class ChatFormat:
     def setup(self) -> None:
         """Before the template is looked at: thinking stands between the tags of the model's family."""
         template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
-        self.thinking = next((pair for pair in THINKING.values() if pair[0].strip() in template), self.thinking)
+        self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
 
     def closings(self) -> list[str]:
         """What the template writes behind an assistant's messages, one text per kind of message."""
