@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from datasets import Dataset
-from test_conversation import (
+from scripted import (
     CHATML_TOKENIZER,
     END,
     QWEN3_TOKENIZER,

@@ -25,8 +25,8 @@ import yaml
 from bench import template_table
 from bench.common import with_section
 from datasets import Dataset
+from scripted import call
 from test_agents import run as run_agent
-from test_conversation import call
 from test_formats import TOKENIZER
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 from processes import ends
-from test_conversation import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
+from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
