@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mt_grpo.base.fields import keys_that
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
+from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.recipe.keys import default_of
 
 OWN = "a conversation of this trainer's own"
@@ -94,17 +96,18 @@ def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> 
         script_args: With the keys of data, tools and rewards.
         args: The other settings.
     """
-    check_calls_fit(where, args)
+    check_tool_format(args.tool_format, where)
     for name in ("tools_script", "system_prompt"):
         if getattr(script_args, name) is not None:
             raise ValueError(f"{name} has no effect with {where}: the {program} brings its own. Remove it.")
     check_unset(("max_env_steps", *keys_that(args, "of_tools")), f"{where}: the {program} runs its tools", args)
 
 
-def check_calls_fit(where: str, args: Any) -> None:
-    """Raise `ValueError` for the format that a default system prompt teaches, where none is shown."""
-    if args.tool_format == "xml":
-        raise ValueError(f"tool_format='xml' does not fit {where}. Expected hermes or native.")
+def check_tool_format(name: str, where: str) -> None:
+    """Raise `ValueError` for a tool format that does not leave calls and results to the chat template."""
+    fitting = [name for name, kind in TOOL_FORMATS.items() if issubclass(kind, HermesFormat)]
+    if name not in fitting:
+        raise ValueError(f"tool_format={name!r} does not fit {where}. Expected {' or '.join(fitting)}.")
 
 
 def check_unset(names: tuple[str, ...], where: str, args: Any) -> None:
