@@ -13,7 +13,7 @@ MUTATIONS = [
     Mutation(
         "records: a rollout whose environment failed is in its group's mean",
         SCRIPT,
-        "outcome = outcome.masked_fill(torch.tensor(self._failed), NAN)",
+        "outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)",
         "pass",
         "tests/training/test_records.py::test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes",
     ),
@@ -23,20 +23,6 @@ MUTATIONS = [
         '"credit_assignment": tuple(CREDIT_ASSIGNMENTS)}',
         '"credit_assignment": ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")}',
         "tests/method/test_fork.py::test_the_estimator_of_the_page_trains",
-    ),
-    Mutation(
-        "columns reach rewards in reversed order",
-        SCRIPT,
-        "columns = column_lists(self._rows, ",
-        "columns = column_lists(self._rows[::-1], ",
-        f"{BATCH}[mt_grpo]",
-    ),
-    Mutation(
-        "columns reach rewards in reversed order, in evaluation",
-        SCRIPT,
-        "columns = column_lists(self._rows, ",
-        "columns = column_lists(self._rows[:: 1 if self.model.training else -1], ",
-        "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
     ),
     Mutation(
         "restarted rollouts take each other's places",
@@ -67,13 +53,6 @@ MUTATIONS = [
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
-        "the number of turns is this rank's alone",
-        SCRIPT,
-        "num_turns = max(1, int(self.accelerator.gather(num_turns).max()))",
-        "num_turns = int(num_turns.max())",
-        RANKS,
-    ),
-    Mutation(
         "advantages are those of the first rank",
         SCRIPT,
         "first = self.accelerator.process_index * len(inputs)",
@@ -90,29 +69,29 @@ MUTATIONS = [
     Mutation(
         "scale_rewards is ignored",
         SCRIPT,
-        "self.turn_advantage_coef, self.scale_rewards,\n            args",
-        'self.turn_advantage_coef, "group",\n            args',
+        "self._advantages(batch.rewards, self.scale_rewards)",
+        'self._advantages(batch.rewards, "group")',
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "scale_rewards is always none",
         SCRIPT,
-        "self.turn_advantage_coef, self.scale_rewards,\n            args",
-        'self.turn_advantage_coef, "none",\n            args',
+        "self._advantages(batch.rewards, self.scale_rewards)",
+        'self._advantages(batch.rewards, "none")',
         f"{BATCH}[outcome]",
     ),
     Mutation(
         "turn_advantage_coef is ignored",
         SCRIPT,
-        "group_size, self.turn_advantage_coef, self.scale_rewards,",
-        "group_size, 1.0, self.scale_rewards,",
+        "args, coef = self.args, self.turn_advantage_coef",
+        "args, coef = self.args, 1.0",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "turn_discount is ignored",
         SCRIPT,
-        "            args.turn_discount,\n        )  # fmt: skip\n        check",
-        "            1.0,\n        )  # fmt: skip\n        check",
+        "coef, scale_rewards, args.turn_discount",
+        "coef, scale_rewards, 1.0",
         f"{BATCH}[turn_return]",
     ),
     Mutation(
@@ -195,23 +174,9 @@ MUTATIONS = [
     Mutation(
         "which numbers move nothing is asked of another estimator",
         SCRIPT,
-        'turn_advantages(table, credit_assignment, group_size, coef, "none", discount)',
-        'turn_advantages(table, "merged", group_size, coef, "none", discount)',
+        'lambda table: self._advantages(table, "none")',
+        'lambda table: turn_advantages(table, "merged", self._group_size, 1.0, "none")',
         "tests/method/test_credit.py::test_numbers_that_count_by_hand",
-    ),
-    Mutation(
-        "environment_reward_weight has no effect on turn rewards",
-        SCRIPT,
-        "weights += [args.environment_reward_weight] * len(own_turn_funcs)",
-        "weights += [1.0] * len(own_turn_funcs)",
-        "tests/conversation/test_environments.py::test_what_an_environment_and_its_tools_give_is_weighted_and_added",
-    ),
-    Mutation(
-        "environment_reward_weight has no effect on outcomes",
-        SCRIPT,
-        "weights += [args.environment_reward_weight] * len(own_outcome_funcs)",
-        "weights += [1.0] * len(own_outcome_funcs)",
-        "tests/conversation/test_environments.py::test_what_an_environment_and_its_tools_give_is_weighted_and_added",
     ),
     Mutation(
         "a reward per rollout goes to the turn after the result too",
@@ -559,8 +524,8 @@ MUTATIONS = [
     Mutation(
         "rows: environments get a prompt that no row has",
         SCRIPT,
-        "self._rows = inputs\n",
-        "self._rows = rows_for_trl(inputs)\n",
+        "self.batch = batch = Batch(inputs, ",
+        "self.batch = batch = Batch(rows_for_trl(inputs), ",
         "tests/base/test_rows.py::test_any_row_arrives_as_it_was_written",
     ),
     Mutation(
@@ -590,5 +555,12 @@ MUTATIONS = [
         "row=own_copy(rows[index]) if rows",
         "row=dict(rows[index]) if rows",
         "tests/base/test_rows.py::test_an_environment_changes_no_row_but_its_own",
+    ),
+    Mutation(
+        "rollout log: tokens are always there",
+        "mt_grpo_trainer.py",
+        "tokenizer if args.log_rollout_tokens else None",
+        "tokenizer",
+        "tests/reports/test_rollout_log.py::test_segments_load_together",
     ),
 ]

@@ -9,8 +9,8 @@ MUTATIONS = [
     Mutation(
         "the log has the first rank's rewards",
         "mt_grpo/reports/rollout_log.py",
-        "scored.rows(rank * len(rollouts), count)",
-        "scored.rows(0, count)",
+        "(batch.own(table)[:count] for table in",
+        "(table[:count] for table in",
         RANKS,
     ),
     Mutation(
@@ -266,13 +266,6 @@ MUTATIONS = [
         "tests/reports/test_rollout_log.py::test_segments_load_together",
     ),
     Mutation(
-        "rollout log: tokens are always there",
-        "mt_grpo/reports/rollout_log.py",
-        "tokenizer = trainer.processing_class if args.log_rollout_tokens else None",
-        "tokenizer = trainer.processing_class",
-        "tests/reports/test_rollout_log.py::test_segments_load_together",
-    ),
-    Mutation(
         "rollout log: what was read is no place among the tokens",
         "mt_grpo/reports/rollout_log.py",
         "at += len(turn.token_ids) + len(turn.observation_ids)",
@@ -317,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "a resumed run deletes the log of before its stop",
         "mt_grpo/reports/rollout_log.py",
-        "fresh = not trainer._wrote_rollouts and trainer.state.global_step == 0",
-        "fresh = not trainer._wrote_rollouts",
+        "not self.begun and step == 0",
+        "not self.begun",
         "tests/reports/test_rollout_log.py::test_a_resumed_run_keeps_what_stood_there",
     ),
     Mutation(

@@ -3,7 +3,7 @@
 # Anchors stand as in the code, however long they are.
 # ruff: noqa: E501
 
-from mutants.mutation import BAD_ENVIRONMENT, BATCH, Mutation
+from mutants.mutation import BAD_ENVIRONMENT, BATCH, RANKS, TRUNCATED, Mutation
 
 COPIES = "tests/method/test_batch.py::test_a_reward_that_changes_its_arguments_changes_nothing_else"
 CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
@@ -81,9 +81,9 @@ MUTATIONS = [
     ),
     Mutation(
         "completions are trained on behind other prompts",
-        "mt_grpo/training/records.py",
-        "[record.prompt_ids or [pad_id] for record in records],",
-        "[record.prompt_ids or [pad_id] for record in records[::-1]],",
+        "mt_grpo/training/batch.py",
+        "[record.prompt_ids or [pad_id] for record in self.records],",
+        "[record.prompt_ids or [pad_id] for record in self.records[::-1]],",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
@@ -298,9 +298,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed rollout's reward is kept",
-        "mt_grpo/training/records.py",
-        "for i, rollout in enumerate(rollouts) if not rollout.failed]\n    count",
-        "for i, rollout in enumerate(rollouts)]\n    count",
+        "mt_grpo/training/rewards.py",
+        "for i, rollout in enumerate(batch.rollouts) if not rollout.failed]",
+        "for i, rollout in enumerate(batch.rollouts)]",
         "tests/conversation/test_environments.py::test_a_step_with_environments",
     ),
     Mutation(
@@ -396,9 +396,9 @@ MUTATIONS = [
     ),
     Mutation(
         "reward errors: the number counts rollouts with a reward alone",
-        "mt_grpo/training/records.py",
-        "number_of(trainer._rows[places[error.place]], data_of(trainer))",
-        "number_of(trainer._rows[error.place], data_of(trainer))",
+        "mt_grpo/training/rewards.py",
+        "number_of(rows[error.place], batch.data)",
+        "number_of(batch.rows[error.place], batch.data)",
         "tests/training/test_reward_errors.py::test_a_run_names_the_number_of_the_row",
     ),
     Mutation(
@@ -516,8 +516,8 @@ MUTATIONS = [
     Mutation(
         "an environment's reward is renamed",
         "mt_grpo/training/rewards.py",
-        "named_apart(*own, *given)\n    return [turn, outcome, own_turn, own_outcome]",
-        "named_apart(*given, *own)\n    return [own_turn, own_outcome, turn, outcome]",
+        "own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)",
+        "turn, outcome, own_turn, own_outcome = named_apart(turn, outcome, own_turn, own_outcome)",
         "tests/training/test_reward_calls.py::test_metrics_of_two_rewards_of_one_name_are_apart",
     ),
     Mutation(
@@ -554,5 +554,75 @@ MUTATIONS = [
         "if given and not moved]",
         "if not moved]",
         "tests/method/test_batch.py::test_a_reward_that_gives_nothing_is_not_unused",
+    ),
+    Mutation(
+        "columns reach rewards in reversed order",
+        "mt_grpo/training/rewards.py",
+        "of_data = column_lists(batch.rows, batch.data)",
+        "of_data = column_lists(batch.rows[::-1], batch.data)",
+        f"{BATCH}[mt_grpo]",
+    ),
+    Mutation(
+        "columns reach rewards in reversed order, in evaluation",
+        "mt_grpo/training/rewards.py",
+        "of_data = column_lists(batch.rows, batch.data)",
+        'of_data = column_lists(batch.rows[:: 1 if batch.mode == "train" else -1], batch.data)',
+        "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
+    ),
+    Mutation(
+        "the number of turns is this rank's alone",
+        "mt_grpo/training/rewards.py",
+        "num_turns = max(1, int(accelerator.gather(num_turns).max()))",
+        "num_turns = int(num_turns.max())",
+        RANKS,
+    ),
+    Mutation(
+        "environment_reward_weight has no effect on turn rewards",
+        "mt_grpo/training/rewards.py",
+        "[environment_weight] * len(own_turn)",
+        "[1.0] * len(own_turn)",
+        "tests/conversation/test_environments.py::test_what_an_environment_and_its_tools_give_is_weighted_and_added",
+    ),
+    Mutation(
+        "environment_reward_weight has no effect on outcomes",
+        "mt_grpo/training/rewards.py",
+        "[environment_weight] * len(own_outcome)",
+        "[1.0] * len(own_outcome)",
+        "tests/conversation/test_environments.py::test_what_an_environment_and_its_tools_give_is_weighted_and_added",
+    ),
+    Mutation(
+        "reward weights of Python have no range",
+        "mt_grpo/training/rewards.py",
+        "if not all(abs(float(weight)) <=",
+        "if not all(True or abs(float(weight)) <=",
+        "tests/recipe/test_recipes.py::test_weights_given_in_python_are_finite_too",
+    ),
+    Mutation(
+        "evaluation: rewards behind a failed rollout are another's",
+        "mt_grpo/training/rewards.py",
+        "placed = [dict(zip(places, column)) for column in values]",
+        "placed = [dict(enumerate(column)) for column in values]",
+        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: rewards do not see what reset said",
+        "mt_grpo/training/reward_runs.py",
+        '"prompts": [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts)]',
+        '"prompts": prompts',
+        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluation: no reward of an environment is 0",
+        "mt_grpo/training/reward_runs.py",
+        '"environment_rewards": [rollout.reward for rollout in rollouts]',
+        '"environment_rewards": [rollout.reward or 0.0 for rollout in rollouts]',
+        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "evaluate: rewards get completions without calls",
+        "mt_grpo/training/reward_runs.py",
+        '"completions": [rollout.completion for rollout in rollouts]',
+        '"completions": [rollout.messages for rollout in rollouts]',
+        "tests/scripts/test_scripts.py::test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found",
     ),
 ]
