@@ -1574,7 +1574,7 @@ original = m.MTGRPOEnvTrainer._start_rollouts
 def set_off(self, prompts, which):
     if os.environ["RANK"] == "1" and self.state.global_step == 2:
         if os.environ["FAULT"] == "dead port":
-            self.client.base_url = "http://127.0.0.1:9"
+            self.client.servers[0].base_url = "http://127.0.0.1:9"
         else:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return original(self, prompts, which)
