@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mt_grpo.reports.troubles import ALARMS, WINDOW, Watch
+from mt_grpo.reports.troubles import READINGS, WINDOW, Watch
 
 TRAINER = SimpleNamespace(
     num_turn_funcs=1, reward_func_names=["calls", "match"], reward_weights=torch.tensor([1.0, 2.0])
@@ -53,7 +53,7 @@ NO_TROUBLES = {
 def test_a_run_in_trouble_is_told_once(name, caplog):
     logs, told = TROUBLES[name]
     assert watched(logs * 3, caplog) == [told]
-    assert {alarm.name for alarm in ALARMS} == {told for _, told in TROUBLES.values()}
+    assert {reading.name for reading in READINGS if reading.of_logs} == {told for _, told in TROUBLES.values()}
 
 
 @pytest.mark.parametrize("name", NO_TROUBLES)
