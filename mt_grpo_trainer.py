@@ -892,8 +892,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     @staticmethod
     def _make_client(
         args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, host: str | None, port: int | None
-    ) -> VLLMServerClient | ServerPool:
-        """The client of the server that `args` name, or of several, unless a host or a port is given."""
+    ) -> ServerPool:
+        """The client of the server that `args` name, or of each of several, unless a host or a port is given."""
         urls = [] if host or port else server_urls(args.vllm_server_base_url)
         clients = [
             VLLMServerClient(
@@ -904,7 +904,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         ]  # fmt: skip
         if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
             args.vllm_server_base_url = ",".join(client.base_url for client in clients)
-        return clients[0] if len(clients) == 1 else ServerPool(clients)
+        return ServerPool(clients)
 
     def _connect_backend(self) -> None:
         """Set `llm`, which generates, and for a server what keeps its weights equal to the policy's."""
@@ -913,9 +913,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.llm = self.client
             self.client.instance = on_main_process(lambda: self.client.instance)  # all ranks expect the same version
             self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
-            servers = self.client if isinstance(self.client, ServerPool) else ServerPool([self.client])
             self.weight_sync = WeightSync(
-                servers, self.model, self.vllm_generation, self.accelerator,
+                self.client, self.model, self.vllm_generation, self.accelerator,
                 prompt_ids_of(self.env, self.train_dataset[0])[:256], args.weight_check_every,
             )  # fmt: skip
             return
@@ -1222,7 +1221,7 @@ class VLLMServerClient(ServerConnection):
 
     def update_weights(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", errors: dict[VLLMServerClient, ServerError | None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
 
@@ -1232,6 +1231,8 @@ class VLLMServerClient(ServerConnection):
             version: Comes back from `weight_version()`; proves later that the server did not restart.
             expected: The names that must be among them. Missing ones are an error before the server is touched.
             device: This process's accelerator, for NCCL.
+            errors: Its keys are the clients of all servers that load these weights, and it gets the error of each.
+                None: this server alone, whose error is raised.
 
         Returns:
             Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
@@ -1241,9 +1242,13 @@ class VLLMServerClient(ServerConnection):
                 its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
-        seconds, [error] = self.transfer.push(named_weights, version, expected, torch.device(device))
-        if error is not None:
-            raise error
+        clients = [self] if errors is None else list(errors)
+        transfers = [client.transfer for client in clients]
+        seconds, found = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        if errors is not None:
+            errors.update(zip(clients, found))
+        elif found[0] is not None:
+            raise found[0]
         return seconds
 
     def close(self) -> None:
