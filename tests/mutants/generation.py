@@ -615,4 +615,11 @@ MUTATIONS = [
         '"is_checkpoint_format": True}',
         "tests/generation/test_server.py::test_whether_the_server_sees_the_directory_is_found_out_without_harm",
     ),
+    Mutation(
+        "servers: a single one that was lost is asked again after a wait",
+        "mt_grpo/generation/server_pool.py",
+        "return [0] if len(self.servers) == 1 else sorted(",
+        "return sorted(",
+        "tests/generation/test_servers.py::test_a_single_server_that_was_lost_gets_the_next_push",
+    ),
 ]
