@@ -46,7 +46,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
-from mt_grpo.base.files import absolute, keep_output_open, output_lock
+from mt_grpo.base.fields import key
+from mt_grpo.base.files import keep_output_open, output_lock
 from mt_grpo.base.rows import data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
@@ -67,6 +68,7 @@ from mt_grpo.conversation.environments import (
     read_reply,
     tools_of,
 )
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.sampling import (
@@ -93,10 +95,10 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges
+from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -1175,75 +1177,77 @@ class VLLMServerClient(ServerConnection):
 class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
 
-    tools_script: str | None = field(
-        default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both"}
+    tools_script: str | None = key(
+        None, "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both", path=True, opens=True
     )
-    reward_fn: str | None = field(
-        default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
+    reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
+    environment: str | None = key(
+        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym", path=":", opens=True
     )
-    environment: str | None = field(
-        default=None, metadata={"help": "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym"}
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "System message, with {tool_descriptions} filled in. None: the built-in one"}
-    )
-    dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
-    dataset_drop_none: bool = field(default=False, metadata={"help": "Rows of the Hub lose their keys that are None"})
-    eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
-    preflight: bool = field(default=False, metadata={"help": "Say what the run will do, roll out once, and end"})
+    system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
+    dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
+    dataset_drop_none: bool = key(False, "Rows of the Hub lose their keys that are None")
+    eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
+    preflight: bool = key(False, "Say what the run will do, roll out once, and end")
 
 
 @dataclass
 class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
-    credit_assignment: str = field(
-        default="mt_grpo",
-        metadata={"help": "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit"},
+    credit_assignment: str = key(
+        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit",
+        one_of=CREDIT_ASSIGNMENTS,
+    )  # fmt: skip
+    turn_advantage_coef: float = key(
+        1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
     )
-    turn_advantage_coef: float = field(
-        default=1.0, metadata={"help": "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome"}
+    turn_discount: float = key(
+        1.0, "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1", within="[0, 1]"
     )
-    turn_discount: float = field(
-        default=1.0, metadata={"help": "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1"}
+    turn_reward_weights: list[float] | None = key(
+        None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
     )
-    turn_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per turn reward function. None: 1 each"}
+    outcome_reward_weights: list[float] | None = key(
+        None, "One weight per outcome reward function. None: 1 each", within="(-inf, inf)"
     )
-    outcome_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per outcome reward function. None: 1 each"}
+    environment_reward_weight: float = key(
+        1.0, "Weight of the rewards that the environment and the tools give", within="(-inf, inf)"
     )
-    environment_reward_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the rewards that the environment and the tools give"}
+    max_env_steps: int = key(
+        2, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
     )
-    max_env_steps: int = field(
-        default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}
+    tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
+    max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
+    max_turn_tokens: int | None = key(None, "Tokens of one turn. None: what remains", within="[1, inf)")
+    max_tool_response_tokens: int = key(
+        512, "Tokens of one tool result; a longer one is cut with a visible marker", within="[10, inf)", of_tools=True
     )
-    tool_format: str = field(default="xml", metadata={"help": "How the model writes calls: xml, hermes, native"})
-    max_parallel_calls: int = field(default=8, metadata={"help": "Calls of one turn that run; others are errors"})
-    max_turn_tokens: int | None = field(default=None, metadata={"help": "Tokens of one turn. None: what remains"})
-    max_tool_response_tokens: int = field(
-        default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
+    tool_timeout: float = key(30.0, "Seconds that one tool call may take", within="(0, inf)", of_tools=True)
+    environment_timeout: float = key(
+        120.0, "Seconds that one call of an environment's reset, respond, ... may take", within="(0, inf)"
     )
-    tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
-    environment_timeout: float = field(
-        default=120.0, metadata={"help": "Seconds that one call of an environment's reset, respond, ... may take"}
+    max_concurrent_tools: int = key(
+        256, "Tool calls at the same time, per rank", within="[1, inf)", of_tools=True, trained=False
     )
-    max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
-    isolate_tools: bool = field(
-        default=False, metadata={"help": "Run tools without async in processes, which are killed at tool_timeout"}
+    isolate_tools: bool = key(
+        False, "Run tools without async in processes, which are killed at tool_timeout", of_tools=True
     )
-    reward_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
+    reward_timeout: float = key(
+        600.0, "Seconds that one reward function may take for a rank's batch", within="(0, inf)", trained=False
     )
-    max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
-    late_groups: str = field(
-        default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
+    max_staleness: int = key(
+        0, "Batches of rollouts in flight beside the one trained", within="[0, inf)", backend="server"
     )
-    old_logps: str = field(
-        default="policy", metadata={"help": "What the loss clips around: the policy before the step, or as sampled"}
-    )
-    overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
+    late_groups: str = key(
+        "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
+        one_of=("wait", "admit"), backend="server",
+    )  # fmt: skip
+    old_logps: str = key(
+        "policy", "What the loss clips around: the policy before the step, or as sampled",
+        one_of=("policy", "sampled"), backend="vllm",
+    )  # fmt: skip
+    overlap_rollouts: bool = key(False, "Another name for max_staleness: 1", backend="server")
 
     def __post_init__(self):
         check_ranges(self)
@@ -1253,12 +1257,11 @@ class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
         check_batch_arithmetic(self)
         super().__post_init__()
         check_config(self, CREDIT_ASSIGNMENTS)
-        self.output_dir, self.weight_sync_dir = absolute(self.output_dir), absolute(self.weight_sync_dir)
+        make_absolute(self)
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
 RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)  # every recipe key is a field of one of them
-RECIPE_CHOICES = {**CHOICES, "credit_assignment": tuple(CREDIT_ASSIGNMENTS)}
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelConfig]:
@@ -1266,7 +1269,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
     """
-    return parse_recipe(argv, RECIPE_CLASSES, RECIPE_CHOICES)
+    return parse_recipe(argv, RECIPE_CLASSES)
 
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:

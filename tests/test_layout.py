@@ -143,7 +143,8 @@ def test_plug_ins_stand_alone(folder):
 
 
 IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("adapters/") and name != "base/moved"]
-IN_ONE_FILE += [FILES["adapters/choose"], FILES["adapters/recipe_checks"]]
+IN_ONE_FILE += [FILES["adapters/choose"], FILES["adapters/house"]]
+IN_ONE_FILE += [path for name, path in FILES.items() if name.startswith("adapters/") and name.endswith("/keys")]
 
 
 def test_names_are_unique_over_the_house():

@@ -29,7 +29,6 @@ from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.run.ahead import BetweenBatches, InFlight
 from mt_grpo.run.checkpoints import (
     LORA_KEYS,
-    NOT_TRAINED,
     RUN_RECORD,
     bytes_to_save,
     changed_settings,
@@ -40,6 +39,7 @@ from mt_grpo.run.checkpoints import (
     load_as_saved,
     sha256,
     source_sha256,
+    trained_settings,
     weights_not_finite,
 )
 from mt_grpo.run.nodes import (
@@ -133,8 +133,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _run_record(self) -> dict[str, Any]:
         """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
-        settings = {k: v for k, v in self.args.to_dict().items() if not k.startswith(NOT_TRAINED)}
-        lora = self._peft_config
+        settings, lora = trained_settings(self.args), self._peft_config
         columns = {
             "model_name_or_path": self._model_name,
             "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},

@@ -132,7 +132,7 @@ def without(argv: list[str], key: str) -> list[str]:
 
 def is_given(argv: list[str], key: str) -> bool:
     """Whether the command line or the recipe, which it begins with, sets a key."""
-    return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)
+    return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES)
 
 
 def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig) -> int:

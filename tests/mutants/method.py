@@ -20,8 +20,8 @@ MUTATIONS = [
     Mutation(
         "the recipe's choices of credit_assignment are written out, and a fork's estimator is none",
         SCRIPT,
-        '"credit_assignment": tuple(CREDIT_ASSIGNMENTS)}',
-        '"credit_assignment": ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")}',
+        "one_of=CREDIT_ASSIGNMENTS",
+        'one_of=("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")',
         "tests/method/test_fork.py::test_the_estimator_of_the_page_trains",
     ),
     Mutation(
@@ -431,11 +431,11 @@ MUTATIONS = [
         "tests/conversation/test_tool_processes.py::test_a_run_without_any_process_for_its_tools_ends",
     ),
     Mutation(
-        "a tool that changes the folder moves the output",
+        "a fork's tool format is no choice of a recipe",
         SCRIPT,
-        "= absolute(self.output_dir), absolute(",
-        "= self.output_dir, absolute(",
-        "tests/scripts/test_scripts.py::test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder",
+        "one_of=TOOL_FORMATS",
+        "one_of=tuple(TOOL_FORMATS)",
+        "tests/method/test_forks.py::test_the_choices_of_a_fork_have_its_format",
     ),
     Mutation(
         "a closed pipe ends the run",
