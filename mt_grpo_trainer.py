@@ -58,7 +58,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
-from mt_grpo.base.rows import data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
     Environments,
@@ -80,8 +80,6 @@ from mt_grpo.conversation.tools.results import as_result, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion
-from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
@@ -121,7 +119,7 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run.backend import connect_backend, pool_of, sync_weights
+from mt_grpo.run.backend import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
@@ -898,31 +896,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.in_flight.start_next()
         return rollouts
 
-    def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-        """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
-        rollouts = []
-        try:
-            chosen = [rows[i] for i in indices]
-            started = self.env.start(prompts_of(chosen), rows=chosen)
-            for rollout in started:
-                if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
-                    raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
-            rollouts = started
-        finally:
-            if not rollouts and isinstance(self.llm, InProcessBackend):
-                self.llm.serve([])  # other ranks may be in a collective generate
-        for i, rollout in zip(indices, rollouts):
-            rollout.index = self.accelerator.process_index * len(rows) + i
-            rollout.policy_version = self._weight_counter.version
-        return RolloutBatch(
-            rollouts, lambda rollout, llm: self.env.converse(rollout, llm, self._sampling_params), self.llm,
-            self.weight_sync and self.weight_sync.pushed, self._group_size,
-        )  # fmt: skip
-
-    def _sync_weights(self) -> None:
-        """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
-        self._log_metrics(sync_weights(self))
-
     # -- 3.3 rewards --
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
@@ -1045,18 +1018,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
         first_ids = prompt_ids_of(env, train_dataset[0])[:256] if self.backend == "server" else []
         self.llm = connect_backend(self, first_ids)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
 
 
 # =====================================================================================================================

@@ -6,8 +6,10 @@ from typing import Any
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rows import prompts_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
@@ -87,6 +89,28 @@ def connect_backend(trainer: Any, first_ids: list[int]) -> Any:
 
     any_rank = trainer._any_rank if trainer._is_sharded else None  # TRL's generation is collective there
     return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank)
+
+
+def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
+    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
+    rollouts = []
+    try:
+        chosen = [rows[i] for i in indices]
+        started = trainer.env.start(prompts_of(chosen), rows=chosen)
+        for rollout in started:
+            if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
+                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
+        rollouts = started
+    finally:
+        if not rollouts and isinstance(trainer.llm, InProcessBackend):
+            trainer.llm.serve([])  # other ranks may be in a collective generate
+    for i, rollout in zip(indices, rollouts):
+        rollout.index = trainer.accelerator.process_index * len(rows) + i
+        rollout.policy_version = trainer._weight_counter.version
+    return RolloutBatch(
+        rollouts, lambda rollout, llm: trainer.env.converse(rollout, llm, trainer._sampling_params), trainer.llm,
+        trainer.weight_sync and trainer.weight_sync.pushed, trainer._group_size,
+    )  # fmt: skip
 
 
 def sync_weights(trainer: Any) -> dict[str, float]:

@@ -25,27 +25,6 @@ MUTATIONS = [
         "tests/method/test_fork.py::test_the_estimator_of_the_page_trains",
     ),
     Mutation(
-        "restarted rollouts take each other's places",
-        SCRIPT,
-        "for i, rollout in zip(indices, rollouts):",
-        "for i, rollout in zip(indices[::-1], rollouts):",
-        "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
-    ),
-    Mutation(
-        "restarted rollouts get the first prompts",
-        SCRIPT,
-        "chosen = [rows[i] for i in indices]",
-        "chosen = rows[: len(indices)]",
-        f"{BATCH}[turn_return]",
-    ),
-    Mutation(
-        "a rollout's index is that within its rank",
-        SCRIPT,
-        "rollout.index = self.accelerator.process_index * len(rows) + i",
-        "rollout.index = i",
-        RANKS,
-    ),
-    Mutation(
         "a rollout without outcome is in the baseline",
         SCRIPT,
         "turn=rewards.turn.where(~missing, NAN),",
@@ -58,13 +37,6 @@ MUTATIONS = [
         "first = self.accelerator.process_index * len(inputs)",
         "first = 0",
         RANKS,
-    ),
-    Mutation(
-        "groups in evaluation are as large as in training",
-        SCRIPT,
-        "return self.num_generations if self.model.training else self.num_generations_eval",
-        "return self.num_generations",
-        f"{BATCH}[evaluation]",
     ),
     Mutation(
         "scale_rewards is ignored",

@@ -3,7 +3,7 @@
 # Anchors stand as in the code, however long they are.
 # ruff: noqa: E501
 
-from mutants.mutation import Mutation
+from mutants.mutation import BATCH, RANKS, Mutation
 
 NODES = "tests/run/test_nodes.py::"
 END_OF_TURN = "tests/method/test_batch.py::test_a_turn_ends_where_the_chat_template_ends_it"
@@ -460,5 +460,33 @@ MUTATIONS = [
         "trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}",
         'trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops, "stop": []}',
         "tests/generation/test_colocate.py::test_its_turns_end_as_those_of_a_server",
+    ),
+    Mutation(
+        "restarted rollouts take each other's places",
+        "mt_grpo/run/backend.py",
+        "for i, rollout in zip(indices, rollouts):",
+        "for i, rollout in zip(indices[::-1], rollouts):",
+        "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
+    ),
+    Mutation(
+        "restarted rollouts get the first prompts",
+        "mt_grpo/run/backend.py",
+        "chosen = [rows[i] for i in indices]",
+        "chosen = rows[: len(indices)]",
+        f"{BATCH}[turn_return]",
+    ),
+    Mutation(
+        "groups in evaluation are as large as in training",
+        "mt_grpo/run/trainer.py",
+        "return self.num_generations if self.model.training else self.num_generations_eval",
+        "return self.num_generations",
+        f"{BATCH}[evaluation]",
+    ),
+    Mutation(
+        "a rollout's index is that within its rank",
+        "mt_grpo/run/backend.py",
+        "rollout.index = trainer.accelerator.process_index * len(rows) + i",
+        "rollout.index = i",
+        RANKS,
     ),
 ]
