@@ -276,7 +276,7 @@ class MultiTurnToolEnv(Conversations):
             if turn is None:
                 return
             tokenizer = self._tokenizer(llm)
-            if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
+            if len(rollout.turns) <= self.max_env_steps:  # behind each turn but the last there was an observation
                 turn.results = await self.run_calls(rollout, turn.calls, self.format_of(tokenizer).call_format)
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
@@ -407,7 +407,7 @@ class MultiTurnToolEnv(Conversations):
             return StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
         if not turn.calls and not replied:
             return StopReason.NO_TOOL_CALL
-        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_steps else None
+        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_env_steps else None
 
     def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
         """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.
