@@ -10,8 +10,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mt_grpo.reports.progress import main_outcome
-
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, Any]  # metrics by their names, settings by their keys, and what `first_batch` adds
@@ -350,7 +348,7 @@ class Watch(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "reward" not in logs or not state.is_world_process_zero:
             return
-        self.history.outcome = f"rewards/{main_outcome(self.trainer)}/mean"
+        self.history.outcome = f"rewards/{self.trainer.reward_functions.main_outcome}/mean"
         self.history.logs = [*self.history.logs, logs][-2 * WINDOW :]
         for alarm in ALARMS:
             now, before = self.history.now(alarm.name), self.history.before(alarm.name)

@@ -48,4 +48,32 @@ MUTATIONS = [
         "parts = node.handlers",
         "tests/adapters/test_ms_swift_plugins.py::test_all_imports_of_a_file_are_found_but_for_those_that_it_tries",
     ),
+    Mutation(
+        "agents: requests at the same time overrun the budget",
+        "mt_grpo/adapters/session.py",
+        "if len(turn.token_ids) <= left:",
+        "if True:",
+        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+    ),
+    Mutation(
+        "agents: of n answers the limit of calls counts one",
+        "mt_grpo/adapters/session.py",
+        "if self._num_calls + count > self.env.max_model_calls:",
+        "if self._num_calls >= self.env.max_model_calls:",
+        "tests/adapters/test_agents.py::test_n_answers_within_the_limit_of_calls",
+    ),
+    Mutation(
+        "agents: logprobs go on behind the budget",
+        "mt_grpo/adapters/session.py",
+        "turn.logprobs and turn.logprobs[:left]",
+        "turn.logprobs",
+        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+    ),
+    Mutation(
+        "swift: requests at the same time overrun the budget",
+        "mt_grpo/adapters/session.py",
+        "if len(turn.token_ids) <= left:",
+        "if True:",
+        "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
+    ),
 ]

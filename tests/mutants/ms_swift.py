@@ -147,13 +147,6 @@ MUTATIONS = [
         "tests/adapters/test_ms_swift.py::test_requests_of_a_shared_worker_reach_their_own_conversation",
     ),
     Mutation(
-        "swift: requests at the same time overrun the budget",
-        "mt_grpo/adapters/ms_swift/session.py",
-        "        if len(turn.token_ids) <= left:\n            return turn",
-        "        return turn",
-        "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
-    ),
-    Mutation(
         "openenv: a late session stays open",
         "mt_grpo/adapters/ms_swift/gym.py",
         "if uuid not in self._contexts:",

@@ -98,13 +98,6 @@ MUTATIONS = [
         "tests/recipe/test_recipes.py::test_numbers_of_generation_kwargs_have_the_same_ranges",
     ),
     Mutation(
-        "reward weights of Python have no range",
-        "mt_grpo/recipe/checks.py",
-        'if not all(in_range(weight, RANGES[f"{kind}_reward_weights"])',
-        'if not all(True or in_range(weight, RANGES[f"{kind}_reward_weights"])',
-        "tests/recipe/test_recipes.py::test_weights_given_in_python_are_finite_too",
-    ),
-    Mutation(
         "the last of two equal keys wins",
         "mt_grpo/recipe/parse.py",
         "lines.setdefault(key, line) != line",
@@ -250,5 +243,12 @@ MUTATIONS = [
         "heapq.nlargest(32, rows",
         "heapq.nsmallest(32, rows",
         "tests/base/test_rows.py::test_the_longest_prompt_is_looked_for_in_all_rows",
+    ),
+    Mutation(
+        "a fork's tool format is no choice of a recipe",
+        "mt_grpo/recipe/refusals.py",
+        '"tool_format": TOOL_FORMATS',
+        '"tool_format": tuple(TOOL_FORMATS)',
+        "tests/method/test_forks.py::test_the_choices_of_a_fork_have_its_format",
     ),
 ]

@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "staleness: one batch too many is in flight",
         "mt_grpo/run/ahead.py",
-        "started = max(len(self._in_flight) - 1, 0)",
-        "started = max(len(self._in_flight) - 2, 0)",
+        "started = max(len(self.groups) - 1, 0)",
+        "started = max(len(self.groups) - 2, 0)",
         "tests/run/test_faults.py::test_a_bound_on_staleness_is_hard",
     ),
     Mutation(
@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation(
         "admission: each rank takes what is complete on itself",
         "mt_grpo/run/ahead.py",
-        'self.accelerator.reduce(flags, "sum") == num_ranks',
+        'trainer.accelerator.reduce(flags, "sum") == num_ranks',
         "flags == 1",
         "tests/run/test_faults.py::test_two_ranks_take_the_same_groups",
     ),
@@ -99,7 +99,7 @@ MUTATIONS = [
     Mutation(
         "admission: a batch that is half trained is forgotten",
         "mt_grpo/run/ahead.py",
-        "if self._prompts is not None and self._step % self._passes == 0:",
+        "if self._prompts is not None and self.trainer._step % self._passes == 0:",
         "if self._prompts is not None:",
         "tests/run/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
     ),
@@ -120,28 +120,28 @@ MUTATIONS = [
     Mutation(
         "staleness: an epoch that a callback ends leaves its conversations in flight",
         "mt_grpo/run/ahead.py",
-        "        self.trainer._end_epoch()\n",
+        "        self.trainer.in_flight.end_epoch()\n",
         "        pass\n",
         "tests/training/test_ahead.py::test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight",
     ),
     Mutation(
         "staleness: a batch that is trained further takes any groups",
         "mt_grpo/run/ahead.py",
-        "if self._step % self._passes:  # of",
+        "if trainer._step % self._passes:  # of",
         "if False:  # of",
         "tests/training/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
     ),
     Mutation(
         "rollouts of other prompts are taken",
         "mt_grpo/run/ahead.py",
-        "if self._in_flight[0].prompts != prompts_of(rows):",
-        "if len(self._in_flight[0].prompts) != len(rows):",
+        "if self.groups[0].prompts != prompts_of(rows):",
+        "if len(self.groups[0].prompts) != len(rows):",
         "tests/run/test_faults.py::test_rollouts_in_the_air_are_of_the_prompts_that_are_trained",
     ),
     Mutation(
         "servers: what starts over is pushed for",
         "mt_grpo/run/ahead.py",
-        'int(not getattr(self.llm, "joined", ()))',
+        "int(no_other_server)",
         "1",
         "tests/generation/test_servers.py::test_a_server_dies_comes_back_and_joins_again",
     ),

@@ -279,27 +279,6 @@ MUTATIONS = [
         "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
     ),
     Mutation(
-        "evaluation: rewards behind a failed rollout are another's",
-        "scripts/evaluate.py",
-        "dict(zip(places, map(total, values), strict=True))",
-        "dict(enumerate(map(total, values)))",
-        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
-    ),
-    Mutation(
-        "evaluation: rewards do not see what reset said",
-        "scripts/evaluate.py",
-        '"prompts": [r.first_messages or r.prompt_messages for r in rollouts]',
-        '"prompts": [row["prompt"] for row in (r.row for r in rollouts)]',
-        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
-    ),
-    Mutation(
-        "evaluation: no reward of an environment is 0",
-        "scripts/evaluate.py",
-        '"environment_rewards": [r.reward for r in rollouts]',
-        '"environment_rewards": [r.reward or 0.0 for r in rollouts]',
-        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
-    ),
-    Mutation(
         "generation_kwargs are left out of an evaluation",
         "scripts/evaluate.py",
         "return {**params, **(args.generation_kwargs or {})}",
@@ -311,13 +290,6 @@ MUTATIONS = [
         "scripts/evaluate.py",
         "golds = [accepted_answers(answer)[0] for",
         "golds = [answer for",
-        "tests/scripts/test_scripts.py::test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found",
-    ),
-    Mutation(
-        "evaluate: rewards get completions without calls",
-        "scripts/evaluate.py",
-        '[r.completion for r in rollouts], "env',
-        '[r.messages for r in rollouts], "env',
         "tests/scripts/test_scripts.py::test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found",
     ),
     Mutation(
