@@ -186,9 +186,9 @@ def name_of(job: Job) -> str:
 
 def code_digest(task: str) -> str:
     """Of everything that a run of the task depends on, the libraries' versions apart."""
-    import evaluate
+    import recipes
 
-    script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
+    script_args, _, model_args = recipes.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
     package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
     files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,

@@ -247,6 +247,7 @@ class Bench:
 
     def __init__(self, server: VLLMServer, max_concurrent_tools: int | None = None):
         import evaluate
+        import recipes
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
@@ -255,7 +256,7 @@ class Bench:
 
         self.mt, self.server = mt, server
         overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
-        self.recipe = evaluate.load_recipe(RECIPE, overrides)
+        self.recipe = recipes.load_recipe(RECIPE, overrides)
         script_args, self.args, model_args = self.recipe
         self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         card = mt.VLLMServerClient(base_url=server.url).model_card

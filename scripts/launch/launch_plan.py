@@ -20,7 +20,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from evaluate import load_recipe, option
+from recipes import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
