@@ -55,9 +55,8 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.files import absolute, keep_output_open, output_lock
-from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import data_of, for_trl, prompts_of, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
@@ -71,7 +70,6 @@ from mt_grpo.conversation.environments import (
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.sampling import (
-    CHAT_KEYS,
     check_conversations,
     check_sampling_params,
     sampling_defaults,
@@ -79,13 +77,12 @@ from mt_grpo.conversation.sampling import (
 from mt_grpo.conversation.tools.results import as_result, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion, server_urls
+from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.rollout_batch import RolloutBatch
-from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.generation.weights import PolicyWeights, WeightCounter
+from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.recipe.checks import (
     check_server,
     load_tokenizer,
@@ -122,6 +119,7 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
+from mt_grpo.run.backend import connect_backend, pool_of, sync_weights
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
@@ -813,133 +811,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
 
-    def __init__(
-        self,
-        model: Any,
-        env: MultiTurnToolEnv,
-        turn_reward_funcs: list[Callable] | None = None,
-        outcome_reward_funcs: list[Callable] | None = None,
-        turn_reward_weights: list[float] | None = None,
-        outcome_reward_weights: list[float] | None = None,
-        turn_advantage_coef: float | None = None,
-        vllm_server_host: str | None = None,
-        vllm_server_port: int | None = None,
-        args: MTGRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple = (None, None),
-        peft_config: Any = None,
-    ):
-        args = args or MTGRPOConfig("mt-grpo-output")
-        self.reward_functions = RewardFunctions.of(
-            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
-            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
-        )  # fmt: skip
-        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
-        tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
-        )
-        self.env, self.backend = env, backend_of(args)
-        self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
-        self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-        if self._reads_state:
-            warn_without_state_keys(args.credit_assignment, env)
-        self.batch: Batch | None = None  # the one that the step is at, or was at last
-        self._weight_counter = WeightCounter()
-        self._evaluation = EvaluationMetrics()
-        self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
-        self.weight_sync: WeightSync | None = None  # with a server
-        self._last_loads = 0  # checkpoint loads that the colocated engine has seen
-        if self.backend == "server":
-            self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset)
-
-        # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
-        args.use_vllm = self.backend == "colocate"
-        super().__init__(
-            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
-            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
-            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
-        )  # fmt: skip
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
-        args.use_vllm = self.use_vllm = self.backend != "transformers"
-        self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
-        setting = f"credit_assignment={args.credit_assignment}"
-        if self.turn_advantage_coef == 0:
-            setting += ", turn_advantage_coef=0"
-        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
-        self._rollout_log = RolloutLog(
-            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
-            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
-        )  # fmt: skip
-        # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
-        self.mask_truncated_completions = False
-        # A base model's own end token need not be the one that ends a turn in its chat template.
-        env.add_ends(self.eos_token_ids)
-        self.eos_token_ids = env.end_of_turn_ids(tokenizer)
-        self._sampling_params = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
-            **(args.generation_kwargs or {}),
-        }  # fmt: skip
-        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
-            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
-        self._connect_backend()
-
-    @staticmethod
-    def _make_client(
-        args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, host: str | None, port: int | None
-    ) -> VLLMServerClient | ServerPool:
-        """The client of the server that `args` name, or of several, unless a host or a port is given."""
-        urls = [] if host or port else server_urls(args.vllm_server_base_url)
-        clients = [
-            VLLMServerClient(
-                host or args.vllm_server_host, port or args.vllm_server_port, tokenizer, base_url=url,
-                timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
-                transport=args.weight_sync, sync_dir=args.weight_sync_dir, group_port=args.vllm_group_port + number,
-            ) for number, url in enumerate(urls or [None])
-        ]  # fmt: skip
-        if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
-            args.vllm_server_base_url = ",".join(client.base_url for client in clients)
-        return clients[0] if len(clients) == 1 else ServerPool(clients)
-
-    def _connect_backend(self) -> None:
-        """Set `llm`, which generates, and for a server what keeps its weights equal to the policy's."""
-        args = self.args
-        if self.backend == "server":
-            self.llm = self.client
-            self.client.instance = on_main_process(lambda: self.client.instance)  # all ranks expect the same version
-            self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
-            servers = self.client if isinstance(self.client, ServerPool) else ServerPool([self.client])
-            self.weight_sync = WeightSync(
-                servers, self.model, self.vllm_generation, self.accelerator,
-                prompt_ids_of(self.env, self.train_dataset[0])[:256], args.weight_check_every,
-            )  # fmt: skip
-            return
-        if self.backend == "colocate":
-            stops = {"stop": list(self.env.format_of(self.env.tokenizer).stops), "stop_token_ids": self.eos_token_ids}
-            stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-            self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
-        else:
-            self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
-        any_rank = self._any_rank if self._is_sharded else None  # TRL's generation is collective there
-        self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, any_rank)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
-
     # -- 3.1 what TRL calls: rollouts in, a batch for its loss out --
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -1048,32 +919,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
-        if self.weight_sync is None:
-            return
-        version = f"{self.client.instance}-{self._weight_counter.version}"
-        if self.weight_sync.pushed == version and not self.weight_sync.doubted:
-            return
-        if self._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
-            self.weight_sync.model = self.vllm_generation.model = self.model
-        try:
-            metrics = self.weight_sync.sync(version, lambda: self._stop_signal, self._stop_if_asked)
-        except ServerError as error:
-            raise type(error)(f"Step {self.state.global_step}: {error}") from error.__cause__
-        self._log_metrics(metrics)
-
-    def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
-        """One batch by TRL's own generation, for `InProcessBackend`."""
-        if self.backend == "colocate":
-            self.vllm_generation.max_completion_length = max_tokens
-            if self._last_loads != self._weight_counter.loads:  # a checkpoint was loaded at the same global_step
-                self._last_loads, self._last_loaded_step = self._weight_counter.loads, -1
-        else:
-            self.generation_config.max_new_tokens = self.generation_kwargs["max_new_tokens"] = max_tokens
-        training = self.model.training
-        try:
-            return self._generate_single_turn(prompt_ids, None, {}, 1)
-        finally:
-            self.model.train(training)  # TRL's continuous batching leaves the model in training mode
+        self._log_metrics(sync_weights(self))
 
     # -- 3.3 rewards --
 
@@ -1119,6 +965,96 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if not self.model.training:
             self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
         super().log(logs, start_time)
+
+    # -- 3.5 set-up --
+
+    def __init__(
+        self,
+        model: Any,
+        env: MultiTurnToolEnv,
+        turn_reward_funcs: list[Callable] | None = None,
+        outcome_reward_funcs: list[Callable] | None = None,
+        turn_reward_weights: list[float] | None = None,
+        outcome_reward_weights: list[float] | None = None,
+        turn_advantage_coef: float | None = None,
+        vllm_server_host: str | None = None,
+        vllm_server_port: int | None = None,
+        args: MTGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        peft_config: Any = None,
+    ):
+        args = args or MTGRPOConfig("mt-grpo-output")
+        self.reward_functions = RewardFunctions.of(
+            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
+            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
+        )  # fmt: skip
+        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+        tokenizer, model_config = prepare_env(
+            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
+        )
+        self.env, self.backend = env, backend_of(args)
+        self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
+        self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+        if self._reads_state:
+            warn_without_state_keys(args.credit_assignment, env)
+        self.batch: Batch | None = None  # the one that the step is at, or was at last
+        self._weight_counter = WeightCounter()
+        self._evaluation = EvaluationMetrics()
+        self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
+        self.weight_sync: WeightSync | None = None  # with a server
+        if self.backend == "server":
+            self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
+            check_server(self.client, env, model_config, args, train_dataset)
+
+        # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
+        args.use_vllm = self.backend == "colocate"
+        super().__init__(
+            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
+            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
+            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+        )  # fmt: skip
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
+        args.use_vllm = self.use_vllm = self.backend != "transformers"
+        self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
+        setting = f"credit_assignment={args.credit_assignment}"
+        if self.turn_advantage_coef == 0:
+            setting += ", turn_advantage_coef=0"
+        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
+        self._rollout_log = RolloutLog(
+            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
+            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
+        )  # fmt: skip
+        # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
+        self.mask_truncated_completions = False
+        # A base model's own end token need not be the one that ends a turn in its chat template.
+        env.add_ends(self.eos_token_ids)
+        self.eos_token_ids = env.end_of_turn_ids(tokenizer)
+        self._sampling_params = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
+            **(args.generation_kwargs or {}),
+        }  # fmt: skip
+        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
+            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+        first_ids = prompt_ids_of(env, train_dataset[0])[:256] if self.backend == "server" else []
+        self.llm = connect_backend(self, first_ids)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)
 
 
 # =====================================================================================================================
@@ -1191,38 +1127,9 @@ class VLLMServerClient(ServerConnection):
         )
         return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 
-    def chat(
-        self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Answer conversations over `/v1/chat/completions`, all at once, for people.
-
-        Returns:
-            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
-        """
-        messages_list = check_conversations(messages_list, "messages_list", texts=False)
-        check_sampling_params(sampling_params, CHAT_KEYS)
-
-        async def one(messages):
-            payload = {
-                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
-                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
-            }  # fmt: skip
-            answer = await self._post("/v1/chat/completions", payload)
-            choice = answer["choices"][0]
-            return {
-                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
-                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
-            }  # fmt: skip
-
-        async def all_of_them():
-            return await gather_all([one(messages) for messages in messages_list])
-
-        return run_async(all_of_them())
-
     def update_weights(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", errors: dict[VLLMServerClient, ServerError | None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
 
@@ -1232,6 +1139,8 @@ class VLLMServerClient(ServerConnection):
             version: Comes back from `weight_version()`; proves later that the server did not restart.
             expected: The names that must be among them. Missing ones are an error before the server is touched.
             device: This process's accelerator, for NCCL.
+            errors: Its keys are the clients of all servers that load these weights, and it gets the error of each.
+                None: this server alone, whose error is raised.
 
         Returns:
             Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
@@ -1241,9 +1150,13 @@ class VLLMServerClient(ServerConnection):
                 its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
-        seconds, [error] = self.transfer.push(named_weights, version, expected, torch.device(device))
-        if error is not None:
-            raise error
+        clients = [self] if errors is None else list(errors)
+        transfers = [client.transfer for client in clients]
+        seconds, found = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        if errors is not None:
+            errors.update(zip(clients, found))
+        elif found[0] is not None:
+            raise found[0]
         return seconds
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from mt_grpo.base.event_loop import start_in_background
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
@@ -107,8 +108,11 @@ class ScriptedServer(VLLMServerClient):
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Generation(ids, [-0.125 * (turn + 1)] * len(ids), "stop")
 
-    async def gather_from(self, version, coroutines):
-        rollouts, lost = await asyncio.gather(*coroutines), self.lost
+    def start_conversations(self, conversations, *_):
+        return start_in_background(self.lose_some(conversations))
+
+    async def lose_some(self, conversations):
+        rollouts, lost = await asyncio.gather(*conversations), self.lost
         self.lost = ()
         self.lost_so_far += [rollout.index for rollout in rollouts if rollout.index in lost]
         return [None if rollout.index in lost else rollout for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""The HTTP connection of `VLLMServerClient`: retries, time limits, and proof of the weights' version."""
+"""The HTTP connection of `VLLMServerClient`: retries, time limits, and the version of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,8 +29,8 @@ from mt_grpo.base.event_loop import (
     run_async,
 )
 from mt_grpo.base.id_hashes import hash_of_ids
-from mt_grpo.conversation.sampling import sampling_defaults
-from mt_grpo.generation.versions import SharedQuestion, continues
+from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
+from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,6 @@ class ServerConnection:
     NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
     NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
     VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
-    WATCH_SECONDS = 1.0  # between two reads of the server's version; no server restarts within this time
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
         self.base_url, credentials = split_server_url(base_url)
@@ -360,6 +359,35 @@ class ServerConnection:
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
+    def chat(
+        self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer conversations over `/v1/chat/completions`, all at once, for people.
+
+        Returns:
+            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
+        """
+        messages_list = check_conversations(messages_list, "messages_list", texts=False)
+        check_sampling_params(sampling_params, CHAT_KEYS)
+
+        async def one(messages):
+            payload = {
+                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
+                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+            }  # fmt: skip
+            answer = await self._post("/v1/chat/completions", payload)
+            choice = answer["choices"][0]
+            return {
+                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
+                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
+            }  # fmt: skip
+
+        async def all_of_them():
+            return await gather_all([one(messages) for messages in messages_list])
+
+        return run_async(all_of_them())
+
     async def _ask_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
         try:
@@ -368,44 +396,6 @@ class ServerConnection:
                 return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
-
-    async def gather_from(self, version: str, coroutines: list[Awaitable]) -> list:
-        """The results proven to come from the weights `version` and those pushed since; None for all others.
-
-        A result is proven if the server, asked after the end, reports a version that `continues` this one; a restarted
-        server has none. If it reports another, what is open is cancelled. Raises the first error of a coroutine, and
-        `ServerLost` if no version is reported within `self.timeout` after the last result, pushes apart.
-        """
-        finished: dict[int, tuple[float, Any]] = {}  # index -> (when, result)
-
-        async def finish(index: int, coroutine: Awaitable) -> None:
-            result = await coroutine
-            finished[index] = time.monotonic(), result
-
-        running = asyncio.ensure_future(gather_all([finish(i, c) for i, c in enumerate(coroutines)]))
-        lineage, confirmed, give_up = self.lineage, float("-inf"), None
-        try:
-            while True:
-                await asyncio.wait({running}, timeout=self.WATCH_SECONDS)
-                asked, done = time.monotonic(), running.done()
-                if done:
-                    running.result()
-                holds = continues(await self.held_version(), version, lineage)
-                if self.lineage != lineage or holds is False:
-                    break
-                if holds:
-                    confirmed = asked
-                    if done:
-                        break
-                elif done:
-                    give_up = None if self.pushing else give_up or asked + self.timeout
-                    if give_up is not None and asked > give_up:
-                        raise ServerLost(f"{self.base_url} does not say which weights it holds: see its log.")
-                    await asyncio.sleep(self.WATCH_SECONDS)
-        finally:
-            running.cancel()
-        ended = [finished.get(i, (float("inf"), None)) for i in range(len(coroutines))]
-        return [result if when <= confirmed else None for when, result in ended]
 
     async def _close_session(self) -> None:
         if session := self._sessions.pop(asyncio.get_running_loop(), None):

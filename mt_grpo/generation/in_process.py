@@ -94,7 +94,7 @@ class InProcessBackend:
         self._session.flush()
         return await future
 
-    def start_conversations(self, conversations: list[Coroutine], version: str | None = None) -> ServedByCaller:
+    def start_conversations(self, conversations: list[Coroutine], *_: Any) -> ServedByCaller:
         """A future of the conversations' results. They run in the thread that calls its `result`."""
         return ServedByCaller(lambda: self.serve(conversations))
 

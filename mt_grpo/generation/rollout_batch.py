@@ -18,9 +18,9 @@ class RolloutBatch:
     Args:
         rollouts: They are filled by the conversations.
         converse: Makes a rollout's conversation with its backend.
-        llm: The backend. `VLLMServerClient.gather_from` proves the version of the weights meanwhile.
-            `InProcessBackend.start_conversations` generates in the thread that waits. `ServerPool.routes` gives each
-            conversation a backend of its own, one server per group.
+        llm: The backend, a `ServerPool` or an `InProcessBackend`. `routes` of a pool gives each conversation a backend
+            of its own, and its `start_conversations` proves which weights sampled. That of the other one generates in
+            the thread that waits. Any other backend has `generate` alone.
         version: The version of the weights that the server holds at the start. Later ones may be pushed meanwhile.
         group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
 
@@ -44,12 +44,8 @@ class RolloutBatch:
         groups = [rollout.index // group_size for rollout in rollouts]
         backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
         conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
-        if hasattr(llm, "routes"):
+        if hasattr(llm, "start_conversations"):
             self._future = llm.start_conversations(conversations, version, backends)
-        elif hasattr(llm, "gather_from"):
-            self._future = start_in_background(llm.gather_from(version, conversations))
-        elif hasattr(llm, "start_conversations"):
-            self._future = llm.start_conversations(conversations)
         else:
             self._future = start_in_background(gather_all(conversations))
         self._future.add_done_callback(self._note_end)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerMembers:
-    """Servers with the same model. One that is lost is left out; it joins again with the next push of weights.
+    """One or several servers with the same model. One that is lost is left out, and joins again with the next push.
 
     The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
     under a lock, and never changed in place: what was read stays as it was.
@@ -63,8 +63,8 @@ class ServerMembers:
 
     @property
     def members(self) -> list[int]:
-        """The servers that get pushes: those that hold the weights, and those that join."""
-        return sorted({*self.joined, *self.joining})
+        """The servers that get pushes: those that hold the weights, and those that join. A single one always does."""
+        return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     @property
     def pushing(self) -> bool:
@@ -253,9 +253,10 @@ class Route:
 
         Raises `ServerError` if no server is left.
         """
-        pool, cancelled_before = self.pool, asyncio.current_task().cancelling()
+        pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
         while True:
             number = self.group.choose()
+            pool.moved += moves
             asked = number, pool.servers[number].lineage
             request = asyncio.ensure_future(
                 pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
@@ -276,7 +277,7 @@ class Route:
                 return generation
             finally:
                 pool.requests[number].discard(request)
-            pool.moved += 1
+            moves = True
 
 
 async def gather_proven(pool: Any, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
@@ -346,7 +347,8 @@ async def gather_proven(pool: Any, version: str, routes: list[Route], conversati
                     break
                 give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
                 if give_up is not None and asked > give_up:
-                    raise ServerLost(f"{pool.base_url}: a server does not say which weights it holds: see its log.")
+                    who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
+                    raise ServerLost(f"{who} does not say which weights it holds: see its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
     finally:
         running.cancel()
@@ -371,7 +373,7 @@ def engine_ranks(server: Any) -> list[int | None]:
 
 
 class ServerPool(ServerMembers):
-    """Servers with the same model as one backend. Each conversation is at one of those that hold the weights.
+    """One or several servers with the same model as one backend. A conversation is at one that holds the weights.
 
     Args:
         servers: One `VLLMServerClient` per server.
@@ -390,7 +392,7 @@ class ServerPool(ServerMembers):
         self.moved = 0
         self._settings: dict[str, Any] | None = None
 
-    # -- what a single client has, too --
+    # -- what a client has, too --
 
     @property
     def tokenizer(self) -> Any:
@@ -504,18 +506,17 @@ class ServerPool(ServerMembers):
             self.servers[number].transfer.leave_nccl()
 
     def update_weights(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None,
-        device: torch.device,
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
+        device: torch.device | str = "cpu",
     ) -> dict[str, float]:  # fmt: skip
-        """As `VLLMServerClient.update_weights`: the weights are written once, and all servers load them at once.
+        """`VLLMServerClient.update_weights` of the first server, for all of them: the weights are written once.
 
-        A server that is lost meanwhile is left out. Raises the error of one if none is left. Always exhausts the
-        weights, as other ranks gather them too.
+        A server that is lost meanwhile is left out. Raises the error of one if none is left.
         """
         numbers = self.members  # once: the background loop may leave one meanwhile
-        transfers = [self.servers[number].transfer for number in numbers]
-        seconds, failed = self.transfer.push(named_weights, version, expected, device, transfers)
-        self.without_errors(dict(zip(numbers, failed)))
+        errors = dict.fromkeys(self.servers[number] for number in numbers)
+        seconds = self.servers[0].update_weights(named_weights, version, expected, device, errors)
+        self.without_errors(dict(zip(numbers, errors.values())))
         return seconds
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:

@@ -210,7 +210,7 @@ Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, 
 
 
 class WeightTransfer:
-    """Pushes weights to a server, or one copy of them to several. A server samples nothing while it loads.
+    """Pushes one copy of the weights to one or several servers. A server samples nothing while it loads.
 
     Args:
         server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
@@ -255,13 +255,12 @@ class WeightTransfer:
         version: str,
         expected: set[str] | None,
         device: torch.device,
-        transfers: list[WeightTransfer] | None = None,
+        transfers: list[WeightTransfer],
     ) -> Pushed:
-        """Push the weights to this server, or to those of `transfers`. Other arguments as in `update_weights`.
+        """Push one copy of the weights to the servers of `transfers`. Other arguments as in `update_weights`.
 
         Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
         """
-        transfers = [self] if transfers is None else transfers
         for transfer in transfers:
             several = len(transfers) > 1  # one that hangs must not hold up the others
             transfer.pause_timeout = self.SEVERAL_PAUSE_SECONDS if several else transfer.server.request_timeout

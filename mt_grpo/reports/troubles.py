@@ -1,4 +1,4 @@
-"""What the first rollouts say about a run: the table of readings that mean trouble, causes before consequences."""
+"""One table of readings that mean trouble: of a run's first rollouts, and of the last logs of a running job."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from mt_grpo.reports.progress import is_shown
+
 logger = logging.getLogger(__name__)
 
-Facts = dict[str, Any]  # metrics by their names, settings by their keys, and what `first_batch` adds
+# Metrics by their names, settings by their keys, and what `facts_of_batches` adds; or those of `facts_of_logs`.
+Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One line of the table. Texts are filled in with the facts.
+    """One line of the table. The facts are filled in into its texts.
 
     Attributes:
-        name: Short.
-        needs: Facts without which it says nothing.
-        when: Whether it means trouble.
-        says: What is.
-        why: Why it matters.
-        change: What to change.
-        ends: Whether training would be pointless.
+        name: What a warning begins with, and what docs/preflight.md calls it; of a running job it is the metric.
+        needs: Names of facts. Where one of them is not known, the reading says nothing.
+        when: A function of the facts: whether they mean trouble.
+        says: A sentence that states the trouble and its numbers.
+        why: A sentence that says why it matters; empty where `says` does.
+        change: A sentence that says which setting to change.
+        ends: A function of the facts: whether training would be pointless.
+        of_logs: Whether it reads the last logs of a running job (`facts_of_logs`), and not the first rollouts.
     """
 
     name: str
@@ -36,11 +40,18 @@ class Reading:
     why: str
     change: str
     ends: Callable[[Facts], bool] = lambda facts: False
+    of_logs: bool = False
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A reading that means trouble, with its numbers."""
+    """A reading that means trouble.
+
+    Attributes:
+        name: The reading's.
+        text: Its three sentences, filled in.
+        pointless: Whether training would be pointless.
+    """
 
     name: str
     text: str
@@ -62,6 +73,18 @@ UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained a
 ENV_ERRORS = 0.2  # rollouts that are not trained on
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
+WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
+CLIPPED, CLIPPED_UP = 0.3, 0.1  # of the rollouts are cut off, and so many more than before
+ENTROPY, UNSOLVED, STUCK = 0.01, 0.9, 0.5  # entropy below it is gone; an outcome below; groups without signal above
+UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
+
+
+def outcome_falls(facts: Facts) -> bool:
+    """Whether the reward rises while its main outcome falls."""
+    reward, outcome = facts["before/reward"], facts["before/outcome"]
+    rises = facts["reward"] > reward + max(UP * abs(reward), FLOOR)
+    return rises and facts["outcome"] < outcome - max(DOWN * abs(outcome), FLOOR)
+
 
 READINGS = (
     Reading(
@@ -239,11 +262,49 @@ READINGS = (
         "The server samples from another distribution than the one that is trained.",
         "Compare dtype, chat template and the model of the two; see docs/faults.md.",
     ),
+    # Of a running job. `says` has the reason, so `why` is empty.
+    Reading(
+        "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
+        "No group has had rewards that differ in the last {window} logs, so nothing is learned.", "",
+        "Look at rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or "
+        "the temperature.",
+        of_logs=True,
+    ),
+    Reading(
+        "reward", ("reward", "before/reward", "outcome", "before/outcome"), outcome_falls,
+        "The reward rises ({before/reward:.2f} to {reward:.2f}) while its main outcome falls: the policy is paid for "
+        "something else.", "",
+        "Compare the reward functions in the metrics, and lower the weight of the one that rises.",
+        of_logs=True,
+    ),
+    Reading(
+        "stop/max_turns", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
+        "{stop/max_turns:.0%} of the rollouts still call tools in their last turn and give no answer.", "",
+        "Raise max_env_steps, or tell the model how many calls it has.",
+        of_logs=True,
+    ),
+    Reading(
+        "completions/clipped_ratio", ("completions/clipped_ratio", "before/completions/clipped_ratio"),
+        lambda f: f["completions/clipped_ratio"] >= max(CLIPPED, f["before/completions/clipped_ratio"] + CLIPPED_UP),
+        "More rollouts are cut off ({before/completions/clipped_ratio:.0%} before, {completions/clipped_ratio:.0%} "
+        "now): the policy writes ever more.", "",
+        "Raise max_completion_length, set max_turn_tokens, or give a reward that falls with the length.",
+        of_logs=True,
+    ),
+    Reading(
+        "entropy", ("entropy",),
+        lambda f: f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED
+        and (f.get("credit/frac_groups_without_signal") or 0.0) >= STUCK,
+        "The entropy is gone ({entropy:.2g}) though the task is not solved: all rollouts of a group are the same.", "",
+        "Go back to an earlier checkpoint, with a lower learning_rate, a beta above 0, or a higher temperature.",
+        of_logs=True,
+    ),
 )  # fmt: skip
 
 
-def troubles(facts: Facts) -> list[Trouble]:
-    """The readings that mean trouble, causes first.
+def troubles(facts: Facts, of_logs: bool = False) -> list[Trouble]:
+    """The readings that mean trouble, causes first: of the first rollouts, or of the last logs of a running job.
 
     >>> facts = {"learning_rate": 1.0, "optim": "adamw_torch"}
     >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
@@ -251,108 +312,45 @@ def troubles(facts: Facts) -> list[Trouble]:
     """
     found = []
     for reading in READINGS:
-        if all(facts.get(name) is not None for name in reading.needs) and reading.when(facts):
-            text = f"{reading.says} {reading.why} {reading.change}".format_map(facts)
+        known = all(facts.get(name) is not None for name in reading.needs)
+        if reading.of_logs == of_logs and known and reading.when(facts):
+            text = " ".join(filter(None, (reading.says, reading.why, reading.change))).format_map(facts)
             found.append(Trouble(reading.name, text, reading.ends(facts)))
     return found
 
 
-# Warnings of a run in trouble, once each: what its metrics say over the last logs, and what to do.
+def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None) -> Facts:
+    """Means over the last `WINDOW` logs, and as `before/...` over the `WINDOW` logs before them.
 
+    A mean is None where there are fewer logs, or where one of them lacks the metric.
 
-WINDOW = 20  # logs: a batch of a hundred rollouts is too few to judge by
-NO_SIGNAL, CLIPPED, CLIPPED_UP, AT_TURN_LIMIT, ENTROPY, UNSOLVED, STUCK = 1.0, 0.3, 0.1, 0.8, 0.01, 0.9, 0.5
-UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
+    Args:
+        logs: The metrics of a job, oldest first.
+        outcome: The name of the outcome reward whose mean is the fact `outcome`.
+    """
 
+    def window_mean(name: str, of: list[dict[str, Any]]) -> float | None:
+        values = [log.get(name) for log in of]
+        return mean(values) if len(values) == WINDOW and all(map(is_shown, values)) else None
 
-class History:
-    """The metrics of a run's logs."""
-
-    def __init__(self, outcome: str | None = None):
-        self.logs: list[dict[str, Any]] = []
-        self.outcome = f"rewards/{outcome}/mean"
-
-    def now(self, name: str) -> float | None:
-        """The mean over the last `WINDOW` logs; None where there are fewer, or one lacks it."""
-        return self._mean(name, self.logs[-WINDOW:])
-
-    def before(self, name: str) -> float | None:
-        """The mean over the `WINDOW` logs before those."""
-        return self._mean(name, self.logs[-2 * WINDOW : -WINDOW])
-
-    @staticmethod
-    def _mean(name: str, logs: list[dict[str, Any]]) -> float | None:
-        values = [log.get(name) for log in logs]
-        if len(values) < WINDOW or any(value is None or value != value for value in values):
-            return None
-        return mean(values)
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A rule. `says` is filled in with `now` and `before` of the metric `name`."""
-
-    name: str
-    when: Callable[[History, float, float | None], bool]
-    says: str
-
-
-def hacked(history: History, now: float, before: float | None) -> bool:
-    """Whether the reward rises while its main outcome falls."""
-    outcome = history.now(history.outcome), history.before(history.outcome)
-    if before is None or None in outcome:
-        return False
-    up, down = max(UP * abs(before), FLOOR), max(DOWN * abs(outcome[1]), FLOOR)
-    return now > before + up and outcome[0] < outcome[1] - down
-
-
-ALARMS = (
-    Alarm(
-        "credit/frac_groups_without_signal", lambda history, now, before: now >= NO_SIGNAL,
-        "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
-        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
-        "temperature.",
-    ),
-    Alarm(
-        "reward", hacked,
-        "The reward rises ({before:.2f} to {now:.2f}) while its main outcome falls: the policy is paid for something "
-        "else. Compare the reward functions in the metrics, and lower the weight of the one that rises.",
-    ),
-    Alarm(
-        "stop/max_turns", lambda history, now, before: now >= AT_TURN_LIMIT,
-        "{now:.0%} of the rollouts still call tools in their last turn and give no answer. Raise max_env_steps, or "
-        "tell the model how many calls it has.",
-    ),
-    Alarm(
-        "completions/clipped_ratio",
-        lambda history, now, before: before is not None and now >= CLIPPED and now >= before + CLIPPED_UP,
-        "More rollouts are cut off ({before:.0%} before, {now:.0%} now): the policy writes ever more. Raise "
-        "max_completion_length, set max_turn_tokens, or give a reward that falls with the length.",
-    ),
-    Alarm(
-        "entropy",
-        lambda history, now, before: now < ENTROPY and (history.now(history.outcome) or 0.0) < UNSOLVED
-        and (history.now("credit/frac_groups_without_signal") or 0.0) >= STUCK,
-        "The entropy is gone ({now:.2g}) though the task is not solved: all rollouts of a group are the same. Go back "
-        "to an earlier checkpoint, with a lower learning_rate, a beta above 0, or a higher temperature.",
-    ),
-)  # fmt: skip
+    facts: Facts = {"window": WINDOW}
+    for prefix, of in (("", logs[-WINDOW:]), ("before/", logs[-2 * WINDOW : -WINDOW])):
+        facts |= {f"{prefix}{name}": window_mean(name, of) for name in logs[-1]}
+        facts[f"{prefix}outcome"] = window_mean(f"rewards/{outcome}/mean", of)
+    return facts
 
 
 class Watch(TrainerCallback):
-    """Warns on rank 0, once for each alarm."""
+    """Warns on rank 0 of a running job in trouble, once for each reading."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.history, self.told = trainer, History(), set()
+        self.trainer, self.logs, self.warned = trainer, [], set()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "reward" not in logs or not state.is_world_process_zero:
             return
-        self.history.outcome = f"rewards/{self.trainer.reward_functions.main_outcome}/mean"
-        self.history.logs = [*self.history.logs, logs][-2 * WINDOW :]
-        for alarm in ALARMS:
-            now, before = self.history.now(alarm.name), self.history.before(alarm.name)
-            if alarm.name not in self.told and now is not None and alarm.when(self.history, now, before):
-                self.told.add(alarm.name)
-                text = alarm.says.format(now=now, before=before or 0.0, window=WINDOW)
-                logger.warning(f"Step {state.global_step}, {alarm.name}: {text}")
+        self.logs = [*self.logs, logs][-2 * WINDOW :]
+        for trouble in troubles(facts_of_logs(self.logs, self.trainer.reward_functions.main_outcome), of_logs=True):
+            if trouble.name not in self.warned:
+                self.warned.add(trouble.name)
+                logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

@@ -14,7 +14,7 @@ from test_docs import PAGES, RECIPES, first_column, section
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.recipe.keys import known_keys
-from mt_grpo.reports.troubles import ALARMS, READINGS
+from mt_grpo.reports.troubles import READINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = PAGES["docs/troubleshooting.md"]
@@ -40,18 +40,17 @@ def text_of(node: ast.AST) -> str:
 
 
 def printed() -> list[str]:
-    """All texts of the code, and readings and alarms with what is printed in front of them."""
+    """All texts of the code, and readings with what is printed in front of them."""
     kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
     nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
-    return [" ".join(text_of(node).split()) for node in nodes] + [*READING_TEXTS, *ALARM_TEXTS]
+    return [" ".join(text_of(node).split()) for node in nodes] + READING_TEXTS
 
 
 def filled(text: str) -> str:
     return text_of(ast.Constant(text))
 
 
-READING_TEXTS = [f"{each.name}: {filled(each.says)}" for each in READINGS]
-ALARM_TEXTS = [f"Step ..., {each.name}: {filled(each.says)}" for each in ALARMS]
+READING_TEXTS = [f"{'Step ..., ' * each.of_logs}{each.name}: {filled(each.says)}" for each in READINGS]
 
 
 def spans(text: str) -> list[str]:
@@ -88,7 +87,7 @@ def test_a_text_that_is_not_printed_is_noticed():
     assert not any(re.search(pattern("no calls: ... of the rollouts call no tool"), text) for text in PRINTED)
 
 
-@pytest.mark.parametrize("text", READING_TEXTS + ALARM_TEXTS)
+@pytest.mark.parametrize("text", READING_TEXTS)
 def test_every_reading_and_every_alarm_has_an_entry(text):
     assert any(re.match(pattern(quote), text) for quote in quotes()), text
 

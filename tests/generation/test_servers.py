@@ -507,7 +507,7 @@ class Pushed(Settled):
     def __init__(self, number, **values):
         super().__init__(number, **values)
         self.version, self.wrong, self.pushes = "default", 0.0, []
-        self.transfer = SimpleNamespace(server=self, leave_nccl=lambda: None, push=self.push)
+        self.transfer = SimpleNamespace(leave_nccl=lambda: None)
 
     def server_info(self):
         return self._if_up({})
@@ -515,14 +515,12 @@ class Pushed(Settled):
     def score(self, ids, rank):
         return self._if_up([-1.0 - self.wrong] * (len(ids) - 1))
 
-    @staticmethod
-    def push(weights, version, expected, device, transfers):
-        errors = []
-        for server in (transfer.server for transfer in transfers):
+    def update_weights(self, weights, version, expected, device, errors):
+        for server in errors:
             server.pushes.append(version)
-            errors.append(None if server.up else ServerLost(f"{server.base_url}: refused"))
+            errors[server] = None if server.up else ServerLost(f"{server.base_url}: refused")
             server.version = version if server.up else server.version
-        return {"load": 0.0}, errors
+        return {"load": 0.0}
 
 
 @pytest.fixture
@@ -551,6 +549,27 @@ def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):
         assert pool.servers[1].pushes[-1] == f"v-{step}"
     pool.servers[1].wrong = 0.0
     assert push("v-14")["sync/servers"] == 3 and pool.joined == [0, 1, 2]
+
+
+def test_a_single_server_that_was_lost_gets_the_next_push(pushing, caplog):
+    """At once, as there is no other one that could do without it. Nothing is said of several servers."""
+    push, pool, sync = pushing
+    pool = sync.servers = ServerPool([Pushed(0)])
+    push("v-0")
+    caplog.clear()
+    pool.WATCH_SECONDS, (server,) = 0.05, pool.servers
+
+    async def converse(route, index):
+        first = (await route.generate([1], 8, None, index)).token_ids
+        server.version = "default"
+        await asyncio.sleep(60)
+        return first
+
+    routes = pool.routes([0])
+    assert pool.start_conversations([converse(routes[0], 0)], "v-0", routes).result(20) == [None]
+    assert pool.joined == [] and pool.retries == 0
+    assert push("v-1")["sync/servers"] == 1 and pool.joined == [0] and server.version == "v-1"
+    assert server.lineage == 1 and not caplog.text
 
 
 @pytest.mark.parametrize("deaf", [0, 1, 2])
@@ -677,12 +696,11 @@ class Versioned(Pushed):
         await asyncio.sleep(0.01)
         return Generation([self.number, version], [-1.0], "stop")
 
-    @staticmethod
-    def push(weights, version, expected, device, transfers):
+    def update_weights(self, weights, version, expected, device, errors):
         time.sleep(0.3)
-        for server in (transfer.server for transfer in transfers):
+        for server in errors:
             server.version = tagged(version, server.lineage)
-        return {"load": 0.0}, [None] * len(transfers)
+        return {"load": 0.0}
 
 
 @pytest.fixture
@@ -742,14 +760,19 @@ def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
     push, pool, _ = pushing
     push("v-0")
 
-    def push_and_lose(weights, version, expected, device, transfers):
+    def push_and_lose(weights, version, expected, device, errors):
         pool.leave(0, "it did not answer 3 times in a row")
-        return {}, [ServerLost("http://server0: refused"), None, None]
+        errors[pool.servers[0]] = ServerLost("http://server0: refused")
+        return {}
 
-    pool.servers[0].transfer.push = push_and_lose
+    def push_and_fail(weights, version, expected, device, errors):
+        errors[pool.servers[2]] = ServerLost("http://server2: refused")
+        return {}
+
+    pool.servers[0].update_weights = push_and_lose
     pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
     assert pool.joined == [1, 2]
-    pool.servers[0].transfer.push = lambda *_: ({}, [None, ServerLost("http://server2: refused")])
+    pool.servers[0].update_weights = push_and_fail
     pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
     assert pool.joined == [1]
 
@@ -758,7 +781,7 @@ def test_a_push_without_servers_says_so_and_walks_to_the_end():
     """Other ranks gather the weights too."""
     client, weights = VLLMServerClient(base_url="http://127.0.0.1:9"), iter({"w": torch.ones(2)}.items())
     with pytest.raises(ServerLost, match="None of the vLLM servers is left to push weights to"):
-        client.transfer.push(weights, "v-1", {"w"}, torch.device("cpu"), [])
+        client.update_weights(weights, "v-1", {"w"}, errors={})
     assert list(weights) == []
 
 

@@ -386,9 +386,6 @@ class Writes(VLLMServerClient):
         ids = self.tokenizer(self.texts[index], add_special_tokens=False)["input_ids"]
         return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
 
-    async def gather_from(self, version, coroutines):
-        return [await coroutine for coroutine in coroutines]
-
 
 def alternating(completions, **kwargs):
     return [float(i % 2) for i in range(len(completions))]

@@ -1,6 +1,7 @@
 """The client of the vLLM server where there is none, or another service: a proxy answers in its place."""
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -16,6 +17,7 @@ from bench.fault_proxy import Fault, FaultProxy
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import output_lock
+from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo_trainer import VLLMServerClient
 
@@ -197,56 +199,79 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
 # =====================================================================================================================
 
 
+SAMPLE = {
+    "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1},
+}
+
+
+def answered(request, held, **how):
+    """A sample, or which weights the server holds."""
+    answer = SAMPLE if request.path == "/v1/completions" else {"weight_version": held}
+    return Fault(held, status=200, body=json.dumps(answer).encode(), **how)
+
+
+def questions(proxy):
+    """How often the server was asked which weights it holds."""
+    return sum(request.path == "/weight_info" for request in proxy.requests)
+
+
+def proven(client, version, *conversations, every=0.2):
+    """The results of conversations, each of which gets its backend. The server is asked `every` so many seconds."""
+    client.__dict__["model_card"] = {"id": "model", "max_model_len": 64}
+    pool = ServerPool([client])
+    pool.WATCH_SECONDS = every
+    routes = pool.routes(list(range(len(conversations))))
+    running = [conversation(route) for conversation, route in zip(conversations, routes)]
+    return pool.start_conversations(running, version, routes).result(20)
+
+
+async def sample(backend):
+    return (await backend.generate([1], 8)).token_ids
+
+
 def test_an_answer_proves_only_what_was_finished_when_it_was_asked_for(proxy, client):
-    """Finished between question and answer: the server may have restarted before it was sampled."""
-    client.WATCH_SECONDS = 0.2
+    """Sampled between question and answer: the server may have restarted before it was sampled."""
 
-    def rule(request):
-        first = sum(r.path == "/weight_info" for r in proxy.requests) == 1
-        return Fault("v" if first else "default", status=200, delay=1.5 * first,
-                     body=b'{"weight_version": "v"}' if first else b'{"weight_version": "default"}')  # fmt: skip
-
-    async def early():
-        return "early"
-
-    async def between():
-        while not proxy.requests:
+    async def between(backend):
+        while not questions(proxy):
             await asyncio.sleep(0.01)
-        return "between"
+        return await sample(backend)
 
-    async def never():
+    async def never(backend):
         await asyncio.sleep(60)
 
+    def rule(request):
+        first = questions(proxy) == 1
+        return answered(request, "v" if first else "default", delay=1.5 * (first and request.path == "/weight_info"))
+
     proxy.faults = rule
-    assert run_async(client.gather_from("v", [early(), between(), never()])) == ["early", None, None]
-    assert proxy.counts == {"v": 1, "default": 1}
+    assert proven(client, "v", sample, between, never, every=1.0) == [[7], None, None]
+    assert questions(proxy) == 2
 
 
 @pytest.mark.parametrize(
     "held, expected",
-    [("v-1", "result"), ("v-10", "result"), *((held, None) for held in ("default", "v-0", "V-1", ""))],
+    [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))],
 )
 def test_only_this_version_and_later_ones_count(proxy, client, held, expected):
-    client.WATCH_SECONDS = 0.2
-    proxy.faults = lambda request: Fault("other", status=200, body=f'{{"weight_version": "{held}"}}'.encode())
-    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
+    proxy.faults = lambda request: answered(request, held)
+    assert proven(client, "v-1", sample) == [expected]
 
 
-@pytest.mark.parametrize("held, expected", [("loading-v-2", "result"), ("v-1+1", None)])
+@pytest.mark.parametrize("held, expected", [("loading-v-2", [7]), ("v-1+1", None)])
 def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
     """Nothing is known meanwhile. A restart that the push found out makes what is unproven worthless."""
-    client.WATCH_SECONDS = 0.2
 
     def rule(request):
-        first = sum(r.path == "/weight_info" for r in proxy.requests) < 3
-        if not first:
-            client.lineage = int("+" in held)  # what a rank hears of at the end of the push
-        version = held if first else held.removeprefix("loading-")
-        return Fault("other", status=200, body=f'{{"weight_version": "{version}"}}'.encode())
+        if questions(proxy) < 3:
+            return answered(request, held)
+        client.lineage = int("+" in held)  # what a rank hears of at the end of the push
+        return answered(request, held.removeprefix("loading-"))
 
     proxy.faults = rule
-    assert run_async(client.gather_from("v-1", [asyncio.sleep(0, "result")])) == [expected]
-    assert len(proxy.requests) >= 3
+    assert proven(client, "v-1", sample) == [expected]
+    assert questions(proxy) >= 3
 
 
 # =====================================================================================================================

@@ -53,7 +53,8 @@ MUTATIONS = [
         "mt_grpo/adapters/session.py",
         "if len(turn.token_ids) <= left:",
         "if True:",
-        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget "
+        "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
     ),
     Mutation(
         "agents: of n answers the limit of calls counts one",
@@ -68,12 +69,5 @@ MUTATIONS = [
         "turn.logprobs and turn.logprobs[:left]",
         "turn.logprobs",
         "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
-    ),
-    Mutation(
-        "swift: requests at the same time overrun the budget",
-        "mt_grpo/adapters/session.py",
-        "if len(turn.token_ids) <= left:",
-        "if True:",
-        "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
     ),
 ]

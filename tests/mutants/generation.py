@@ -141,9 +141,9 @@ MUTATIONS = [
     ),
     Mutation(
         "versions are confirmed when the answer is there",
-        "mt_grpo/generation/connection.py",
-        "confirmed = asked",
-        "confirmed = time.monotonic()",
+        "mt_grpo/generation/server_pool.py",
+        "confirmed[n, lineages[n]] = asked",
+        "confirmed[n, lineages[n]] = time.monotonic()",
         "tests/method/test_client.py::test_an_answer_proves_only_what_was_finished_when_it_was_asked_for",
     ),
     Mutation(
@@ -162,16 +162,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a server that lost its weights keeps its rollouts",
-        "mt_grpo/generation/connection.py",
-        "or holds is False:",
-        "or False:",
+        "mt_grpo/generation/server_pool.py",
+        "elif holds is False:",
+        "elif False:",
         "tests/method/test_client.py::test_only_this_version_and_later_ones_count",
     ),
     Mutation(
         "what was sampled before a restart counts behind it",
-        "mt_grpo/generation/connection.py",
-        "if self.lineage != lineage or holds",
-        "if holds",
+        "mt_grpo/generation/server_pool.py",
+        'return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}',
+        'return {n for (k, _), when in routes[index].sampled.items() if confirmed.get(n := (k, pool.servers[k].lineage), float("-inf")) < when}',
         "tests/method/test_client.py::test_a_push_under_way_is_waited_for",
     ),
     Mutation(
@@ -422,8 +422,8 @@ MUTATIONS = [
     Mutation(
         "servers: the error of a push is another server's",
         "mt_grpo/generation/server_pool.py",
-        "self.without_errors(dict(zip(numbers, failed)))",
-        "self.without_errors(dict(zip(self.members, failed)))",
+        "self.without_errors(dict(zip(numbers, errors.values())))",
+        "self.without_errors(dict(zip(self.members, errors.values())))",
         "tests/generation/test_servers.py::test_an_error_of_a_push_is_of_the_server_that_has_it",
     ),
     Mutation(
@@ -614,5 +614,12 @@ MUTATIONS = [
         '"is_checkpoint_format": False}',
         '"is_checkpoint_format": True}',
         "tests/generation/test_server.py::test_whether_the_server_sees_the_directory_is_found_out_without_harm",
+    ),
+    Mutation(
+        "servers: a single one that was lost is asked again after a wait",
+        "mt_grpo/generation/server_pool.py",
+        "return [0] if len(self.servers) == 1 else sorted(",
+        "return sorted(",
+        "tests/generation/test_servers.py::test_a_single_server_that_was_lost_gets_the_next_push",
     ),
 ]

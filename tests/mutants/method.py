@@ -130,24 +130,10 @@ MUTATIONS = [
         END_OF_TURN,
     ),
     Mutation(
-        "the template's end of turn is not in generation_config",
-        SCRIPT,
-        'self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids',
-        "pass",
-        END_OF_TURN,
-    ),
-    Mutation(
         "the template's end of turn is not in stop_token_ids",
         SCRIPT,
         '"stop_token_ids": list(self.eos_token_ids),\n            **(args',
         '"stop_token_ids": [tokenizer.eos_token_id],\n            **(args',
-        END_OF_TURN,
-    ),
-    Mutation(
-        "a sample that ends by the template's end counts as cut",
-        SCRIPT,
-        "lambda i: i in self.eos_token_ids",
-        "lambda i: i == tokenizer.eos_token_id",
         END_OF_TURN,
     ),
     Mutation(
@@ -200,20 +186,6 @@ MUTATIONS = [
         "tests/training/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
     ),
     Mutation(
-        "evaluations are sampled one push behind",
-        SCRIPT,
-        "        if self.weight_sync.pushed == version and not self.weight_sync.doubted:\n",
-        "        if self.weight_sync.pushed == version or not self.model.training:\n",
-        "tests/run/test_faults.py::test_overlapping_rollouts_are_one_step_behind",
-    ),
-    Mutation(
-        "ranks expect versions of their own",
-        SCRIPT,
-        "self.client.instance = on_main_process(lambda: self.client.instance)",
-        "on_main_process(dict)",
-        "tests/generation/test_server.py::test_two_ranks_on_one_server",
-    ),
-    Mutation(
         "temperature is not sent",
         SCRIPT,
         '"temperature": self.temperature, "top_p": self.top_p',
@@ -233,20 +205,6 @@ MUTATIONS = [
         '"stop_token_ids": list(self.eos_token_ids),\n            **(args.generation_kwargs or {}),',
         '"stop_token_ids": list(self.eos_token_ids),',
         "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
-    ),
-    Mutation(
-        "passwords are logged with the arguments",
-        SCRIPT,
-        'args.vllm_server_base_url = ",".join(client.base_url for client in clients)',
-        'args.vllm_server_base_url = ",".join(urls)',
-        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
-    ),
-    Mutation(
-        "servers: one NCCL port for all",
-        SCRIPT,
-        "group_port=args.vllm_group_port + number",
-        "group_port=args.vllm_group_port",
-        "tests/generation/test_servers.py::test_two_servers_train_as_one",
     ),
     Mutation(
         "text: a continuation is a control token",
@@ -506,20 +464,6 @@ MUTATIONS = [
         "[value if one else masked for one in self.mask]",
         "[value for one in self.mask]",
         "tests/adapters/test_ms_swift.py::test_a_mask_chooses_among_what_was_sampled",
-    ),
-    Mutation(
-        "colocate: a checkpoint that is loaded at the step of the last sync does not reach the engine",
-        SCRIPT,
-        "if self._last_loads != self._weight_counter.loads:",
-        "if False:",
-        "tests/generation/test_colocate.py::test_weights_of_a_checkpoint_reach_the_engine",
-    ),
-    Mutation(
-        "colocate: the engine does not stop at closing tags",
-        SCRIPT,
-        "self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}",
-        'self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops, "stop": []}',
-        "tests/generation/test_colocate.py::test_its_turns_end_as_those_of_a_server",
     ),
     Mutation(
         "rows: environments get a prompt that no row has",

@@ -198,15 +198,15 @@ MUTATIONS = [
     Mutation(
         "watch: an alarm is told again and again",
         "mt_grpo/reports/troubles.py",
-        "                self.told.add(alarm.name)",
+        "                self.warned.add(trouble.name)",
         "                pass",
         "tests/reports/test_watch.py::test_a_run_in_trouble_is_told_once",
     ),
     Mutation(
         "watch: a solved task without entropy is trouble",
         "mt_grpo/reports/troubles.py",
-        "now < ENTROPY and (history.now(history.outcome) or 0.0) < UNSOLVED",
-        "now < ENTROPY",
+        'f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED',
+        'f["entropy"] < ENTROPY',
         "tests/reports/test_watch.py::test_another_run_is_not",
     ),
     Mutation(
@@ -233,8 +233,8 @@ MUTATIONS = [
     Mutation(
         "watch: one log is enough",
         "mt_grpo/reports/troubles.py",
-        "        if len(values) < WINDOW or any(",
-        "        if not values or any(",
+        "if len(values) == WINDOW and all(",
+        "if values and all(",
         "tests/reports/test_watch.py::test_another_run_is_not",
     ),
     Mutation(
@@ -324,8 +324,8 @@ MUTATIONS = [
     Mutation(
         "readings: the limit of turns is trouble only for all",
         "mt_grpo/reports/troubles.py",
-        'f["stop/max_turns"] >= AT_LIMIT',
-        'f["stop/max_turns"] >= 1.0',
+        '"turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT',
+        '"turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= 1.0',
         "tests/reports/test_readings.py::test_a_reading_speaks_at_its_threshold",
     ),
     Mutation(

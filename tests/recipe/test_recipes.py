@@ -290,7 +290,7 @@ READ_BACK_VLLM = {
     "vllm_mode": lambda t: t.backend,
     "vllm_server_host": lambda t: urlsplit(t.client.base_url).hostname,
     "vllm_server_port": lambda t: urlsplit(t.client.base_url).port,
-    "vllm_server_timeout": lambda t: t.client.timeout,
+    "vllm_server_timeout": lambda t: t.client.servers[0].timeout,
     "vllm_group_port": lambda t: t.client.transfer.group_port,
     "vllm_gpu_memory_utilization": lambda t: t.vllm_generation.settings["gpu_memory_utilization"],
     "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
@@ -382,7 +382,7 @@ def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
 
     check_read_back(trainer, {k: v for k, v in original.items() if k in VLLM_KEYS}, READ_BACK_VLLM)
-    assert isinstance(trainer.llm, mt.VLLMServerClient if original["vllm_mode"] == "server" else InProcessBackend)
+    assert isinstance(trainer.llm, mt.ServerPool if original["vllm_mode"] == "server" else InProcessBackend)
 
 
 # --- accelerate ------------------------------------------------------------------------------------------------------
@@ -719,9 +719,10 @@ def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tm
         choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
         return read({"choices": [choice], "usage": {"prompt_tokens": 2}})
 
-    monkeypatch.setattr(trainer.client, "_post", post)
-    trainer.client.model_card = {"id": "model"}
-    run_async(trainer.client.generate([1, 2], 8, trainer._sampling_params))
+    (client,) = trainer.client.servers
+    monkeypatch.setattr(client, "_post", post)
+    client.model_card = {"id": "model"}
+    run_async(client.generate([1, 2], 8, trainer._sampling_params))
     assert expected.items() <= sent.items()
 
 

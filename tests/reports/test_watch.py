@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.reports.troubles import ALARMS, WINDOW, Watch
+from mt_grpo.reports.troubles import READINGS, WINDOW, Watch
 from mt_grpo.training.rewards import RewardFunctions
 
 
@@ -60,7 +60,7 @@ NO_TROUBLES = {
 def test_a_run_in_trouble_is_told_once(name, caplog):
     logs, told = TROUBLES[name]
     assert watched(logs * 3, caplog) == [told]
-    assert {alarm.name for alarm in ALARMS} == {told for _, told in TROUBLES.values()}
+    assert {reading.name for reading in READINGS if reading.of_logs} == {told for _, told in TROUBLES.values()}
 
 
 @pytest.mark.parametrize("name", NO_TROUBLES)

@@ -422,7 +422,7 @@ def test_room_for_a_push_is_needed_where_a_file_carries_it(
     trainer, usage = make_trainer(random_model, tmp_path), shutil.disk_usage(tmp_path)
     trainer.backend, trainer.args.weight_sync_dir = "server", str(tmp_path / "shm")
     clients = [VLLMServerClient(port=9, transport=weight_sync) for _ in range(1 + several)]
-    trainer.client = ServerPool(clients) if several else clients[0]
+    trainer.client = ServerPool(clients)
 
     def server_info(*_):
         if config == "gone":

@@ -453,8 +453,9 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
     assert [r.index for r in trainer.batches[2]] == list(range(16))
     assert_whole(trainer.batches[2])
     assert_from_the_weights_of_its_version(trainer)
-    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
-    assert trainer.client.lineage > 0 and not paused(server)
+    (client,) = trainer.client.servers
+    assert client.weight_version() == tagged(trainer.weight_sync.pushed, client.lineage)
+    assert client.lineage > 0 and not paused(server)
 
 
 @needs_vllm
@@ -487,8 +488,9 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert trainer.rows("rollout/restarted") == [0, 0, 0]
-    assert trainer.client.weight_version() == tagged(trainer.weight_sync.pushed, trainer.client.lineage)
-    assert trainer.client.lineage > 0 and not paused(server)
+    (client,) = trainer.client.servers
+    assert client.weight_version() == tagged(trainer.weight_sync.pushed, client.lineage)
+    assert client.lineage > 0 and not paused(server)
     assert_from_the_weights_of_its_version(trainer)
     trainer.client.close()
     assert not list(tmp_path.glob("*mt-grpo*"))
@@ -516,7 +518,7 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
 
         def on_optimizer_step(self, args, state, control, **kwargs):
             if when == "between two pushes" and state.global_step == 0:
-                trainer.client.request("POST", "/update_weight_version", json={"new_version": "default"})
+                trainer.client.servers[0].request("POST", "/update_weight_version", json={"new_version": "default"})
                 back.append(1)
 
     trainer = make_trainer(proxy.port, tmp_path)
@@ -863,7 +865,8 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
     """The answers come back whole. Their last parts are of the new weights, without keys and values of the old."""
     trainer = make_trainer(server.port, tmp_path)
     trainer._sync_weights()
-    request, futures, differences, count = trainer.client.request, [], [], 450
+    (client,) = trainer.client.servers
+    request, futures, differences, count = client.request, [], [], 450
     prompt = trainer.processing_class("What is 12 * 34? " * 3)["input_ids"]
 
     def sampled_tokens():
@@ -874,14 +877,14 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
         for _ in range(20 if path == "/pause" else 0):
             wait(futures)  # on a busy machine all of them may have ended before the server could be paused
             before, params = sampled_tokens(), {"stop": [], "ignore_eos": True}
-            futures[:] = [start_in_background(trainer.client.generate(prompt, count, params)) for _ in range(8)]
+            futures[:] = [start_in_background(client.generate(prompt, count, params)) for _ in range(8)]
             while sampled_tokens() < before + 8 * 30:
                 time.sleep(0.01)
             if not any(future.done() for future in futures):
                 break
         return request(method, path, **kwargs)
 
-    monkeypatch.setattr(trainer.client, "request", request_amid)
+    monkeypatch.setattr(client, "request", request_amid)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.1)
@@ -924,7 +927,9 @@ def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
 
     def may_go_on(rollout):
         number = next((n for n, flight in enumerate(flights) if any(r is rollout for r in flight.rollouts)), None)
-        if number is None or trainer.client.policy_version < min(number, 4):  # the last two steps push nothing
+        if number is None or trainer.client.servers[0].policy_version < min(
+            number, 4
+        ):  # the last two steps push nothing
             return False
         behind = flights[number + 1 : number + 2]  # its first turns must end before the next push
         return number in (0, 5) or behind and all(r.turns for r in behind[0].rollouts)
@@ -1042,8 +1047,9 @@ def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     trainer = make_trainer(proxy.port, tmp_path, tool, trainer_class=Kept, max_steps=6, max_staleness=2)
     trainer.env.tool_timeout = 150.0
     trainer.train()
-    assert len(restarts) == 1 and trainer.client.lineage == 1
-    assert trainer.client.weight_version() == f"{trainer.weight_sync.pushed}+1"
+    (client,) = trainer.client.servers
+    assert len(restarts) == 1 and client.lineage == 1
+    assert client.weight_version() == f"{trainer.weight_sync.pushed}+1"
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] == [0, 0, 0]
     assert_from_the_weights_of_its_version(trainer)
@@ -1568,7 +1574,7 @@ original = m.MTGRPOEnvTrainer._start_rollouts
 def set_off(self, prompts, which):
     if os.environ["RANK"] == "1" and self.state.global_step == 2:
         if os.environ["FAULT"] == "dead port":
-            self.client.base_url = "http://127.0.0.1:9"
+            self.client.servers[0].base_url = "http://127.0.0.1:9"
         else:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return original(self, prompts, which)

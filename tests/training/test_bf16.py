@@ -159,7 +159,7 @@ def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path)
 def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
     """The weights it started with are right, so that only the scaled norm of the first check tells."""
     trainer = served(tmp_path, port, max_steps=1)
-    client, sync = trainer.client, trainer.weight_sync
+    (client,), sync = trainer.client.servers, trainer.weight_sync
     trainer.client.update_weights(trainer.vllm_generation.named_weights(), "right")
 
     def ignored(named_weights, version, expected, device, transfers):
