@@ -299,4 +299,11 @@ MUTATIONS = [
         "needs_prompt,\n",
         "tests/scripts/test_scripts.py::test_rows_of_an_evaluation_are_as_in_training",
     ),
+    Mutation(
+        "launch: the prompts of evaluations are not in the server's context",
+        "scripts/launch/launch_plan.py",
+        "needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)",
+        "needed = needed or longest_prompt(env, rows) + args.max_completion_length",
+        "tests/scripts/test_scripts.py::test_the_servers_context_holds_the_prompts_of_evaluations",
+    ),
 ]
