@@ -44,8 +44,8 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,8 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.files import absolute, keep_output_open, output_lock
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import column_lists, data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.base.rows import data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
@@ -68,10 +69,9 @@ from mt_grpo.conversation.environments import (
     tools_of,
 )
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
-from mt_grpo.conversation.formats.xml import CLOSING_TAGS, make_format
+from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.sampling import (
     CHAT_KEYS,
-    Room,
     check_conversations,
     check_sampling_params,
     sampling_defaults,
@@ -94,7 +94,6 @@ from mt_grpo.recipe.checks import (
     prompt_ids_of,
     rows_of_environment,
     warn_without_state_keys,
-    weights_of,
 )
 from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges
@@ -103,7 +102,6 @@ from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
-    RewardUse,
     conversation_columns,
     conversation_metrics,
     credit_metrics,
@@ -111,12 +109,11 @@ from mt_grpo.reports.metrics import (
     staleness_metrics,
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
-from mt_grpo.reports.rollout_log import log_rollouts
+from mt_grpo.reports.rollout_log import RolloutLog
 from mt_grpo.rollout import (
     Context,
     Generation,
     Message,
-    Record,
     Reply,
     Rollout,
     StopReason,
@@ -125,29 +122,15 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run.ahead import AheadTrainer
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
-from mt_grpo.run.trainer import train_or_save
-from mt_grpo.training.records import (
-    FURTHER,
-    Pass,
-    loss_in_passes,
-    loss_lists,
-    loss_rows,
-    score_rollouts,
-    split_further,
-)
-from mt_grpo.training.rewards import (
-    all_rewards,
-    check_advantages,
-    logged_rewards,
-    own_copy,
-    rollout_columns,
-    state_numbers,
-    turn_flags,
-    weighted_rewards,
-)
-from mt_grpo.training.tensors import NAN, nanstd, pad_rows, pad_turn_ids, ratio_to_sampled
+from mt_grpo.run.trainer import ResumableTrainer, train_or_save
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes
+from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
+from mt_grpo.training.reward_runs import own_copy
+from mt_grpo.training.reward_use import RewardUse, numbers_that_count
+from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
@@ -174,7 +157,7 @@ Tools:
 {tool_descriptions}"""
 
 
-class MultiTurnToolEnv:
+class MultiTurnToolEnv(Conversations):
     """The conversation between a model, its tools and, if there is one, an environment of its own.
 
     Args:
@@ -489,90 +472,6 @@ class MultiTurnToolEnv:
         """A turn's results, each cut to `max_tool_response_tokens`, and the messages with them."""
         return self.format_of(tokenizer).fit(turn, [], float("inf"), self.max_tool_response_tokens)[:2]
 
-    # -- what the conversation reads: its limits, its format, its state --
-
-    def _room(self, rollout: Rollout, llm: Any) -> Room:
-        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
-        return Room(self.max_completion_length - rollout.new_tokens, context - len(rollout.history_ids))
-
-    def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-        """How a model with this tokenizer writes calls and reads results."""
-        if id(tokenizer) not in self._formats:
-            options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
-            self._formats[id(tokenizer)] = make_format(*options)
-        return self._formats[id(tokenizer)]
-
-    def add_ends(self, ids: Iterable[int]) -> None:
-        """Further ids that end a turn, such as those of the model's generation config."""
-        self._ends, self._formats = {*self._ends, *ids}, {}
-
-    async def _state_key(self, rollout: Rollout) -> Any:
-        if hasattr(rollout.environment, "state_key"):
-            return await self.environments.call(rollout, "state_key")
-        try:
-            return self.state_key and self.state_key(rollout.turns)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
-
-    def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
-        tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
-        return tokenizer
-
-    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The tokens that end a turn; sampling must stop there."""
-        return sorted(self.format_of(tokenizer).ends)
-
-    # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
-
-    def generate(
-        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None,
-        rows: list[dict[str, Any]] | None = None,
-    ) -> dict[str, list]:  # fmt: skip
-        """Run all conversations to their ends.
-
-        Args:
-            prompts: Messages, or strings (one user message).
-            llm: A backend with `async generate(prompt_ids, max_tokens, sampling_params, index)`.
-            sampling_params: temperature, top_p, ...; unset ones are neutral.
-            rows: Dataset rows, for environments.
-
-        Returns:
-            Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
-            the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
-        """
-        sampling_params = self._with_stops(sampling_params, llm)
-        states = self.start(prompts, llm, rows)
-        try:
-            run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
-        finally:
-            self.close(states)
-        return {
-            "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
-            "mask": [s.loss_mask for s in states], "prompt_ids": [s.prompt_ids for s in states],
-            "logprobs": [s.logprobs for s in states], "turn_ids": [s.turn_ids for s in states],
-            "stop_reasons": [s.stop_reason for s in states], "rollouts": states,
-        }  # fmt: skip
-
-    def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
-        """One model turn, and its observation, of every open conversation; returns the same states."""
-        sampling_params = self._with_stops(sampling_params, llm)
-        still_open = [state for state in states if state.stop_reason is None]
-        run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
-        return states
-
-    def close(self, states: list[Rollout] | None = None) -> None:
-        """Close the environments of these conversations, None: of all that are open."""
-        if self.environments is not None:
-            for error in run_async(self.environments.close(states)):
-                logger.warning(f"An environment could not be closed: {error}")
-
-    def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
-        """Adds the tokens that end a turn in the chat template. A base model's own end token may be another one."""
-        check_sampling_params(sampling_params)
-        return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
-
 
 # =====================================================================================================================
 # 2. Credit assignment
@@ -848,53 +747,6 @@ def turn_advantages(
     return torch.where(missing, 0.0, advantages)
 
 
-def numbers_that_count(
-    rewards: RewardTable, credit_assignment: str, group_size: int, coef: float, discount: float = 1.0
-) -> dict[str, torch.Tensor]:
-    """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
-
-    The estimator itself is asked, by the gradients of its advantages, so a new one has nothing to declare. It is asked
-    at random numbers in the places of those that were given, without scaling: that two numbers happen to be equal, or
-    that a group of two has no more than a sign, does not count. Where no number of a kind has a gradient (ranks,
-    `.item()`), all of them count if others give other advantages. Of an estimator that raises here all count.
-
-    >>> masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
-    >>> masks["turn"]  # A's 0.6 is alone at its turn
-    tensor([[ True, False, False],
-            [ True, False, False]])
-    >>> numbers_that_count(doctest_batch(), "outcome", 2, 1.0)["turn"].any(), masks["outcome"].all()
-    (tensor(False), tensor(True))
-    """
-    generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
-
-    def drawn(x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(x.shape, generator=generator, dtype=torch.float64).where(~x.isnan(), NAN)
-
-    def advantages_of(numbers: dict[str, torch.Tensor]) -> torch.Tensor:
-        facts = {name: getattr(rewards, name).cpu().clone() for name in ("observed", "sampled", "state")}
-        table = dataclasses.replace(rewards, **{name: x.clone() for name, x in numbers.items()}, **facts)
-        advantages = turn_advantages(table, credit_assignment, group_size, coef, "none", discount)
-        return advantages.where(rewards.sampled.cpu(), 0.0)
-
-    names = ("outcome", "rollout_turn", "turn")
-    asked, moves = {name: drawn(getattr(rewards, name).cpu()) for name in names}, [None] * 3
-    with torch.enable_grad(), suppress(Exception):  # a fork's may take no float64, or no gradients
-        advantages = advantages_of({name: x.requires_grad_() for name, x in asked.items()})
-        probe = (advantages * drawn(advantages.detach())).sum()  # a random sum, in which nothing cancels
-        if probe.requires_grad:
-            moves = torch.autograd.grad(probe, list(asked.values()), allow_unused=True)
-    numbers, masks = {name: x.detach().float() for name, x in asked.items()}, {}
-    for (name, x), move in zip(numbers.items(), moves):
-        masks[name] = torch.zeros_like(x, dtype=torch.bool) if move is None else move.abs() > 1e-12
-        if masks[name].any() or x.isnan().all():
-            continue
-        same = False  # also where it raises: it does so again where it is used, or takes the rewards as they are
-        with suppress(Exception):
-            same = torch.equal(*(advantages_of(numbers | {name: y}).nan_to_num() for y in (x, drawn(x).float())))
-        masks[name] = ~x.isnan() & (not same)
-    return {name: mask.to(rewards.outcome.device) for name, mask in masks.items()}
-
-
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
     """Spread turn advantages (B, K) over tokens: (B, C), 0 where `turn_ids` (B, C) is -1 (environment, padding).
 
@@ -942,7 +794,7 @@ def clipped_loss(
 # =====================================================================================================================
 
 
-class MTGRPOEnvTrainer(AheadTrainer):
+class MTGRPOEnvTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
     Args:
@@ -981,37 +833,25 @@ class MTGRPOEnvTrainer(AheadTrainer):
         peft_config: Any = None,
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
-        turn_funcs, outcome_funcs, own_turn_funcs, own_outcome_funcs = all_rewards(
-            turn_reward_funcs, outcome_reward_funcs, env
-        )
+        self.reward_functions = RewardFunctions.of(
+            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
+            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
+        )  # fmt: skip
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, turn_funcs + outcome_funcs
+            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
         )
-        weights = weights_of(turn_funcs, turn_reward_weights or args.turn_reward_weights, "turn")
-        weights += [args.environment_reward_weight] * len(own_turn_funcs)
-        weights += weights_of(outcome_funcs, outcome_reward_weights or args.outcome_reward_weights, "outcome")
-        weights += [args.environment_reward_weight] * len(own_outcome_funcs)
-        turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
-        self.env, self.backend, self.num_turn_funcs = env, backend_of(args), len(turn_funcs)
+        self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
         if self._reads_state:
             warn_without_state_keys(args.credit_assignment, env)
-        self._rows: list[dict[str, Any]] = []  # of the data, for the batch being rolled out
-        self._rollouts: list[Rollout] = []  # of the batch being scored
-        self._failed: list[bool] = []  # of the same batch, all ranks: the environment failed
-        self._records: list[Record] = []  # of the same batch: a first one per rollout, then the further ones
-        self._owners: list[int] = []  # the rollout of each
-        self._reward_table: RewardTable | None = None  # of the same batch, all ranks
-        self._logged_rewards: torch.Tensor | None = None  # (N, F), of the same batch
+        self.batch: Batch | None = None  # the one that the step is at, or was at last
         self._weight_counter = WeightCounter()
-        self._columns: torch.Tensor | None = None  # (N, 12), of the conversations of the same batch
         self._evaluation = EvaluationMetrics()
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
         self.weight_sync: WeightSync | None = None  # with a server
         self._last_loads = 0  # checkpoint loads that the colocated engine has seen
-        self._wrote_rollouts = False
         if self.backend == "server":
             self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
             check_server(self.client, env, model_config, args, train_dataset)
@@ -1019,18 +859,22 @@ class MTGRPOEnvTrainer(AheadTrainer):
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
         super().__init__(
-            model=model, reward_funcs=turn_funcs + outcome_funcs, args=args, train_dataset=for_trl(train_dataset),
+            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
             eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
             peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )  # fmt: skip
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
-        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+        self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
         setting = f"credit_assignment={args.credit_assignment}"
         if self.turn_advantage_coef == 0:
             setting += ", turn_advantage_coef=0"
-        self._reward_use = RewardUse(self.reward_func_names, weights, setting)
+        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
+        self._rollout_log = RolloutLog(
+            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
+            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
+        )  # fmt: skip
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
@@ -1103,28 +947,29 @@ class MTGRPOEnvTrainer(AheadTrainer):
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
         """
-        if self.args.max_staleness and self.model.training:
-            inputs = self._rows_of_step(inputs)
-        self._rows = inputs
+        inputs = self.in_flight.rows_of_step(inputs)
+        first = self.accelerator.process_index * len(inputs)
+        self.batch = batch = Batch(inputs, self._group_size, first, self._mode, data_of(self))
         try:
             output = super()._generate_and_score_completions(rows_for_trl(inputs))
         finally:
-            self.env.close(self._rollouts)
-        group_size, args = self._group_size, self.args
-        advantages = turn_advantages(  # (N, K)
-            self._reward_table, args.credit_assignment, group_size, self.turn_advantage_coef, self.scale_rewards,
-            args.turn_discount,
-        )  # fmt: skip
-        check_advantages(self._reward_table, advantages, self.state.global_step, self.turn_advantage_coef)
-        first = self.accelerator.process_index * len(inputs)
-        local = advantages[first : first + len(inputs)]  # (B, K)
-        turn_ids = pad_turn_ids(self._records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
-        token_level = token_advantages(local[self._owners], turn_ids)
+            self.env.close(batch.rollouts)
+        advantages = self._advantages(batch.rewards, self.scale_rewards)  # (N, K)
+        check_advantages(batch.rewards, advantages, self.state.global_step, self.turn_advantage_coef)
+        turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
+        token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
-        self._log_step(inputs, output, advantages, group_size)
-        if args.old_logps == "sampled":
+        self._log_step(output, advantages)
+        if self.args.old_logps == "sampled":
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
-        return split_further(output, self._records, self._owners, len(inputs))
+        return batch.per_rollout(output)
+
+    def _advantages(self, rewards: RewardTable, scale_rewards: str) -> torch.Tensor:
+        """Advantages of a table by the run's estimator, (N, K)."""
+        args, coef = self.args, self.turn_advantage_coef
+        return turn_advantages(
+            rewards, args.credit_assignment, self._group_size, coef, scale_rewards, args.turn_discount
+        )
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's generation step: conversations in place of single completions.
@@ -1132,19 +977,18 @@ class MTGRPOEnvTrainer(AheadTrainer):
         Ids, masks and logprobs are of M rows: the first record of each of B rollouts, then the further ones. TRL sums
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
-        self._rollouts = rollouts = self._roll_out(self._rows)
-        self._columns = conversation_columns(rollouts, self.accelerator)  # (N, 12)
-        metrics, num_tokens = conversation_metrics(self._columns)
+        batch = self.batch
+        batch.rollouts = rollouts = self._roll_out(batch.rows)
+        batch.facts = conversation_columns(rollouts, self.accelerator)  # (N, 12)
+        metrics, num_tokens = conversation_metrics(batch.facts)
         self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._records, self._owners, self._failed = loss_rows(rollouts, self.args, self.state.global_step)
-        prompt_ids, completion_ids, loss_masks, logprobs = loss_lists(self._records, self._tokenizer.pad_token_id)
-        if self.args.mask_truncated_completions:
-            truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
-            reasons = [rollouts[owner].stop_reason for owner in self._owners]
-            loss_masks = [[0] * len(m) if reason in truncated else m for reason, m in zip(reasons, loss_masks)]
+        batch.choose_records(self.args, self.state.global_step)
+        prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(
+            self._tokenizer.pad_token_id, self.args.mask_truncated_completions
+        )
         return (
             prompt_ids,
             completion_ids,
@@ -1160,7 +1004,7 @@ class MTGRPOEnvTrainer(AheadTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
         """TRL's loss of a micro-batch; where its rollouts have further records, the sum over passes."""
-        if FURTHER in inputs:
+        if FURTHER_RECORDS in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss * inputs.scale if isinstance(inputs, Pass) else loss
@@ -1174,11 +1018,10 @@ class MTGRPOEnvTrainer(AheadTrainer):
         A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
         there is none, all ranks push again.
         """
-        rollouts, metrics = self._complete_rollouts(rows)
+        rollouts, metrics = self.in_flight.complete(rows)
         self._log_metrics(metrics)
         staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
-        if self.model.training and self._next_rows:
-            self._prefetch()
+        self.in_flight.start_next()
         return rollouts
 
     def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
@@ -1235,56 +1078,36 @@ class MTGRPOEnvTrainer(AheadTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
-        device = self.accelerator.device
-        columns = column_lists(self._rows, data_of(self)) | rollout_columns(self._rollouts, prompts)
-        columns |= {"trainer_state": self.state}
-        columns |= {"log_extra": self._log_completion_extra, "log_metric": self._log_metric}
-        # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
-        num_turns = torch.tensor([max(len(rollout.turns) for rollout in self._rollouts)], device=device)
-        num_turns = max(1, int(self.accelerator.gather(num_turns).max()))
-        local: dict[str, torch.Tensor] = {}
-
-        def score() -> None:
-            local["whole"], local["per_turn"] = score_rollouts(self, columns, self._rollouts, num_turns)
-            local["observed"], local["sampled"] = turn_flags(self._rollouts, num_turns)
-            states = [state_numbers(rollout) if self._reads_state else [] for rollout in self._rollouts]
-            local["state"] = pad_rows(states, num_turns, -1, torch.long)
-
-        self._on_all_ranks(score, "Rewards")
-        whole, per_turn, observed, sampled, state = (
-            self.accelerator.gather(local[name].to(device).contiguous()).cpu()
-            for name in ("whole", "per_turn", "observed", "sampled", "state")
+        batch = self.batch
+        told = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        whole, per_turn, observed, sampled, state = self.reward_functions.score_all_ranks(
+            batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state
         )
-        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, self.reward_weights.cpu())
-        outcome = outcome.masked_fill(torch.tensor(self._failed), NAN)
-        self._reward_table = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
-        self._logged_rewards = logged = logged_rewards(whole, per_turn).to(device)
+        batch.weights = self.reward_weights.cpu()
+        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
+        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
+        batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
         if self.model.training:
-            counts = numbers_that_count(
-                self._reward_table, self.args.credit_assignment, self._group_size, self.turn_advantage_coef,
-                self.args.turn_discount,
-            )  # fmt: skip
+            counts = numbers_that_count(batch.rewards, lambda table: self._advantages(table, "none"))
             metrics, texts = self._reward_use.add(whole, per_turn, counts)
             self._log_metrics(metrics)
             for text in texts if self.accelerator.is_main_process else []:
                 logger.warning(text)
-        return logged
+        return batch.logged
 
     # -- 3.4 logging --
 
-    def _log_step(
-        self, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
-    ) -> None:
+    def _log_step(self, output: dict[str, Any], advantages: torch.Tensor) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
-        ratio_limit = self.vllm_importance_sampling_clip_max or float("inf")
-        self._log_metrics(credit_metrics(output, self._owners, len(inputs), group_size, self.accelerator, ratio_limit))
+        batch, ratio_limit = self.batch, self.vllm_importance_sampling_clip_max or float("inf")
+        self._log_metrics(credit_metrics(output, batch, self.accelerator, ratio_limit))
         if not self.model.training:
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
-            total = len(loader.dataset) * group_size if loader is not None else None
-            self._evaluation.add(self._metrics["eval"], self._columns, self._logged_rewards, total)
-        log_rollouts(self, inputs, output, advantages, group_size)
-        self._wrote_rollouts = True
-        mean_advantages = mean_per_rollout(output, self._owners, len(inputs))  # (B,)
+            total = len(loader.dataset) * batch.group_size if loader is not None else None
+            self._evaluation.add(self._metrics["eval"], batch, total)
+        self._rollout_log.add(batch, output, advantages, self.state.global_step)
+        mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()

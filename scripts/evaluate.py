@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import mt_grpo_trainer as mt  # noqa: E402
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.rows import column_lists, prompts_of
+from mt_grpo.base.rows import prompts_of
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
@@ -41,7 +40,8 @@ from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
-from mt_grpo.training.rewards import check_reward_values, environment_rewards, named_apart, run_rewards
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]
@@ -180,25 +180,23 @@ def evaluate(
     else:
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
 
-    own_turn_funcs, own_outcome_funcs = environment_rewards(env.environments, env.tools)
-    own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs = named_apart(
-        own_turn_funcs, own_outcome_funcs, turn_funcs, outcome_funcs
-    )
-    turn_funcs, outcome_funcs = turn_funcs + own_turn_funcs, outcome_funcs + own_outcome_funcs
+    functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
+    turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         rollouts = roll_out(backend, env, repeated, sampling_params(args), seed, batch_size, bar)
-    columns = column_lists(repeated, rows)
+    batch = Batch(repeated, k, mode="eval", data=rows, rollouts=rollouts)
     try:
-        scores = score(turn_funcs + outcome_funcs, rollouts, columns, args.reward_timeout)
+        scores = score(functions, batch, args.reward_timeout)
     finally:
         env.close(rollouts)
 
-    exact = next((scores[f.__name__] for f in outcome_funcs if "exact_match" in f.__name__), None)
-    found = next((scores[f.__name__] for f in turn_funcs if any(n in f.__name__ for n in RESULT_FOUND)), None)
-    if found is None and all(isinstance(answer, str) for answer in columns.get("answer", [None])):
+    exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
+    found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
+    answers = [row.get("answer") for row in repeated]
+    if found is None and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
-        golds = [accepted_answers(answer)[0] for answer in columns["answer"]]
+        golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
     solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
@@ -206,8 +204,8 @@ def evaluate(
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
         "num_problems": len(rows), "k": k, "seed": None if served else seed, "temperature": args.temperature,
         "rewards": {
-            "turn": {f.__name__: mean(scores[f.__name__]) for f in turn_funcs},
-            "outcome": {f.__name__: mean(scores[f.__name__]) for f in outcome_funcs},
+            "turn": {name: mean(scores[name]) for name in turn_names},
+            "outcome": {name: mean(scores[name]) for name in outcome_names},
         },
         "exact_match": exact and mean([v and float(v > 0) for v in exact]),
         "pass_at_k": solved and mean(solved),
@@ -261,32 +259,19 @@ def roll_out(
     return rollouts
 
 
-def score(
-    funcs: list[Callable], rollouts: list[Rollout], columns: dict[str, list], timeout: float
-) -> dict[str, list[float | None]]:
+def score(functions: RewardFunctions, batch: Batch, timeout: float) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
     No function sees a rollout whose environment failed. Raises `RuntimeError` if all failed.
     """
-    places = [i for i, rollout in enumerate(rollouts) if not rollout.failed]
-    if not places:
+    rollouts = batch.rollouts
+    if all(rollout.failed for rollout in rollouts):
         raise RuntimeError(
             f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"
         )
-    all_rollouts, rollouts = rollouts, [rollouts[i] for i in places]
-    columns = {key: [values[i] for i in places] for key, values in columns.items()}
-    columns = {
-        "prompts": [r.first_messages or r.prompt_messages for r in rollouts],
-        "completions": [r.completion for r in rollouts], "environments": [r.environment for r in rollouts],
-        "environment_rewards": [r.reward for r in rollouts],
-        "completion_ids": [r.completion_ids for r in rollouts], "rollout_turns": [r.turns for r in rollouts],
-        "trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **columns,
-    }  # fmt: skip
-    outputs = run_rewards(funcs, columns, timeout, torch.device("cpu"))
-    for func, values in zip(funcs, outputs, strict=True):
-        check_reward_values(values, func.__name__, rollouts, per_turn=True)
-    of_places = [dict(zip(places, map(total, values), strict=True)) for values in outputs]
-    return {func.__name__: [v.get(i) for i in range(len(all_rollouts))] for func, v in zip(funcs, of_places)}
+    told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    values = functions.score(batch, told, timeout, torch.device("cpu"))
+    return {name: [total(value) for value in column] for name, column in zip(functions.names, values, strict=True)}
 
 
 def total(value: float | list[float | None] | None) -> float | None:

@@ -152,7 +152,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),
     }  # fmt: skip
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
-    table = trainer._reward_table
+    table = trainer.batch.rewards
     numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)
     differ = not torch.allclose(numbers, numbers[:1].expand_as(numbers), equal_nan=True)
     answer = " | ".join(accepted_answers(row.get("answer")))
@@ -164,7 +164,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
 
 def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -> RolloutCredit:
     """Rollout `i` of the batch, which is this row of the log."""
-    rollout, rewards = trainer._rollouts[i], trainer._reward_table
+    rollout, rewards = trainer.batch.rollouts[i], trainer.batch.rewards
     turns = []
     for k, (turn, logged) in enumerate(zip(rollout.turns, row["turns"], strict=True)):
         trained = trained_advantages(logged)
@@ -181,15 +181,15 @@ def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -
     functions = [
         (name if weight == 1 else f"{name} (weight {weight:g})", value(reward))
         for name, weight, reward in zip(
-            trainer.reward_func_names, trainer.reward_weights.tolist(), trainer._logged_rewards[i], strict=True
+            trainer.reward_func_names, trainer.reward_weights.tolist(), trainer.batch.logged[i], strict=True
         )
     ]
     return RolloutCredit(
         stop_reason=str(rollout.stop_reason),
         outcome=value(rewards.outcome[i]),
         turn_reward=value(rewards.rollout_turn[i]),
-        outcome_rewards=functions[trainer.num_turn_funcs :],
-        turn_rewards=functions[: trainer.num_turn_funcs],
+        outcome_rewards=functions[trainer.reward_functions.num_turn_funcs :],
+        turn_rewards=functions[: trainer.reward_functions.num_turn_funcs],
         turns=turns,
     )
 

@@ -16,6 +16,7 @@ from browser import browser, open_page  # noqa: F401  fixtures of all files that
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+pytest.register_assert_rewrite("scripted")  # a helper whose assertions say what they compared
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
 
 

@@ -92,7 +92,7 @@ def run_case(model, out, group_size, credit):
     rank, share = trainer.accelerator.process_index, ROLLOUTS // world
     trainer.model.train()
     output = trainer._generate_and_score_completions(batch[rank * share : (rank + 1) * share])
-    advantages = [row[: len(r.completion_ids)] for row, r in zip(output["advantages"], trainer._rollouts)]
+    advantages = [row[: len(r.completion_ids)] for row, r in zip(output["advantages"], trainer.batch.rollouts)]
     metrics = {k: v[-1] for k, v in trainer._metrics["train"].items() if "seconds" not in k}
 
     trainer.llm = Scripted(trainer.processing_class, args.num_generations_eval)

@@ -18,3 +18,8 @@ def test_a_mutation_still_fits_the_code(mutation):
 def test_mutations_have_names_of_their_own():
     names = [mutation.name for mutation in MUTATIONS]
     assert len(names) == len(set(names))
+
+
+def test_a_fault_stands_once():
+    faults = [(mutation.file, mutation.old, mutation.new) for mutation in MUTATIONS]
+    assert [fault for fault in faults if faults.count(fault) > 1] == []

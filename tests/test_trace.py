@@ -24,7 +24,7 @@ LOGGING = {
     "credit_metrics",
     "_log_metrics",
     "_log_step",
-    "log_rollouts",
+    "add",
     "delete_other_ranks",
     "mean_per_rollout",
     "num_errors",
@@ -36,7 +36,7 @@ LOGGING = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed", "_complete_rollouts",
+    "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
@@ -71,10 +71,10 @@ MAIN_THREAD = {  # where synchronous rewards run
     "begin",
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
-    "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards", "nansum",
-    "numbers_that_count", "check_advantages",
-    "norm", "nanstd", "turn_total", "rollout_turn_advantages", "pad_rows", "turn_advantages", "mt_grpo_advantages",
-    "score_rollouts", "put_back", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
+    "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
+    "nansum", "numbers_that_count", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
+    "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
+    "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.adapters.recipe_checks import OF_TOOLS
+from mt_grpo.adapters.recipe_checks import OF_TOOLS, check_tool_format
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.plugins import load_environment
 
@@ -239,8 +239,7 @@ def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type
             f"environment: {GYM} needs a package that is not installed ({error}). Run `pip install -e .[gym]` in the "
             "clone. (A file of scripts/one_file.py has no adapters.)"
         ) from None
-    if args.tool_format == "xml":
-        raise ValueError(f"tool_format='xml' does not fit environment: {GYM}. Expected hermes or native.")
+    check_tool_format(args.tool_format, f"environment: {GYM}")
     if script_args.tools_script is not None:
         raise ValueError(f"tools_script has no effect with environment: {GYM}: a turn is an action. Remove it.")
     for key in OF_TOOLS[1:]:  # without max_env_steps

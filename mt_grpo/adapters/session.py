@@ -1,16 +1,23 @@
-"""What the sessions of agents and of schedulers share."""
+"""One rollout whose requests come from a program of another house, an agent or a scheduler.
+
+What such a program asks is sampled in the rollout's room, and becomes turns.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 
 
 class StopsAt:
@@ -76,3 +83,137 @@ class PolicyTime:
             if not self._in_flight:
                 self._began = time.monotonic()
                 self._waited += self._began - self._since
+
+
+async def end_all(tasks: Iterable[asyncio.Future]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class Sampled:
+    """What was sampled for a request: a node of the tree of a rollout's requests."""
+
+    number: int  # in the rollout, by the order of the requests
+    messages: list[Message]  # of the request
+    prompt_ids: list[int]  # all that the model read
+    turn: Turn
+    parent: Sampled | None  # the one that the request goes on from
+    said: list[Message]  # messages behind the parent's
+    fresh: list[int] | None  # of prompt_ids those behind the parent's ids; None: a record begins
+    num_new: int  # of prompt_ids those that were not read before
+
+
+class RolloutSession(PolicyTime):
+    """The policy's side of a rollout: its room, its samples, and how it ended.
+
+    Args:
+        env: The conversations, with their limits and their tool format.
+        rollout: What is filled in the end.
+        llm: The backend.
+        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
+
+    Attributes:
+        samples: What was sampled, in the order of the requests.
+        stop_reason: Why no further request is answered. None: the rollout goes on.
+        over: Set where the program is not waited for any longer, or only for a while.
+        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
+        closed: Whether the program is over, so that nothing more is sampled.
+    """
+
+    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
+        super().__init__()
+        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        self.tokenizer = env._tokenizer(llm)
+        self.format: HermesFormat = env.format_of(self.tokenizer)
+        self.samples: list[Any] = []  # each a `Sampled`
+        self.stop_reason: StopReason | None = None
+        self.over = asyncio.Event()
+        self.failure: Exception | None = None
+        self.closed = False
+        self._num_requests, self._num_calls = 0, 0
+
+    def stop(self, reason: StopReason) -> None:
+        """Answer no further request. The first reason counts."""
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def context(self) -> float:
+        """The model's context in tokens."""
+        return self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
+
+    def left(self, num_new: int) -> int:
+        """How many tokens may be sampled behind so many new ones.
+
+        max_completion_length counts sampled tokens, and what was newly read before them.
+        """
+        spent = sum(each.num_new + len(each.turn.token_ids) for each in self.samples)
+        return self.env.max_completion_length - spent - num_new
+
+    def count_calls(self, prompt_ids: list[int], count: int = 1) -> StopReason | None:
+        """Count calls that read these ids. Where there are none left, or no context, why: then none is counted."""
+        if len(prompt_ids) >= self.context:
+            return StopReason.CONTEXT_LENGTH
+        if self._num_calls + count > self.env.max_model_calls:
+            return StopReason.MAX_TURNS
+        self._num_calls += count
+        return None
+
+    async def sample(
+        self, messages: list[Message], prompt_ids: list[int], num_new: int, most: int | None, tools: dict[str, Any],
+        stops: tuple[str, ...],
+    ) -> Turn | None:  # fmt: skip
+        """A turn in the room that is left. Requests at the same time share it: the last one may be cut.
+
+        Args:
+            messages, prompt_ids: What the model reads.
+            num_new: Of these ids, those that were not read before.
+            most: Tokens of the turn; None: all that are left.
+            tools: By name, of the request.
+            stops: Texts that end the turn, too.
+
+        Returns:
+            None, and a stop reason, where nothing is left.
+        """
+        env, rollout = self.env, self.rollout
+        if (left := self.left(num_new)) > 0:
+            # What is not in the room counts as spent, so that `sample_turn` keeps to it.
+            edited = Context(messages, prompt_ids, env.max_completion_length - min(left, most or left))
+            asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment, tools=tools,
+                            edited=edited)  # fmt: skip
+            llm = StopsAt(self.llm, stops, self.format.text) if stops else self.llm
+            turn = await env.sample_turn(asked, llm, self.params)
+            left = self.left(num_new)
+            if len(turn.token_ids) <= left:
+                return turn
+        if left <= 0:
+            self.stop(StopReason.MAX_TOKENS)
+            return None
+        turn.token_ids, turn.logprobs = turn.token_ids[:left], turn.logprobs and turn.logprobs[:left]
+        turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
+        turn.finish_reason, turn.answer = "length", None
+        return turn
+
+
+def fill_turns(rollout: Rollout, samples: list[Any]) -> None:
+    """Write what was sampled into a rollout as its turns, in the order of the requests.
+
+    INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them: at most one for each
+    parent. Else it begins a record with all that it read. So every sampled token is trained once, in the context of
+    its sampling.
+    """
+    number = {id(each): k for k, each in enumerate(samples)}
+    for k, each in enumerate(samples):
+        each.turn.context, each.turn.after = None, None
+        if each.fresh is not None:
+            each.turn.after = number[id(each.parent)]
+            each.parent.turn.observation_ids, each.parent.turn.messages = each.fresh, each.said
+        elif k > 0:
+            each.turn.context = Context(each.messages, each.prompt_ids)
+        else:
+            rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, list(each.messages)
+            rollout.first_messages = list(each.messages)
+    rollout.turns = [each.turn for each in samples]

@@ -25,6 +25,7 @@ conversation.sampling: sampling data
 conversation.formats.control_tokens: control_tokens
 conversation.formats.base: chat_format
 conversation.formats.xml: formats
+conversation.formats.choose: formats
 conversation.formats.hermes: hermes
 conversation.formats.native: native
 conversation.tools.signature: tools hermes formats

@@ -2,6 +2,7 @@
 
 environments   one environment per conversation; what an environment says, checked
 sampling       the sampling parameters of a request, and its room
+conversations  the part of a class of conversations that no method changes
 formats/       how a model writes calls and reads results
 tools/         functions as tools: what the model reads of them, their arguments, running them, their results
 """

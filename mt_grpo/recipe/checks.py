@@ -25,9 +25,9 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts
-from mt_grpo.recipe.keys import RANGES, default_of, in_range
+from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
-from mt_grpo.training.rewards import REWARD_COLUMNS
+from mt_grpo.training.reward_runs import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +45,6 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
                     f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
                     f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."
                 )
-
-
-def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
-    """One finite weight per function, 1.0 by default. Raises `ValueError` for other weights."""
-    if weights is not None and len(weights) != len(funcs):
-        names = ", ".join(f.__name__ for f in funcs)
-        raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
-    if not all(in_range(weight, RANGES[f"{kind}_reward_weights"]) for weight in weights or []):
-        raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
-    return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:

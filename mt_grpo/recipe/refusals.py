@@ -12,6 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import GRPOConfig
 
 from mt_grpo.base.json_types import fits_type
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.generation.connection import hide_password
 from mt_grpo.recipe.keys import RANGES, default_of, in_range, range_text
 
@@ -100,7 +101,7 @@ CHOICES = {
     "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_mode": ("server", "colocate"),
-    "tool_format": ("xml", "hermes", "native"),
+    "tool_format": TOOL_FORMATS,
     "print_metrics": ("line", "all"),
     "late_groups": ("wait", "admit"),
     "old_logps": ("policy", "sampled"),

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from mt_grpo.conversation.tools.threads import HUNG
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import trained_records
 from mt_grpo.training.tensors import nanstd, nansum
 
@@ -82,22 +83,21 @@ class EvaluationMetrics:
         self.columns: list[torch.Tensor] = []  # of each batch, (N, 12)
         self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
 
-    def add(self, metrics: dict[str, list[float]], columns: torch.Tensor, rewards: torch.Tensor, total: int | None):
+    def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:
         """Add a batch, whose metrics TRL has added to `metrics`.
 
         With several ranks accelerate fills the last batch up with rows of the first one. They are left out here.
 
         Args:
             metrics: The trainer's, of evaluation.
-            columns: `conversation_columns` of the batch, (N, 12).
-            rewards: What the functions gave, (N, F).
+            batch: With its `facts` and `logged`.
             total: The number of rollouts of the whole evaluation; None if it is not known.
         """
         if len(metrics["reward"]) == 1:  # the first batch of an evaluation, which begins without metrics
             self.columns, self.rewards = [], []
         real = None if total is None else max(total - sum(map(len, self.rewards)), 0)
-        self.columns.append(columns[:real].cpu())
-        self.rewards.append(rewards[:real].cpu())
+        self.columns.append(batch.facts[:real].cpu())
+        self.rewards.append(batch.logged[:real].cpu())
 
     def finish(self, metrics: dict[str, list[float]], names: list[str], weights: torch.Tensor) -> None:
         """Replace the values of all batches by one value of the whole evaluation.
@@ -182,96 +182,21 @@ def num_errors(rollout: Rollout) -> tuple[int, int, int]:
     return len(errors), errors.count("timeout"), errors.count("call")
 
 
-class RewardUse:
-    """How many numbers each reward function gave in training, and how many of them moved no advantage.
-
-    What an estimator does not use is said once per function, so that no reward is dropped in silence.
-
-    Args:
-        names: Of the F functions, turn functions first.
-        weights: Of them. A function of weight 0 is left out: somebody chose that.
-        setting: What the advantages are computed with, for the message.
-
-    >>> use = RewardUse(["tool", "match"], [1.0, 1.0], "credit_assignment=outcome")
-    >>> whole = torch.tensor([[0.5, 1.0], [0.1, 0.0]])  # (N, F): both functions gave one number per rollout
-    >>> counts = {"outcome": torch.tensor([True, True]), "rollout_turn": torch.tensor([False, False])}
-    >>> counts["turn"] = torch.zeros(2, 3, dtype=torch.bool)
-    >>> metrics, [text] = use.add(whole, torch.full((2, 3, 1), float("nan")), counts)
-    >>> metrics, text[:53], use.unused
-    ({'credit/frac_rewards_unused': 0.5}, 'Reward tool: none of the 2 numbers that it gave moves', ['tool'])
-    """
-
-    def __init__(self, names: list[str], weights: list[float], setting: str):
-        self.names, self.weights, self.setting = names, weights, setting
-        self.given, self.moved = [0] * len(names), [0] * len(names)
-        self._said: set[tuple[int, bool]] = set()
-
-    @property
-    def unused(self) -> list[str]:
-        """The functions that gave numbers of which none has moved an advantage so far."""
-        return [name for name, given, moved in zip(self.names, self.given, self.moved) if given and not moved]
-
-    def add(
-        self, whole: torch.Tensor, per_turn: torch.Tensor, counts: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, float], list[str]]:
-        """(metrics of this batch, what is to be said for the first time).
-
-        Args:
-            whole: (N, F), the numbers per rollout, NaN where there is none.
-            per_turn: (N, K, F_turn), the numbers per turn.
-            counts: Which numbers move an advantage: `outcome` and `rollout_turn` (N,), `turn` (N, K).
-        """
-        num_turn_funcs, texts, all_given, all_moved = per_turn.shape[2], [], 0, 0
-        for f, (name, weight) in enumerate(zip(self.names, self.weights)):
-            if weight == 0:
-                continue
-            there = ~whole[:, f].isnan()  # (N,)
-            moves = there & counts["rollout_turn" if f < num_turn_funcs else "outcome"]
-            given, moved = int(there.sum()), int(moves.sum())
-            if f < num_turn_funcs:
-                there = ~per_turn[:, :, f].isnan()  # (N, K)
-                given, moved = given + int(there.sum()), moved + int((there & counts["turn"]).sum())
-            self.given[f], self.moved[f] = self.given[f] + given, self.moved[f] + moved
-            all_given, all_moved = all_given + given, all_moved + moved
-            if moved < given and (f, moved == 0) not in self._said:
-                self._said.add((f, moved == 0))
-                texts.append(self._text(name, given, moved, f < num_turn_funcs))
-        return {"credit/frac_rewards_unused": 1 - all_moved / all_given if all_given else 0.0}, texts
-
-    def _text(self, name: str, given: int, moved: int, of_turns: bool) -> str:
-        if moved:
-            return (
-                f"Reward {name}: {given - moved} of the {given} numbers that it gave move no advantage with "
-                f"{self.setting}: they are compared with no other number of their group, or their rollout has no "
-                "outcome. It is said once; "
-                "credit/frac_rewards_unused counts such numbers."
-            )
-        move = "move it to OUTCOME_REWARD_FUNCS, " if of_turns else ""
-        return (
-            f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
-            "rewards is not trained so. Where it stays so (credit/frac_rewards_unused; numbers that are compared with "
-            f"no other count, too), choose another credit_assignment, {move}or set its weight to 0."
-        )
-
-
-def credit_metrics(
-    output: dict[str, Any], owners: list[int], count: int, group_size: int, accelerator: Any, ratio_limit: float
-) -> dict[str, float]:
+def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any, ratio_limit: float) -> dict[str, float]:
     """Metrics of the advantages and importance ratios that the loss uses. Collective.
 
     Args:
         output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
-        owners: The rollout of each record.
-        count: B.
-        group_size: G.
+        batch: Their rollouts.
         accelerator: Of the trainer.
         ratio_limit: Where importance ratios are cut.
     """
+    count, owners = len(batch.rows), torch.tensor(batch.owners)
     loss_mask = output["completion_mask"] * output["tool_mask"]
     # INVARIANT: what is called a signal is an advantage that a token is trained with.
     largest = (output["advantages"].abs() * loss_mask).amax(1)  # (M,)
-    largest = largest.new_zeros(count).scatter_reduce(0, torch.tensor(owners, device=largest.device), largest, "amax")
-    no_signal = (accelerator.gather(largest).view(-1, group_size) < 1e-8).all(1)
+    largest = largest.new_zeros(count).scatter_reduce(0, owners.to(largest.device), largest, "amax")
+    no_signal = (accelerator.gather(largest).view(-1, batch.group_size) < 1e-8).all(1)
     sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
     if "importance_sampling_ratio" in output:
         ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
@@ -289,15 +214,14 @@ def credit_metrics(
     return metrics
 
 
-def mean_per_rollout(output: dict[str, Any], owners: list[int], count: int) -> torch.Tensor:
+def mean_per_rollout(output: dict[str, Any], batch: Batch) -> torch.Tensor:
     """The mean advantage of each rollout's trained tokens, (B,), over all its records.
 
     Args:
         output: TRL's batch of M rows, with advantages (M, C).
-        owners: The rollout of each row.
-        count: B.
+        batch: Their rollouts.
     """
     loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
     sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
-    sums = sums.new_zeros(2, count).index_add(1, torch.tensor(owners, device=sums.device), sums)
+    sums = sums.new_zeros(2, len(batch.rows)).index_add(1, torch.tensor(batch.owners, device=sums.device), sums)
     return sums[0] / sums[1].clamp(min=1)

@@ -376,7 +376,8 @@ class FirstBatch(TrainerCallback):
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""
-        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, [self.trainer._rollouts])}
+        batches = [self.trainer.batch.rollouts]
+        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, batches)}
 
 
 def summary(facts: Facts) -> str:
@@ -441,7 +442,7 @@ def run_preflight(trainer: Any) -> int:
     trainer.optimizer.zero_grad()
     set_rng_state(rng)
     found = on_main_process(lambda: troubles(facts))
-    prompt = prompt_text(trainer._rollouts[0], trainer.env.tokenizer)
+    prompt = prompt_text(trainer.batch.rollouts[0], trainer.env.tokenizer)
     lines = phases(trainer.args, trainer.state.max_steps, facts, batch_seconds, step_seconds)
     lines += trouble_lines(found)
     say(trainer, "", "The first prompt, as the model reads it:", prompt, "", summary(facts), *lines)
@@ -482,7 +483,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
     repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
     further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
-    batches = [trainer._rollouts]
+    batches = [trainer.batch.rollouts]
     for number in range(2, MOST_BATCHES + 1):
         if facts["credit/frac_groups_without_signal"] < 1.0:
             return facts if number > 2 else {}
@@ -491,7 +492,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
             break
         say(trainer, f"No group has signal. Rolling out batch {number} ...")
         trainer._generate_and_score_completions(rows)
-        batches.append(trainer._rollouts)
+        batches.append(trainer.batch.rollouts)
         facts = {**facts, **facts_of_batches(trainer, batches)}
     return facts
 

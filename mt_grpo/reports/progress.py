@@ -129,7 +129,9 @@ class ProgressLine(TrainerCallback):
             # Steps that train again on a batch are short: a mean is over whole batches, each with its rollouts.
             last = self.steps[-max(self.new_steps, steps_per_batch(args)) :]
             seconds = sum(last) / len(last) if last else None
-            self.say(log_line(logs, state.global_step, state.max_steps, main_outcome(self.trainer), seconds))
+            self.say(
+                log_line(logs, state.global_step, state.max_steps, self.trainer.reward_functions.main_outcome, seconds)
+            )
             self.new_steps = self.new_steps if any(key.startswith("eval_") for key in logs) else 0
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -178,18 +180,11 @@ def steps_per_batch(args: Any) -> int:
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
-def main_outcome(trainer: Any) -> str | None:
-    """The outcome reward that counts most."""
-    first = trainer.num_turn_funcs
-    names, weights = trainer.reward_func_names[first:], trainer.reward_weights[first:].tolist()
-    return max(zip(weights, names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
-
-
 def what_it_does(trainer: Any) -> str:
     """What the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
         return "sync of the weights"
-    batch = trainer._batch
+    batch = trainer.in_flight.current
     if batch is not None and not batch.over:
         going = [rollout for rollout in batch.rollouts if rollout.stop_reason is None]
         calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)

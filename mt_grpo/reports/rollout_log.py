@@ -25,6 +25,7 @@ import torch
 from mt_grpo.base.json_types import json_text
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Message, Record, Rollout, Turn
+from mt_grpo.training.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,6 @@ class Scored:
     turn_rewards: torch.Tensor  # (n, K), the weighted rewards of functions that give one per turn
     advantages: torch.Tensor  # (n, K), one number per turn
     group_size: int  # G
-
-    def rows(self, first: int, count: int) -> Scored:
-        """Those of `count` rollouts."""
-        mine = slice(first, first + count)
-        tables = self.rewards[mine], self.turn_rewards[mine], self.advantages[mine]
-        return Scored(self.names, self.weights, *tables, self.group_size)
 
 
 def finite(values: list[float | None] | None) -> list[float | None] | None:
@@ -276,35 +271,48 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
         logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
 
 
-def log_rollouts(
-    trainer: Any, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: torch.Tensor, group_size: int
-) -> None:
-    """Add whole conversations of this rank to `rollouts.rank<r>.jsonl`.
+class RolloutLog:
+    """What a rank writes: whole conversations, to `rollouts.rank<r>.jsonl`.
 
     A new run begins it anew, and deletes an earlier run's, also where it logs none itself.
 
     Args:
-        trainer: It has the batch's rollouts, records and rewards.
-        inputs: The B dataset rows.
-        output: TRL's batch for the loss.
-        advantages: Of all N rollouts, (N, K).
-        group_size: G.
+        folder: The run's `output_dir`.
+        rank: Of this process.
+        num_ranks: Of the run.
+        most: Rollouts of a batch that are written, per rank.
+        names: (F,), of the reward functions.
+        tokenizer: Given where turns have their tokens.
     """
-    args, rank, rollouts = trainer.args, trainer.accelerator.process_index, trainer._rollouts
-    count = min(args.log_rollouts, len(rollouts))
-    path = Path(args.output_dir) / f"rollouts.rank{rank}.jsonl"
-    fresh = not trainer._wrote_rollouts and trainer.state.global_step == 0  # not a resumed run, whose log goes on
-    if fresh and rank == 0:
-        delete_other_ranks(path.parent, args.world_size if count else 0)
-    if not count:
-        return
-    tables = trainer._logged_rewards, trainer._reward_table.turn, advantages
-    scored = Scored(trainer.reward_func_names, trainer.reward_weights, *tables, group_size)
-    columns = turn_columns(output, trainer._records, trainer._owners, rollouts[:count])
-    tokenizer = trainer.processing_class if args.log_rollout_tokens else None
-    rows = rollout_rows(rollouts[:count], inputs, scored.rows(rank * len(rollouts), count), columns, tokenizer)
-    about = {"schema": SCHEMA, "rank": rank, "step": trainer.state.global_step, "mode": trainer._mode}
-    write_rollouts(path, [{**about, **row} for row in rows], fresh)
+
+    def __init__(
+        self, folder: str | Path, rank: int, num_ranks: int, most: int, names: list[str], tokenizer: Any = None
+    ):
+        self.path = Path(folder) / f"rollouts.rank{rank}.jsonl"
+        self.rank, self.num_ranks, self.most = rank, num_ranks, most
+        self.names, self.tokenizer, self.begun = names, tokenizer, False
+
+    def add(self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, step: int) -> None:
+        """Write the first rollouts of a batch.
+
+        Args:
+            batch: With all that it is filled in with.
+            output: TRL's batch for the loss.
+            advantages: Of all N rollouts, (N, K).
+            step: Optimizer steps so far. A run that is resumed begins with others than 0, and its log goes on.
+        """
+        count, fresh = min(self.most, len(batch.rollouts)), not self.begun and step == 0
+        self.begun = True
+        if fresh and self.rank == 0:
+            delete_other_ranks(self.path.parent, self.num_ranks if count else 0)
+        if not count:
+            return
+        tables = (batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages))
+        scored = Scored(self.names, batch.weights, *tables, batch.group_size)
+        columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
+        rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
+        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
+        write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:

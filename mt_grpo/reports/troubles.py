@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mt_grpo.reports.progress import is_shown, main_outcome
+from mt_grpo.reports.progress import is_shown
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class Watch(TrainerCallback):
         if not logs or "reward" not in logs or not state.is_world_process_zero:
             return
         self.logs = [*self.logs, logs][-2 * WINDOW :]
-        for trouble in troubles(facts_of_logs(self.logs, main_outcome(self.trainer)), of_logs=True):
+        for trouble in troubles(facts_of_logs(self.logs, self.trainer.reward_functions.main_outcome), of_logs=True):
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
                 logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

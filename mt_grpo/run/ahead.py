@@ -17,8 +17,6 @@ from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.nodes import checkpoint_of_all_ranks
-from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.in_flight import (
     AwaitedGroups,
     ChosenGroups,
@@ -53,172 +51,189 @@ class BetweenBatches(TrainerCallback):
         self.trainer._buffered_inputs = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer._note_in_flight()
+        self.trainer.in_flight.note()
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self.trainer._end_epoch()
+        self.trainer.in_flight.end_epoch()
 
 
-class AheadTrainer(ResumableTrainer):
-    """`ResumableTrainer` with up to `max_staleness` further batches of rollouts in flight.
+class InFlight:
+    """The conversations of a run: those of this step, and with `max_staleness` those of later batches.
 
     With `late_groups: wait` batches are trained in the order in which they were begun. With `admit` a step takes the
     groups that are complete, oldest first, of any batch.
 
-    A subclass has `_start_rollouts` and `_sync_weights`. For each batch of training it calls `_rows_of_step`, then
-    `_complete_rollouts`, then `_prefetch` if there are `_next_rows`.
+    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`. Its `_start_rollouts` starts
+    conversations, and its `_sync_weights` pushes the weights.
+
+    Args:
+        trainer: Of the run. It saves what is in flight by `save`.
+
+    Attributes:
+        current: The conversations of this step; None where there are none. Progress is read from it.
+        groups: What is in flight beside it, oldest first: batches with `wait`, groups with `admit`.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
     MAX_RESTARTS = 3  # of the server, in one batch of rollouts
 
-    def __init__(self, *args, **kwargs):
-        self._in_flight: deque[RolloutBatch | GroupInFlight] = deque()  # oldest first
-        self._batches: LookAhead | None = None  # `wait`
-        self._next_rows: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.current: RolloutBatch | AwaitedGroups | None = None
+        self.groups: deque[RolloutBatch | GroupInFlight] = deque()
+        self._epoch: LookAhead | None = None  # `wait`
+        self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`
         self._taken: ChosenGroups | None = None  # `admit`: what this step trains
         self._batch_prompts: list[int] = []  # `admit`: of the batch that is trained, as rows of the dataset
         self._to_save: dict[str, Any] | None = None  # `admit`: of the end of the last batch's training
-        super().__init__(*args, **kwargs)
-        self.add_callback(BetweenBatches(self))
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
-        """As `ResumableTrainer.train`. Raises `RunError` for a checkpoint whose prompts in flight it cannot train."""
-        path = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
-        per_batch = self.args.generation_batch_size // self.args.num_generations
-        saved = read_in_flight(Path(path), self.args.late_groups, per_batch) if path else None
-        uses_it = self.args.late_groups == "admit" and not self.args.ignore_data_skip  # which begins the epoch anew
+    def begin(self, checkpoint: str | None) -> None:
+        """Begin a run, or go on from a checkpoint. Raises `RunError` if it cannot train that one's prompts in flight.
+
+        Args:
+            checkpoint: Its folder; None: a new run.
+        """
+        args = self.trainer.args
+        per_batch = args.generation_batch_size // args.num_generations
+        saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch) if checkpoint else None
+        uses_it = args.late_groups == "admit" and not args.ignore_data_skip  # which begins the epoch anew
         self._to_save = saved if uses_it else None
         self._prompts = None
-        return super().train(path, *args, **kwargs)
 
-    def _cancel_rollouts(self) -> None:
-        super()._cancel_rollouts()
-        for batch in filter(None, (self._taken, *self._in_flight)):
+    def cancel(self) -> None:
+        """End all running conversations."""
+        for batch in filter(None, (self.current, self._taken, *self.groups)):
             batch.cancel()
-        self._in_flight.clear()
-        self._taken = None
+        self.groups.clear()
+        self.current = self._taken = None
 
-    def _end_epoch(self) -> None:
+    def end_epoch(self) -> None:
         """Give up what is in flight. Only an epoch that a callback ended (`should_epoch_stop`) has something left."""
-        if self._in_flight:
-            self._cancel_rollouts()
+        if self.groups:
+            self.cancel()
         if self._prompts is not None:
             self._prompts.end()
 
     @property
     def _passes(self) -> int:
         """Forward passes that one batch of rollouts serves."""
-        return self.args.steps_per_generation * self.num_iterations
+        return self.trainer.args.steps_per_generation * self.trainer.num_iterations
 
     @property
     def _batches_left(self) -> int:
         """Batches of rollouts up to the last step, this one included."""
-        passes = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
-        return math.ceil((self._step % self._passes + passes) / self._passes)
+        state, args = self.trainer.state, self.trainer.args
+        passes = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        return math.ceil((self.trainer._step % self._passes + passes) / self._passes)
 
-    def _rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows that this rank trains next: those given, or with `admit` those of complete groups. Collective."""
-        if self.args.late_groups == "admit":
+        if not self.trainer.args.max_staleness or not self.trainer.model.training:
+            return rows
+        if self.trainer.args.late_groups == "admit":
             return self._admit(rows)
         self._look_ahead()
         return rows
 
     def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | ChosenGroups | None:
         """The conversations that were started ahead of this batch, if there are any."""
-        if not self.model.training:
+        if not self.trainer.model.training:
             return None
         if self._taken is not None:
             taken, self._taken = self._taken, None
             return taken
-        if not self._in_flight:
+        if not self.groups:
             return None
-        if self._in_flight[0].prompts != prompts_of(rows):
+        if self.groups[0].prompts != prompts_of(rows):
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
-        return self._in_flight.popleft()
+        return self.groups.popleft()
 
-    def _complete_rollouts(self, rows: list[dict[str, Any]]) -> tuple[list[Rollout], dict[str, float]]:
+    def complete(self, rows: list[dict[str, Any]]) -> tuple[list[Rollout], dict[str, float]]:
         """Wait for all conversations of this rank, and start those over that a lost server leaves. Collective.
 
         Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
         """
+        trainer = self.trainer
         rollouts: list[Rollout | None] = [None] * len(rows)
         num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
 
         def finish() -> tuple[int, int, int]:
             missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
             started = None if num_restarted else self._take_prefetched(rows)
-            self._batch = started or self._start_rollouts(rows, missing)
-            for rollout in self._batch.wait():
+            self.current = started or trainer._start_rollouts(rows, missing)
+            for rollout in self.current.wait():
                 if rollout is not None:
-                    rollouts[rollout.index - self.accelerator.process_index * len(rows)] = rollout
+                    rollouts[rollout.index - trainer.accelerator.process_index * len(rows)] = rollout
             kept = {id(rollout) for rollout in rollouts}
-            self.env.close([lost for lost in self._batch.rollouts if id(lost) not in kept])
-            retries, self.llm.retries = getattr(self.llm, "retries", 0), 0
-            return rollouts.count(None), retries, int(not getattr(self.llm, "joined", ()))  # 1: no other server
+            trainer.env.close([lost for lost in self.current.rollouts if id(lost) not in kept])
+            retries, trainer.llm.retries = getattr(trainer.llm, "retries", 0), 0
+            no_other_server = not getattr(trainer.llm, "joined", ())
+            return rollouts.count(None), retries, int(no_other_server)
 
         while num_pushes < self.MAX_RESTARTS:
-            if num_restarted or not self._in_flight or not self.model.training:
-                self._stop_if_asked()  # before the push: the server may be gone as well
-                self._sync_weights()
+            if num_restarted or not self.groups or not trainer.model.training:
+                trainer._stop_if_asked()  # before the push: the server may be gone as well
+                trainer._sync_weights()
             began = time.perf_counter()
-            num_missing, retries, num_without = self._on_all_ranks(finish, "Rollouts")
-            waited += time.perf_counter() - began + self._batch.waited
+            num_missing, retries, num_without = trainer._on_all_ranks(finish, "Rollouts")
+            waited += time.perf_counter() - began + self.current.waited
             num_retries += retries
             if not num_missing:
                 break
             logger.warning(
-                f"Step {self.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
+                f"Step {trainer.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
                 f"conversations start over{', after the weights are pushed again' if num_without else ''}."
             )
             num_restarted += num_missing
             if num_without:
                 num_pushes += 1
-                if self.weight_sync is not None:
-                    self.weight_sync.doubted = True
+                if trainer.weight_sync is not None:
+                    trainer.weight_sync.doubted = True
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         return rollouts, {
             "rollout/restarted": num_restarted,
             "rollout/retries": num_retries,
-            "rollout/seconds": self._batch.seconds,
+            "rollout/seconds": self.current.seconds,
             "rollout/wait_seconds": waited,
         }
 
     # -- late_groups: wait --
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """As `Trainer`'s; with `max_staleness` the iterator also shows the prompts that come after these."""
-        if self.args.max_staleness and self.args.late_groups == "wait":
-            if self._batches is None or self._batches.source is not epoch_iterator:
-                self._batches = LookAhead(epoch_iterator, self._passes)
-            epoch_iterator = self._batches
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+    def shown(self, epoch_iterator: Iterator) -> Iterator:
+        """An epoch's batches for `Trainer`; with `max_staleness` they can also be seen before they are trained."""
+        if not self.trainer.args.max_staleness or self.trainer.args.late_groups == "admit":
+            return epoch_iterator
+        if self._epoch is None or self._epoch.source is not epoch_iterator:
+            self._epoch = LookAhead(epoch_iterator, self._passes)
+        return self._epoch
 
     def _look_ahead(self) -> None:
         """Note the prompts of the batches to start after this one: up to `max_staleness` are in flight.
 
         None is of another epoch, and none would be trained after the last step.
         """
-        upcoming = self._batches.next_rollouts(self.args.max_staleness)
-        started = max(len(self._in_flight) - 1, 0)  # the first one in flight is this step's
-        self._next_rows = upcoming[started : self._batches_left - 1]
+        upcoming = self._epoch.next_rollouts(self.trainer.args.max_staleness)
+        started = max(len(self.groups) - 1, 0)  # the first one in flight is this step's
+        self._next = upcoming[started : self._batches_left - 1]
 
-    def _prefetch(self) -> None:
+    def start_next(self) -> None:
         """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
 
         Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old.
         """
-        self._sync_weights()
-        batches, self._next_rows = self._next_rows, []
+        if not self.trainer.model.training or not self._next:
+            return
+        self.trainer._sync_weights()
+        batches, self._next = self._next, []
 
         def start() -> None:
             for rows in batches:
-                self._in_flight.append(self._start_rollouts(rows, list(range(len(rows)))))
-                self._in_flight[-1].prompts = prompts_of(rows)
+                self.groups.append(self.trainer._start_rollouts(rows, list(range(len(rows)))))
+                self.groups[-1].prompts = prompts_of(rows)
 
-        self._on_all_ranks(start, "Rollouts")
+        self.trainer._on_all_ranks(start, "Rollouts")
 
     # -- late_groups: admit --
 
@@ -227,20 +242,21 @@ class AheadTrainer(ResumableTrainer):
 
         INVARIANT: `_in_flight` has the same groups on all ranks, in the same order.
         """
-        slots = slot_kinds(len(rows), self.num_generations, self.accelerator.num_processes)
-        first = self.accelerator.process_index * len(rows)
-        slot_of_row = [index // self.num_generations for index in range(first, first + len(rows))]
-        if self._prompts is None or not (self._prompts.left or self._in_flight):
-            self._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(slots)), "Rollouts")
-        self._stop_if_asked()
-        self._sync_weights()
-        wanted = min(self.args.max_staleness + 1, self._batches_left) * len(slots)
-        self._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
+        trainer = self.trainer
+        slots = slot_kinds(len(rows), trainer.num_generations, trainer.accelerator.num_processes)
+        first = trainer.accelerator.process_index * len(rows)
+        slot_of_row = [index // trainer.num_generations for index in range(first, first + len(rows))]
+        if self._prompts is None or not (self._prompts.left or self.groups):
+            trainer._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(slots)), "Rollouts")
+        trainer._stop_if_asked()
+        trainer._sync_weights()
+        wanted = min(trainer.args.max_staleness + 1, self._batches_left) * len(slots)
+        trainer._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
         began = time.perf_counter()
         chosen = self._wait_for_groups(slots)
         waited = time.perf_counter() - began
-        groups = list(self._in_flight)
-        self._in_flight = deque(group for i, group in enumerate(groups) if i not in chosen)
+        groups = list(self.groups)
+        self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
         self._taken = ChosenGroups([groups[i] for i in chosen], first, waited)
         self._batch_prompts = [groups[i].prompt for i in chosen]
         return self._taken.rows
@@ -250,12 +266,13 @@ class AheadTrainer(ResumableTrainer):
 
         INVARIANT: an epoch has as many prompts left as its batches of data that are left have slots.
         """
-        epoch, saved, trained = int(self.state.epoch or 0), self._to_save, 0
-        sampler = self._get_train_sampler(self.train_dataset)
-        order = epoch_order(sampler, num_prompts, self.num_generations, self._passes)
-        if self._prompts is None and not self.args.ignore_data_skip:  # the run's first batch
-            steps = self._passes // self.args.gradient_accumulation_steps  # of one batch
-            trained = self.state.global_step // steps * num_prompts - epoch * len(order)
+        trainer = self.trainer
+        epoch, saved, trained = int(trainer.state.epoch or 0), self._to_save, 0
+        sampler = trainer._get_train_sampler(trainer.train_dataset)
+        order = epoch_order(sampler, num_prompts, trainer.num_generations, self._passes)
+        if self._prompts is None and not trainer.args.ignore_data_skip:  # the run's first batch
+            steps = self._passes // trainer.args.gradient_accumulation_steps  # of one batch
+            trained = trainer.state.global_step // steps * num_prompts - epoch * len(order)
         if self._prompts is None and saved and (saved["prompts"] or "batch" in saved):
             found = saved["epoch"], saved["place"] - len(saved["prompts"])
             if found != (epoch, trained):
@@ -268,37 +285,38 @@ class AheadTrainer(ResumableTrainer):
             return
         self._prompts = EpochPrompts(epoch, order, trained)
         expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
-        prompts = prompts_of(self.train_dataset[k] for k in expected)
+        prompts = prompts_of(trainer.train_dataset[k] for k in expected)
         if expected and prompts != prompts_of(rows):
             raise RunError("late_groups: admit: the batch is of other prompts than the trainer's own sampler gives.")
         self._to_save = self._prompts.state([], num_prompts)
 
     def _ask_for_groups(self, wanted: int, slots: list[Kind], slot_of_row: list[int]) -> None:
         """Start whole batches until `wanted` groups are in flight, or all of the epoch's are."""
-        while len(self._in_flight) < wanted and self._prompts.left >= len(slots):
+        while len(self.groups) < wanted and self._prompts.left >= len(slots):
             prompts = [self._prompts.take() for _ in slots]
-            rows = [self.train_dataset[prompts[slot]] for slot in slot_of_row]
+            rows = [self.trainer.train_dataset[prompts[slot]] for slot in slot_of_row]
             for slot, (prompt, kind) in enumerate(zip(prompts, slots)):
                 own = [i for i, of in enumerate(slot_of_row) if of == slot]
-                batch = self._start_rollouts(rows, own) if own else None
-                self._in_flight.append(GroupInFlight(prompt, kind, [rows[i] for i in own], batch))
+                batch = self.trainer._start_rollouts(rows, own) if own else None
+                self.groups.append(GroupInFlight(prompt, kind, [rows[i] for i in own], batch))
 
     def _wait_for_groups(self, slots: list[Kind]) -> list[int]:
         """The places in `_in_flight` of the groups to train, one per slot; the same on all ranks. Collective."""
-        groups, num_ranks = list(self._in_flight), self.accelerator.num_processes
+        trainer = self.trainer
+        groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
         if len(groups) < len(slots):
             raise RunError(
                 f"The epoch has {len(groups)} groups left, expected {len(slots)}: its batches have changed."
             )
-        if self._step % self._passes:  # of a checkpoint in the middle of a batch: this batch is trained further
+        if trainer._step % self._passes:  # of a checkpoint in the middle of a batch: this batch is trained further
             groups = groups[: len(slots)]
-        self._batch = AwaitedGroups(groups)
+        self.current = AwaitedGroups(groups)
         while True:
-            flags = [*(group.over for group in groups), self._stop_signal is None]
-            flags = torch.tensor(flags, dtype=torch.int32, device=self.accelerator.device)
-            *complete, go_on = (self.accelerator.reduce(flags, "sum") == num_ranks).tolist()
+            flags = [*(group.over for group in groups), trainer._stop_signal is None]
+            flags = torch.tensor(flags, dtype=torch.int32, device=trainer.accelerator.device)
+            *complete, go_on = (trainer.accelerator.reduce(flags, "sum") == num_ranks).tolist()
             if not go_on:
-                self._stop_if_asked()
+                trainer._stop_if_asked()
             chosen = choose_groups(complete, [group.kind for group in groups], slots)
             if chosen is not None:
                 return chosen
@@ -306,16 +324,14 @@ class AheadTrainer(ResumableTrainer):
 
     # -- checkpoints --
 
-    def _note_in_flight(self) -> None:
+    def note(self) -> None:
         """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        if self._prompts is not None and self._step % self._passes == 0:
-            num_prompts = self.args.generation_batch_size // self.args.num_generations
-            self._to_save = self._prompts.state([group.prompt for group in self._in_flight], num_prompts)
+        if self._prompts is not None and self.trainer._step % self._passes == 0:
+            num_prompts = self.trainer.args.generation_batch_size // self.trainer.args.num_generations
+            self._to_save = self._prompts.state([group.prompt for group in self.groups], num_prompts)
         elif self._to_save is not None:
             self._to_save["batch"] = self._batch_prompts
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        with self._writing(output_dir):
-            if self.args.should_save:
-                write_in_flight(Path(output_dir), self._to_save)
-        super()._save_rng_state(output_dir)
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run needs into a checkpoint."""
+        write_in_flight(folder, self._to_save)

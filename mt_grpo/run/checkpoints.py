@@ -316,3 +316,23 @@ def file_damage(path: Path) -> str | None:
     except zipfile.BadZipFile:
         return f"is cut off or damaged ({size} bytes)"
     return None
+
+
+def weights_not_finite(model: Any) -> list[str]:
+    """The names of the parameters that hold a NaN or an infinite number. Of a sharded model, in this rank's shards.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> layer.bias.data[0] = float("nan")
+    >>> weights_not_finite(layer)
+    ['bias']
+    """
+    names = []
+    for name, parameter in model.named_parameters():
+        shard = getattr(parameter, "ds_tensor", parameter).detach()
+        shard = shard.to_local() if hasattr(shard, "to_local") else shard
+        # Numbers of 8 bits are frozen: they are of a quantised base.
+        whole = shard.is_floating_point() and shard.element_size() > 1
+        if whole and not bool(shard.isfinite().all()):
+            names.append(name)
+    return names

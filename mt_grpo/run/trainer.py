@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
-from mt_grpo.generation.rollout_batch import RolloutBatch
+from mt_grpo.run.ahead import BetweenBatches, InFlight
 from mt_grpo.run.checkpoints import (
     LORA_KEYS,
     NOT_TRAINED,
@@ -40,6 +40,7 @@ from mt_grpo.run.checkpoints import (
     load_as_saved,
     sha256,
     source_sha256,
+    weights_not_finite,
 )
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
@@ -65,27 +66,6 @@ class NotFinite(RunError):
     """A gradient or a weight is NaN or infinite. All ranks raise this error together, before it is saved."""
 
 
-def weights_not_finite(model: Any) -> list[str]:
-    """The names of the parameters that hold a NaN or an infinite number. Of a sharded model, in this rank's shards.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> layer.bias.data[0] = float("nan")
-    >>> weights_not_finite(layer)
-    ['bias']
-    """
-    names = []
-    for name, parameter in model.named_parameters():
-        shard = getattr(parameter, "ds_tensor", parameter).detach()
-        shard = shard.to_local() if hasattr(shard, "to_local") else shard
-        whole = (
-            shard.is_floating_point() and shard.element_size() > 1
-        )  # numbers of 8 bits are frozen, of a quantised base
-        if whole and not bool(shard.isfinite().all()):
-            names.append(name)
-    return names
-
-
 # accelerate names the device of several processes on a CPU `cpu:0`, from which `torch.load` restores no optimizer.
 torch.serialization.register_package(30, lambda storage: None, lambda data, where: data if where == "cpu:0" else None)
 
@@ -96,7 +76,6 @@ class ResumableTrainer(GRPOTrainer):
     A run can be stopped at any time, and trains exactly as one without a stop when it is resumed. Disks may be full. A
     resumed run warns where it has other settings. A subclass sets `backend`, `env`, `reward_weights`,
     `turn_advantage_coef`, and `llm`, the backend: if `llm.collective` is true, no rank may stop while others generate.
-    It also sets `_batch`, the running conversations for this step.
     """
 
     FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
@@ -104,7 +83,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
         self._interruptible = False
-        self._batch: RolloutBatch | None = None
+        self.in_flight = InFlight(self)
         self._snapshot = StepEndSnapshot()
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
         self._save_errors: list[str] = []  # of this rank, not yet raised on all ranks
@@ -118,6 +97,7 @@ class ResumableTrainer(GRPOTrainer):
         super().__init__(
             model, *args, peft_config=peft_config, callbacks=[self._snapshot, *(callbacks or [])], **kwargs
         )
+        self.add_callback(BetweenBatches(self))
         save_weights_on_each_node(self.model, self.args)
         if self.args.resume_from_checkpoint:
             check_tensors(Path(self.args.resume_from_checkpoint), self.model)
@@ -397,6 +377,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         with self._writing(output_dir):
+            if self.args.should_save:
+                self.in_flight.save(Path(output_dir))
             super()._save_rng_state(output_dir)
             if self.args.should_save:
                 (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
@@ -485,6 +467,7 @@ class ResumableTrainer(GRPOTrainer):
         """
         resume_from_checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved, step = {}, 0
+        self.in_flight.begin(resume_from_checkpoint)
         check_same_on_nodes(self._run_record)
         self._check_room()
         if resume_from_checkpoint:
@@ -500,7 +483,7 @@ class ResumableTrainer(GRPOTrainer):
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._cancel_rollouts()
+            self.in_flight.cancel()
             self.env.close()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):  # a report that runs beside training
@@ -517,17 +500,11 @@ class ResumableTrainer(GRPOTrainer):
             )
         return result
 
-    def _cancel_rollouts(self) -> None:
-        """End all running conversations."""
-        if self._batch is not None:
-            self._batch.cancel()
-        self._batch = None
-
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
         """As `Trainer`'s, which does not notice that a run was resumed at its end before it took a step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        return super().get_batch_samples(self.in_flight.shown(epoch_iterator), num_batches, device)
 
     def save_where_it_stopped(self) -> str:
         """Save a checkpoint after a `RunError` or `ServerError`. Both are raised between two optimizer steps.

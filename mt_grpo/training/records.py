@@ -11,19 +11,16 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.base.rows import data_of, number_of
 from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Record, Rollout
-from mt_grpo.training.reward_errors import RewardError
-from mt_grpo.training.rewards import reward_tensors, run_rewards
-from mt_grpo.training.tensors import put_back
 
-FURTHER = "further_records"  # key of TRL's batch: per rollout a list of rows, which its shuffle and split keep with it
+# The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
+FURTHER_RECORDS = "further_records"
 Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 
 class Pass(dict):
-    """A batch for TRL's loss: some rows of a micro-batch.
+    """What one forward pass reads: some rows of a micro-batch, as a batch for TRL's loss.
 
     Attributes:
         loss_type: TRL's, for this call.
@@ -84,80 +81,6 @@ def check_settings(args: Any) -> None:
         )
 
 
-def loss_rows(rollouts: list[Rollout], args: Any, step: int) -> tuple[list[Record], list[int], list[bool]]:
-    """The rows of TRL's batch: B first records, then further ones, filled up by empty ones. Collective.
-
-    INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
-
-    Returns:
-        The M records, the rollout of each, and for each of the N rollouts whether its environment failed.
-
-    Raises:
-        RunError: on all ranks, as `compare_ranks` says.
-    """
-    num_further, failed = compare_ranks(rollouts, args, step)
-    records = [trained_records(rollout) for rollout in rollouts]
-    further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
-    further += [(Record([], []), 0)] * (num_further - len(further))
-    rows = [(own[0], i) for i, own in enumerate(records)] + further
-    return [record for record, _ in rows], [owner for _, owner in rows], failed
-
-
-def loss_lists(records: list[Record], pad_id: int) -> tuple[list, list, list, list | None]:
-    """(prompt ids, completion ids, loss masks, logprobs) of rows. An empty record gets one token, without loss.
-
-    >>> loss_lists([Record([], [])], 9)
-    ([[9]], [[9]], [[0]], [[0.0]])
-    """
-    logprobs = [record.logprobs for record in records]
-    return (
-        [record.prompt_ids or [pad_id] for record in records],
-        [record.completion_ids or [pad_id] for record in records],
-        [record.loss_mask or [0] for record in records],
-        None if None in logprobs else [row or [0.0] for row in logprobs],
-    )
-
-
-def split_further(output: dict[str, Any], records: list[Record], owners: list[int], count: int) -> dict[str, Any]:
-    """TRL's batch of M rows as one of `count` rollouts: the rows behind them become lists, one per rollout."""
-    if len(records) == count:
-        return output
-    batch = {key: value[:count] if value.ndim else value for key, value in output.items()}
-    batch[FURTHER] = [[] for _ in range(count)]
-    for i in range(count, len(records)):
-        if records[i].turns:
-            batch[FURTHER][owners[i]].append(row_of(output, i))
-    return batch
-
-
-def score_rollouts(
-    trainer: Any, columns: dict[str, Any], rollouts: list[Rollout], num_turns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reward_tensors` of this rank's rollouts, NaN where the environment failed: no reward function sees those."""
-    places = [i for i, rollout in enumerate(rollouts) if not rollout.failed]
-    count, log_extra = len(rollouts), columns["log_extra"]
-    if len(places) < count:
-        columns = {key: [v[i] for i in places] if isinstance(v, list) else v for key, v in columns.items()}
-
-        def log_in_place(column: str, values: list) -> None:
-            placed = dict(zip(places, values, strict=True))
-            log_extra(column, [placed.get(i) for i in range(count)])
-
-        columns["log_extra"] = log_in_place
-    training = trainer.model.training
-    funcs, device, values = trainer.reward_funcs, trainer.accelerator.device, [[] for _ in trainer.reward_funcs]
-    if places:
-        try:
-            values = run_rewards(funcs, columns, trainer.args.reward_timeout, device)
-        except RewardError as error:
-            number = None if error.place is None else number_of(trainer._rows[places[error.place]], data_of(trainer))
-            found = "" if number is None else f" (row {number} of the {'training' if training else 'test'} data)"
-            raise RuntimeError(f"{error}{found}") from error.__cause__
-    scored = [rollouts[i] for i in places]
-    tensors = reward_tensors(values, trainer.reward_func_names, scored, num_turns, trainer.num_turn_funcs)
-    return tuple(put_back(tensor, places, count) for tensor in tensors)
-
-
 # -- from a micro-batch to passes --
 
 
@@ -193,7 +116,7 @@ def weigh_tokens(batch: dict[str, Any], loss_type: str, max_completion_length: i
     rows can be one rollout. With this divisor the call is that of `dapo`, which divides by a given number.
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
     """
-    rollouts = [[row_of(batch, i), *further] for i, further in enumerate(batch[FURTHER])]
+    rollouts = [[row_of(batch, i), *further] for i, further in enumerate(batch[FURTHER_RECORDS])]
     divisor = {
         "grpo": len(rollouts) * max_completion_length,  # times each token's weight: the mean of the rollouts' means
         "dr_grpo": len(rollouts) * max_completion_length,

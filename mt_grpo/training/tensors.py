@@ -85,14 +85,3 @@ def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, to
         "old_per_token_logps": torch.where(sampled.isnan(), old, sampled),
         "importance_sampling_ratio": (ratio != 0).to(ratio) if mode.endswith("mask") else torch.ones_like(ratio),
     }
-
-
-def put_back(x: torch.Tensor, places: list[int], count: int) -> torch.Tensor:
-    """Rows of x at their places among `count` rows, NaN elsewhere.
-
-    >>> put_back(torch.tensor([5., 6.]), [0, 2], 3)
-    tensor([5., nan, 6.])
-    """
-    whole = x.new_full((count, *x.shape[1:]), NAN)
-    whole[places] = x
-    return whole

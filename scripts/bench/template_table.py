@@ -23,7 +23,7 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
 
 PAGE = Path("docs/tokenization.md")
 BEGIN, END = "<!-- made by scripts/bench/template_table.py --write -->", "<!-- end of the table -->"
@@ -120,7 +120,7 @@ def of_prompt(tokenizer: PreTrainedTokenizerFast) -> str:
 def of_formats(tokenizer: PreTrainedTokenizerFast) -> str:
     """The tool formats that take the template."""
     taken = []
-    for name in ("xml", "hermes", "native"):
+    for name in TOOL_FORMATS:
         try:
             make_format(name, tokenizer)
             taken.append(f"`{name}`")

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening, warm_start
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Message, Turn
 from tools.wiki_search import wiki_search

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import CHAT_TEMPLATE, HERMES_TEMPLATE, Example, build_model, change_one, draw, encode
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools

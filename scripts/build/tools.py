@@ -28,7 +28,7 @@ from build.tiny import ANSWER_SHARES, CALL_SHARES, MAX_CALLS
 from mt_grpo.adapters.verl.environment import Described
 from mt_grpo.adapters.verl.search import as_json, passages
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import as_tool, tool_schema
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools

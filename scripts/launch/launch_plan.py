@@ -33,12 +33,12 @@ from mt_grpo.recipe.checks import (
     check_reward_columns,
     longest_prompt,
     rows_of_environment,
-    weights_of,
 )
 from mt_grpo.recipe.data import check_no_data, load_rows
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
+from mt_grpo.training.rewards import weights_of
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
 BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",

@@ -34,7 +34,7 @@ from mt_grpo.base.event_loop import start_in_background
 from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.records import trained_records
-from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN, pad_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -2200,11 +2200,11 @@ def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_p
     def note(inputs):
         batch = generate(inputs)
         further = [row for rows in batch[mt.FURTHER] for row in rows]
-        sampled = sum(len(turn.token_ids) for rollout in trainer._rollouts for turn in rollout.turns)
+        sampled = sum(len(turn.token_ids) for rollout in trainer.batch.rollouts for turn in rollout.turns)
         masks = [int((batch["completion_mask"] * batch["tool_mask"]).sum())]
         masks += [int((row["completion_mask"] * row["tool_mask"]).sum()) for row in further]
         trained.append((sum(masks), sampled, len(further)))
-        assert {type(rollout.environment).__name__ for rollout in trainer._rollouts} == {"solve"}
+        assert {type(rollout.environment).__name__ for rollout in trainer.batch.rollouts} == {"solve"}
         return batch
 
     trainer._generate_and_score_completions = note

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import warm_python
 from processes import IMPORTS, ends
-from test_conversation import CHATML_TOKENIZER, Scripted, call
+from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
 

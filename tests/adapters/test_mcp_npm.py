@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import IMPORTS, ends
-from test_conversation import CHATML_TOKENIZER, Scripted, call
+from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_mcp import talk, tools_of, wait_for
 from test_verl import free_port

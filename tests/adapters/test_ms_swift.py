@@ -1314,6 +1314,25 @@ def test_requests_at_the_same_time_share_the_budget():
     assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
 
 
+def test_a_response_that_is_cut_for_the_others_reads_as_any_that_is_cut():
+    """Its whole call is there, and its open thinking is noted, as where its own limit cuts it."""
+
+    async def gathers(self, ask, request, config):
+        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(2)))
+        return [RolloutOutput(response=response) for response in responses]
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    for text, kept in ((f"{call} And so on.", call), ("<think>It is 2, I think.</think> 2", "<think>It is")):
+        size, whole = len(ids(kept)), len(ids(text) + END)
+        both, _ = run(own_run(gathers), text, scope="total", max_completion_length=whole + size)
+        alone, _ = run(Asks, text, scope="total", max_completion_length=size, max_turns=1)
+        cut, by_itself = both.turns[1], alone.turns[0]
+        assert len(both.turns) == 2 and cut.token_ids == by_itself.token_ids == ids(text)[:size]
+        for key in ("text", "calls", "answer", "open_thinking", "finish_reason", "logprobs"):
+            assert getattr(cut, key) == getattr(by_itself, key), key
+        assert len(cut.calls) == (kept == call) and cut.open_thinking == (kept != call)
+
+
 def test_a_messages_own_keys_hold_before_an_edit_of_the_history():
     class Edits(MultiTurnScheduler):
         def step(self, infer_request, response_choice, current_turn):

@@ -17,7 +17,7 @@ import pytest
 import requests
 from conftest import data_file
 from datasets import Dataset
-from test_conversation import CHATML_TOKENIZER, Scripted, call, ids
+from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt

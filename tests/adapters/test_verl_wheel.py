@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from conftest import data_file
-from test_conversation import CHATML_TOKENIZER, Scripted, call
+from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_mcp import wait_for
 from test_verl import Ray, build, converse, free_port, fresh_verl, give_mcp_client, settings, write_yaml  # noqa: F401

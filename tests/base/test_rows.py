@@ -157,7 +157,7 @@ def test_keys_of_other_rows_are_nowhere(hermes_model, tmp_path):
     data = load_rows(written(tmp_path / "rows.jsonl", rows), "train")
     got, seen, trainer = roll_out(hermes_model, tmp_path / "out", data, tool_format="hermes")
     assert sorted(got) == sorted(json.dumps(row) for row in rows for _ in range(2))
-    read = [trainer.processing_class.decode(rollout.prompt_ids) for rollout in trainer._rollouts[::2]]
+    read = [trainer.processing_class.decode(rollout.prompt_ids) for rollout in trainer.batch.rollouts[::2]]
     assert '"arguments": {"expression": "1+1"}}' in read[0] and "city" not in read[0] and "null" not in read[0]
     assert '"arguments": {"city": "Oslo"}}' in read[1] and "expression" not in read[1]
     columns = seen["columns"]
@@ -182,7 +182,7 @@ def test_a_column_that_no_row_of_a_batch_has_is_none_for_rewards(random_model, t
     trainer = MTGRPOEnvTrainer(random_model, env, [], [reward], args=args, train_dataset=data)
     trainer.model.train()
     trainer._generate_and_score_completions([data[1]] * 8)
-    assert trainer._logged_rewards.tolist() == [[1.0]] * 8
+    assert trainer.batch.logged.tolist() == [[1.0]] * 8
     with pytest.raises(ValueError, match="Reward reward needs 'hint', but train_dataset has no such column"):
         MTGRPOEnvTrainer(random_model, env, [], [reward], args=args, train_dataset=data.select_columns("prompt"))
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import (
     Origin,
     control_pattern,
@@ -22,7 +23,6 @@ from mt_grpo.conversation.formats.control_tokens import (
     neutralise_messages,
     pattern_of,
 )
-from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
 from mt_grpo.recipe.checks import warn_of_control_tokens
 from mt_grpo.rollout import Generation, Reply, StopReason, ToolCall, ToolResult

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from datasets import Dataset
-from test_conversation import (
+from scripted import (
     CHATML_TOKENIZER,
     END,
     QWEN3_TOKENIZER,
@@ -33,7 +33,7 @@ from mt_grpo.recipe.checks import check_env
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import Scored, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.training.rewards import turn_flags
+from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
@@ -1026,13 +1026,13 @@ def test_a_step_with_environments(random_model, tmp_path):
     assert sorted(Game.closed) == [1, 2, 3, 4]
     assert len(seen["environments"]) == 3 and seen["closed"] == []
     assert trainer.reward_func_names == ["environment", "tool", "custom", "Numbered"]
-    failed = [r.stop_reason == StopReason.ENVIRONMENT_ERROR for r in trainer._rollouts]
+    failed = [r.stop_reason == StopReason.ENVIRONMENT_ERROR for r in trainer.batch.rollouts]
     assert sum(failed) == 1
     row = failed.index(True)
     assert batch["advantages"][row].abs().sum() == 0
     assert (batch["tool_mask"] * batch["completion_mask"])[row].sum() == 0
     assert batch["advantages"].abs().sum() > 0
-    rewards = trainer._logged_rewards
+    rewards = trainer.batch.logged
     assert rewards[row].isnan().all()
     kept = [i for i in range(4) if i != row]
     assert sorted(rewards[kept, 3].tolist()) == [1.0, 2.0, 4.0]
@@ -1108,7 +1108,7 @@ def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_mod
     )
     trainer.model.train()
     trainer._generate_and_score_completions([rows[0], rows[0], rows[1], rows[1]])
-    table = trainer._reward_table
+    table = trainer.batch.rewards
     expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]]) * weight
     torch.testing.assert_close(table.turn, expected, equal_nan=True)
     torch.testing.assert_close(table.outcome, torch.tensor([100.0, 100.0, 200.0, 200.0]) * weight + 0.5)
@@ -1131,7 +1131,7 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, over
     Asks.asked = 0
     trainer.train()
     assert (trainer.state.global_step, Asks.asked) == (2, 8)
-    read = {rollout.prompt_messages[0]["content"] for rollout in trainer._rollouts}
+    read = {rollout.prompt_messages[0]["content"] for rollout in trainer.batch.rollouts}
     assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
     log = trainer.state.log_history
     staleness = [entry["rollout/staleness"] for entry in log if "rollout/staleness" in entry]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Parsed, ToolCall, ToolResult
 

@@ -24,8 +24,8 @@ from test_formats import tokenizer_of
 from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
+from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.native import typed
-from mt_grpo.conversation.formats.xml import make_format
 from mt_grpo.conversation.tools.arguments import hints_of, parameters_schema
 from mt_grpo.conversation.tools.signature import (
     as_tool,

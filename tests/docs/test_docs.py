@@ -25,8 +25,9 @@ import yaml
 from bench import template_table
 from bench.common import with_section
 from datasets import Dataset
+from scripted import call
 from test_agents import run as run_agent
-from test_conversation import call
+from test_formats import TOKENIZER
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
@@ -34,7 +35,8 @@ from trl import GRPOConfig, ScriptArguments
 import mt_grpo
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.environments import METHODS
-from mt_grpo.conversation.formats.xml import TOOL_FORMATS
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
 from mt_grpo.recipe.keys import default_of, known_keys
 from mt_grpo.recipe.plugins import load_environment, load_tools
 from mt_grpo.rollout import Reply
@@ -158,6 +160,7 @@ def test_every_python_block_is_run_here():
         "class TerseErrors",
         "VLLMServerClient(",
         "doctest_batch()",
+        "class PythonFormat",
         "import Turn",
         "async def solve",
         "class Again",
@@ -418,6 +421,19 @@ def test_the_fork_runs():
 def test_the_batch_to_try_an_estimator_on(capsys):
     run(block(FORKING, "python", "doctest_batch()"))
     assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
+
+
+def test_the_tool_format_runs(monkeypatch):
+    """In the script's names (tests/method/test_forks.py trains by it)."""
+    monkeypatch.setitem(TOOL_FORMATS, "python", None)  # gone behind the test
+    run(block(FORKING, "python", "class PythonFormat"), dict(vars(mt)))
+    written = make_format("python", TOKENIZER)
+    ids = TOKENIZER('So:\n```python\nadd(a=1, b="x")\n```\nAnd on.', add_special_tokens=False)["input_ids"]
+    size, ended = written.cut(ids, [])
+    assert ended and written.text(ids[:size]).endswith("\n```\n")
+    assert written.parse(ids[:size], []).calls == [mt.ToolCall("add", {"a": 1, "b": "x"})]
+    names, known = re.findall(r"^\| `(\w+)", section(FORKING, "A tool format"), re.M), vars(ChatFormat)
+    assert names == ["call_format", "stops", "parse_text"] and {*names} <= {*known, *known["__annotations__"]}
 
 
 def test_what_an_estimator_gets():

@@ -12,7 +12,7 @@ import yaml
 from test_docs import PAGES, RECIPES, first_column, section
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.xml import TOOL_FORMATS
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.reports.troubles import READINGS
 

@@ -15,9 +15,11 @@ from transformers import AutoTokenizer
 
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
-from mt_grpo.reports.metrics import EvaluationMetrics, RewardUse, credit_metrics
+from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
 from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_use import RewardUse
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -85,8 +87,8 @@ def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        trainer._logged_rewards = score(*args) * 0 - 100.0  # what a metric of it would be made of
-        return trainer._logged_rewards
+        trainer.batch.logged = score(*args) * 0 - 100.0  # what a metric of it would be made of
+        return trainer.batch.logged
 
     monkeypatch.setattr(trainer, "_calculate_rewards", breaks_off)
     with pytest.raises(KeyboardInterrupt):
@@ -105,7 +107,7 @@ def test_rows_that_fill_the_last_batch_do_not_count():
     for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
         metrics["reward"].append(sum(rewards) / 4)
         columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 8 for r in rewards])  # as many turns as reward
-        whole.add(metrics, columns, torch.tensor(rewards)[:, None], 6)
+        whole.add(metrics, Batch([], 1, facts=columns, logged=torch.tensor(rewards)[:, None]), 6)
     whole.finish(metrics, ["match"], torch.ones(1))
     assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
 
@@ -139,7 +141,7 @@ def test_what_the_loss_uses_is_counted_by_token():
         "old_per_token_logps": torch.tensor([[2.0, 9.0, 1.0, 9.0], [1.0, 0.5, 1.0, 4.0]]).log(),
         "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
     }
-    found = credit_metrics(output, [0, 1], 2, 1, Accelerator(cpu=True), 3.0)
+    found = credit_metrics(output, Batch([{}] * 2, 1, owners=[0, 1]), Accelerator(cpu=True), 3.0)
     assert found == pytest.approx({
         "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
         "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit

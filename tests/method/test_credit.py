@@ -7,19 +7,25 @@ import pytest
 import torch
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.training.rewards import check_advantages
+from mt_grpo.training.reward_numbers import check_advantages
+from mt_grpo.training.reward_use import numbers_that_count as numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
     CREDIT_ASSIGNMENTS,
     RewardTable,
+    doctest_batch,
     norm,
-    numbers_that_count,
     token_advantages,
     turn_advantages,
 )
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
 SCALES = ["group", "batch", "none"]
+
+
+def numbers_that_count(rewards, name, group_size, coef, discount=1.0):
+    """As the trainer asks: by an estimator's name, without scaling."""
+    return numbers_that_move(rewards, lambda t: turn_advantages(t, name, group_size, coef, "none", discount))
 
 
 def table(
@@ -706,6 +712,13 @@ def test_numbers_that_count_by_hand():
     assert numbers_that_count(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
     assert numbers_that_count(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
     assert numbers_that_count(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
+
+
+def test_numbers_that_count_in_the_doctests_batch():
+    masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
+    assert masks["turn"].tolist() == [[True, False, False], [True, False, False]]  # A's 0.6 is alone at its turn
+    masks = numbers_that_count(doctest_batch(), "outcome", 2, 1.0)
+    assert masks["outcome"].all() and not masks["turn"].any()
 
 
 def test_numbers_that_count_draw_no_random_number_of_the_run():

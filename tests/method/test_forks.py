@@ -1,5 +1,6 @@
 """The forks of docs/forking.md: another conversation as a recipe key, or as a short file; each one trains."""
 
+import importlib.util
 import json
 import os
 import re
@@ -12,9 +13,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 from processes import ends
-from test_conversation import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
+from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
 import mt_grpo_trainer as mt
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
@@ -34,7 +36,7 @@ def keys_of_the_page(word: str) -> dict:
     return yaml.safe_load(block)
 
 
-def build(folder: Path, model: str, rows: list[dict] = ROWS, **keys):
+def build(folder: Path, model: str, rows: list[dict] = ROWS, script=mt, **keys):
     """A trainer by a recipe, from the project's folder: four rollouts of one prompt for each of two steps."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
@@ -48,7 +50,7 @@ def build(folder: Path, model: str, rows: list[dict] = ROWS, **keys):
     before = Path.cwd()
     os.chdir(ROOT)  # recipes name files from there
     try:
-        return mt.build_trainer(*mt.parse_arguments(["--config", str(folder / "recipe.yaml")]))
+        return script.build_trainer(*script.parse_arguments(["--config", str(folder / "recipe.yaml")]))
     finally:
         os.chdir(before)
 
@@ -153,6 +155,70 @@ def test_hermes_in_process(hermes_model, tmp_path):
     _, steps = train(build(tmp_path, hermes_model, tool_format="hermes", **files, max_completion_length=64))
     assert all(step["turns/max"] == 1 for step in steps)
     assert steps[0]["stop/answered"] + steps[0]["stop/max_tokens"] == 1.0
+
+
+# --- a tool format of its own ----------------------------------------------------------------------------------------
+
+ADD = """
+def add(a: int, b: int) -> int:
+    \"\"\"Add.
+
+    Args:
+        a: A number.
+        b: Another one.
+    \"\"\"
+    return a + b
+
+
+TOOL_FUNCTIONS = [add]
+"""
+
+
+@pytest.fixture
+def fork(monkeypatch, tmp_path):
+    """A copy of the script with the tool format of the page, which is at most 20 lines in one place."""
+    (block,) = [body for body in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "(ChatFormat)" in body]
+    assert len(block.splitlines()) <= 20
+    path, source, behind = tmp_path / "my_idea.py", Path(mt.__file__).read_text(), "\nlogger = logging.getLogger("
+    assert source.count(behind) == 1
+    path.write_text(source.replace(behind, f"{block}\n{behind}"))
+    monkeypatch.setitem(TOOL_FORMATS, "python", None)  # gone behind the test
+    spec = importlib.util.spec_from_file_location("my_idea", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_idea", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
+    """A recipe names it. A turn ends behind its block; a block inside thinking is none; a mistake is answered."""
+    (tmp_path / "tools.py").write_text(ADD)
+    (tmp_path / "rewards.py").write_text(BY_INDEX)
+    trainer = build(
+        tmp_path, random_model, script=fork, tool_format="python", tools_script=str(tmp_path / "tools.py"),
+        reward_fn=str(tmp_path / "rewards.py"), system_prompt="{tool_descriptions}", max_completion_length=900,
+    )  # fmt: skip
+    thought, block = "<think>\n```python\nadd(a=0, b=0)\n```\n</think>", "Let me see.\n```python\n%s\n```\n"
+    right, wrong = thought + block % "[add(a=1, b=2), add(a=3, b=4)]", block % "add(1, 2)"
+    trainer.llm = Says(trainer.processing_class, [f"{right}Then I go on.", f"{wrong}And on.", "It is 3"])
+    rows, steps = train(trainer)
+    said = [(message["role"], message["content"]) for message in rows[0]["messages"]][2:]
+    mistake = "the block holds something else than calls with named arguments"
+    assert said == [
+        ("assistant", right), ("user", "<result>\n3\n</result>"), ("user", "<result>\n7\n</result>"),
+        ("assistant", wrong),
+        ("user", f'<result>\nError: {mistake}. Expected: ```python\ntool_name(argument="value")\n```\n</result>'),
+        ("assistant", "It is 3 0"),
+    ]  # fmt: skip
+    assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 3.0]
+
+
+def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
+    """And another house's program, which leaves calls to the chat template, refuses it by its name."""
+    with pytest.raises(ValueError, match=r"tool_format: 'json' .*Expected one of: xml, hermes, native, python\."):
+        build(tmp_path, random_model, script=fork, tool_format="json")
+    with pytest.raises(ValueError, match=r"tool_format='python' does not fit .*\. Expected hermes or native\."):
+        build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")
 
 
 # --- a user played by a second model ---------------------------------------------------------------------------------
@@ -482,7 +548,7 @@ def test_the_class_of_trls_quick_start(hermes_model, clients, tmp_path):
     assert rows[2]["messages"][-2] == {
         "role": "tool", "name": "echo", "tool_call_id": "call00000", "content": "xxx"
     }  # fmt: skip
-    assert '"description": "What to send."' in trainer.processing_class.decode(trainer._rollouts[0].prompt_ids)
+    assert '"description": "What to send."' in trainer.processing_class.decode(trainer.batch.rollouts[0].prompt_ids)
 
 
 class Guesses(Says):

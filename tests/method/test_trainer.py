@@ -28,7 +28,8 @@ from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.refusals import CHOICES
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.training.rewards import run_rewards, state_numbers
+from mt_grpo.training.reward_numbers import state_numbers
+from mt_grpo.training.reward_runs import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -170,7 +171,7 @@ class TwoTurns(FixedMTGRPO):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        for i, rollout in enumerate(self._rollouts):
+        for i, rollout in enumerate(self.batch.rollouts):
             for j, turn in enumerate(rollout.turn_ids):
                 if turn == -1:
                     output["advantages"][i, j] = self.observation_advantage
@@ -351,7 +352,7 @@ def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
     sampled = output["completion_ids"][0, :call].tolist()
     assert tokenizer.decode(sampled) == CALL
     for index, prompts in trainer.llm.seen.items():
-        rollout = trainer._rollouts[index]
+        rollout = trainer.batch.rollouts[index]
         assert prompts == [rollout.prompt_ids, rollout.prompt_ids + rollout.completion_ids[: call + result]]
     assert output["advantages"].shape == output["completion_ids"].shape
     assert (output["advantages"][:, call : call + result] == 0).all()
@@ -401,7 +402,7 @@ def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
     assert calls == [8]
     assert row["rewards/counted/mean"] == 0.5 and row["rewards/patient/mean"] == 1.0
     assert "rewards/turn_reward/mean" in row
-    table = trainer._reward_table
+    table = trainer.batch.rewards
     assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
 
 
@@ -576,7 +577,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.reward_runs.BLOCKED_SECONDS", 0.2)
     try:
         with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
@@ -595,9 +596,9 @@ def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path
     )  # fmt: skip
     trainer.model.train()
     output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
-    table = trainer._reward_table
+    table = trainer.batch.rewards
     expected = turn_advantages(table, "turn_return", 4, 0.7, "none", discount)
-    for i, rollout in enumerate(trainer._rollouts):
+    for i, rollout in enumerate(trainer.batch.rollouts):
         turns = torch.tensor(rollout.turn_ids)
         for k in (0, 1):
             assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
@@ -618,7 +619,7 @@ def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
     )  # fmt: skip
     trainer.train()
     assert "without state keys" not in caplog.text
-    table = trainer._reward_table
+    table = trainer.batch.rewards
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[~table.sampled] == -1).all()
 
 
@@ -785,13 +786,13 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self._in_flight, self._stop_signal = deque([batch]), signal.SIGTERM
+            self.in_flight.groups, self._stop_signal = deque([batch]), signal.SIGTERM
             batch.prompts = [row["prompt"] for row in prompts]
             if taken:  # and started to wait for
-                self._batch = self._in_flight.popleft()
+                self.in_flight.current = self.in_flight.groups.popleft()
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)
     with pytest.raises(RunStopped):
         trainer.train()
-    assert cancelled == [True] and not trainer._in_flight and trainer._batch is None
+    assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None

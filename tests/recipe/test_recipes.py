@@ -32,7 +32,6 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.recipe.checks import weights_of
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
@@ -41,7 +40,8 @@ from mt_grpo.reports.preflight import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -262,7 +262,7 @@ READ_BACK = {
     "tool_timeout": lambda t: t.env.tool_timeout,
     "max_concurrent_tools": lambda t: t.env.max_concurrent_tools,
     "chat_template_kwargs": lambda t: t.env.chat_template_kwargs,
-    "outcome_reward_weights": lambda t: t.reward_weights[t.num_turn_funcs :].tolist(),
+    "outcome_reward_weights": lambda t: t.reward_weights[t.reward_functions.num_turn_funcs :].tolist(),
     "credit_assignment": lambda t: t.args.credit_assignment,
     "turn_advantage_coef": lambda t: t.turn_advantage_coef,
     "scale_rewards": lambda t: t.scale_rewards,

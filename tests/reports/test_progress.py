@@ -8,11 +8,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
+from mt_grpo.training.rewards import RewardFunctions
 
 SLOW = '''
 import time
@@ -52,7 +52,7 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
 
 def test_seconds_are_those_of_whole_batches(tmp_path, capsys):
     """A batch is trained on for two steps, of which only the first waits for rollouts."""
-    trainer = SimpleNamespace(num_turn_funcs=0, reward_func_names=[], reward_weights=torch.ones(0))
+    trainer = SimpleNamespace(reward_functions=RewardFunctions([], [], 0))
     line, state = ProgressLine(trainer), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9)
     args = SimpleNamespace(
         print_metrics="line", steps_per_generation=4, num_iterations=1, gradient_accumulation_steps=2
@@ -90,8 +90,12 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     """And gives way to a line that stays."""
     going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[])])
     batch = SimpleNamespace(over=False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
-    trainer = SimpleNamespace(weight_sync=None, _batch=batch, state=SimpleNamespace(global_step=4),
-                              model=SimpleNamespace(training=True))  # fmt: skip
+    trainer = SimpleNamespace(
+        weight_sync=None,
+        in_flight=SimpleNamespace(current=batch),
+        state=SimpleNamespace(global_step=4),
+        model=SimpleNamespace(training=True),
+    )
     assert what_it_does(trainer) == "rolling out 1/2, 1 in tools"
     trainer.weight_sync = SimpleNamespace(pushed=None)
     assert what_it_does(trainer) == "sync of the weights"

@@ -3,13 +3,20 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from mt_grpo.reports.troubles import READINGS, WINDOW, Watch
+from mt_grpo.training.rewards import RewardFunctions
 
-TRAINER = SimpleNamespace(
-    num_turn_funcs=1, reward_func_names=["calls", "match"], reward_weights=torch.tensor([1.0, 2.0])
-)
+
+def calls(**kwargs):
+    return []
+
+
+def match(**kwargs):
+    return []
+
+
+TRAINER = SimpleNamespace(reward_functions=RewardFunctions([calls, match], [1.0, 2.0], 1))
 WELL = {"reward": 1.0, "rewards/match/mean": 0.5, "entropy": 0.3, "stop/max_turns": 0.2,
         "completions/clipped_ratio": 0.2, "credit/frac_groups_without_signal": 0.4}  # fmt: skip
 

@@ -27,8 +27,14 @@ from mt_grpo.base.files import output_lock
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.reports.rollout_log import write_rows
-from mt_grpo.run.checkpoints import changed_settings, check_tensors, checkpoint_damage, checkpoint_to_resume
-from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save, weights_not_finite
+from mt_grpo.run.checkpoints import (
+    changed_settings,
+    check_tensors,
+    checkpoint_damage,
+    checkpoint_to_resume,
+    weights_not_finite,
+)
+from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 ROOT = Path(__file__).resolve().parents[2]

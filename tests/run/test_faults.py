@@ -169,7 +169,7 @@ class Watched(MTGRPOEnvTrainer):
         return flight
 
     def _sync_weights(self):
-        self.synced_with_prefetched.append((self.model.training, bool(self._in_flight)))
+        self.synced_with_prefetched.append((self.model.training, bool(self.in_flight.groups)))
         if self._weight_counter.version not in self.weights:
             state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
             self.weights[self._weight_counter.version] = state
@@ -779,7 +779,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
     assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
-    assert not trainer._in_flight and len(trainer.set_off) == 6
+    assert not trainer.in_flight.groups and len(trainer.set_off) == 6
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
     assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
@@ -855,7 +855,7 @@ def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(8)]
     assert trainer.rows("rollout/restarted") == [0] * 8 and trainer.rows("rollout/retries") == [0] * 8
     asked = [r.prompt_messages[-1]["content"] for batch in trainer.batches for r in batch]
-    assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer._in_flight
+    assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer.in_flight.groups
     kinds = assert_from_the_weights_of_its_version(trainer)
     assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
 
@@ -1075,7 +1075,7 @@ def test_a_stopped_run_asks_again_for_what_was_in_flight(server, tmp_path):
     class Stopped(Watched):
         def _roll_out(self, rows):
             if self.state.global_step == 3:
-                assert len(self._in_flight) == 2
+                assert len(self.in_flight.groups) == 2
                 self._stop_signal = signal.SIGTERM
             return super()._roll_out(rows)
 
@@ -1105,7 +1105,7 @@ def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_pat
     trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
     with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
         trainer.train()
-    assert trainer.state.global_step == 1 and not trainer._in_flight
+    assert trainer.state.global_step == 1 and not trainer.in_flight.groups
 
 
 @needs_vllm
@@ -1124,7 +1124,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     threading.Thread(target=stop, daemon=True).start()
     with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
         trainer.train()
-    assert not trainer._in_flight
+    assert not trainer.in_flight.groups
 
 
 @needs_vllm
@@ -1141,7 +1141,7 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
                            overlap_rollouts=True)  # fmt: skip
     trainer.train()
     new[0].join()
-    assert trainer.state.global_step == 5 and not trainer._in_flight
+    assert trainer.state.global_step == 5 and not trainer.in_flight.groups
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
     assert Counter(r.policy_version for r in trainer.batches[3])[4] == restarted[3]
@@ -1183,7 +1183,7 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     trainer = make_trainer(server.port, tmp_path, tool, max_steps=11, max_staleness=2, late_groups="admit", prompts=22)
     trainer.train()  # an epoch: two prompts to a batch
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 22 and not trainer._in_flight
+    assert len(trained) == len(set(trained)) == 22 and not trainer.in_flight.groups
     stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
     assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 11
     assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
@@ -1204,7 +1204,7 @@ def test_admitted_groups_end_with_their_epoch(server, tmp_path):
     trainer.train()
     trained = prompts_of(trainer)
     assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
-    assert len(set(trained[6])) == 2 and not trainer._in_flight
+    assert len(set(trained[6])) == 2 and not trainer.in_flight.groups
     assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
 
 
@@ -1627,7 +1627,7 @@ def note(self, inputs, *args):
     global STEPS
     STEPS = self.state.global_step + 1
     rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
-            for row, rollout in zip(inputs, self._rollouts)]
+            for row, rollout in zip(inputs, self.batch.rollouts)]
     with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
         file.write(json.dumps(rows) + "\\n")
     return original(self, inputs, *args)

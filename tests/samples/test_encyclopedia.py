@@ -15,7 +15,7 @@ from test_tiny_models import rollout_of
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.xml import make_format
+from mt_grpo.conversation.formats.choose import make_format
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).resolve().parents[2]

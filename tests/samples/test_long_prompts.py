@@ -5,7 +5,7 @@ import re
 
 import pytest
 from datasets import Dataset
-from test_conversation import ANSWER, CHATML_TOKENIZER, Scripted
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_trainer import settings
 
 from mt_grpo.base.ranks import RunError

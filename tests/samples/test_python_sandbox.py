@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import alive, ends
-from test_conversation import CHATML_TOKENIZER, Scripted, call
+from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 
 from mt_grpo.recipe.plugins import load_tools

@@ -109,14 +109,14 @@ def run(tmp_path_factory):
 
 def test_one_group_is_rolled_out_and_the_recipe_is_left_alone(run):
     assert [row["question"] for row in run.inputs] == ["What is 99 - 55 * 7?"] * 8
-    assert len({tuple(rollout.prompt_ids) for rollout in run.trainer._rollouts}) == 1
+    assert len({tuple(rollout.prompt_ids) for rollout in run.trainer.batch.rollouts}) == 1
     assert run.trainer._metrics["train"]["turns/mean"] and not run.trainer._metrics["eval"]
     folder = Path(run.trainer.args.output_dir)  # a temporary one, gone by now
     assert folder.name.startswith("explain-credit-") and not folder.exists()
 
 
 def test_every_token_of_the_page_is_the_trainers(run):
-    rollouts, advantages = run.trainer._rollouts, run.output["advantages"]
+    rollouts, advantages = run.trainer.batch.rollouts, run.output["advantages"]
     assert any(-1 in rollout.turn_ids for rollout in rollouts)  # else nothing below is about the environment
     assert (advantages > 0).any() and (advantages < 0).any()
     assert len(run.rows) == len(rollouts) == 8
@@ -143,13 +143,13 @@ def test_the_text_has_every_turn_with_its_advantage(run):
     turns = [re.fullmatch(r" +(\d+) +(\S+) +([+-]?\d+\.\d\d)  (.*)", line) for line in lines]
     turns = [(int(m[1]), m[2], float(m[3])) for m in turns if m]
     expected = []
-    for i, rollout in enumerate(run.trainer._rollouts):
+    for i, rollout in enumerate(run.trainer.batch.rollouts):
         assert f"rollout {i}  {rollout.stop_reason}" in lines
         for k in range(len(rollout.turns)):
             advantage = run.output["advantages"][i, rollout.turn_ids.index(k)].item()
             expected.append((k, "-", pytest.approx(advantage, abs=6e-3)))
     assert turns == expected
-    observations = [turn.observation for rollout in run.trainer._rollouts for turn in rollout.turns]
+    observations = [turn.observation for rollout in run.trainer.batch.rollouts for turn in rollout.turns]
     assert run.printed.count("-> ") == sum(text is not None for text in observations) > 0
     assert "exact_match_reward_func 1.00" in run.printed
 

@@ -98,7 +98,7 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
     # A group of the batch that is trained further ends behind those that are not.
     second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
-                  sum(group.over for group in list(trainer._in_flight)) >= 4)  # fmt: skip
+                  sum(group.over for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
     third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
     first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
     checkpoint = run_to_its_stop(first)
@@ -113,7 +113,7 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     for epoch in (0, 8):
         passes = Counter(prompt for step in range(epoch, epoch + 8) for prompt in trained[step])
         assert len(passes) == 8 and set(passes.values()) == {2}
-    assert not last._in_flight and len(last.batches) == 3  # the rest of the second batch, and the last two
+    assert not last.in_flight.groups and len(last.batches) == 3  # the rest of the second batch, and the last two
     in_flight = tmp_path / "checkpoint-11/mt_grpo_in_flight.json"
     state = json.loads(in_flight.read_text())
     assert state["epoch"] == 1 and state["batch"] != state["prompts"][:2]  # others were older
@@ -150,7 +150,7 @@ def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit
     stale = [{1 + step - r.policy_version for r in batch} for step, batch in zip((0, 1, 3), resumed.batches)]
     assert stale == ([{0}, {0}, {0}] if limit == 0 else [{0}, {1}, {3}])
     assert resumed.rows("rollout/staleness_max") == [2 * min(b, limit) for b in range(4)] + [max(s) for s in stale]
-    assert not resumed._in_flight and resumed.rows("rollout/restarted") == [0] * 7
+    assert not resumed.in_flight.groups and resumed.rows("rollout/restarted") == [0] * 7
 
 
 @needs_vllm
@@ -200,7 +200,7 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups): 
     trained = [prompt for step in range(6) for prompt in trainer.trained[step]]
     assert len(set(trained)) == 12 and sorted(trained) == sorted(trainer.asked)
     assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 6
-    assert not trainer._in_flight
+    assert not trainer.in_flight.groups
     assert_from_the_weights_of_its_version(trainer)
 
 
@@ -217,7 +217,7 @@ def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path
                            max_staleness=2, late_groups=late_groups)  # fmt: skip
     trainer.add_callback(EndsFirstEpoch())
     trainer.train()
-    assert list(trainer.trained) == list(range(6)) and not trainer._in_flight
+    assert list(trainer.trained) == list(range(6)) and not trainer.in_flight.groups
     first = [prompt for step in (0, 1) for prompt in trainer.trained[step]]
     assert len(set(first)) == 4 and len(trainer.asked) > 12  # of those, some were given up
     assert len({prompt for step in range(2, 6) for prompt in trainer.trained[step]}) == 8
@@ -229,10 +229,16 @@ def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F81
     over, ended = threading.Event(), []
 
     class Signalled(Noted):
-        def _wait_for_groups(self, slots):
-            if self.state.global_step == 2:  # of the five quick groups four are trained
-                threading.Timer(1.0, self.stop).start()
-            return super()._wait_for_groups(slots)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            wait_for_groups = self.in_flight._wait_for_groups
+
+            def signalled(slots):
+                if self.state.global_step == 2:  # of the five quick groups four are trained
+                    threading.Timer(1.0, self.stop).start()
+                return wait_for_groups(slots)
+
+            self.in_flight._wait_for_groups = signalled
 
         def stop(self):
             ended.append(time.monotonic())

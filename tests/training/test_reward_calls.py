@@ -28,8 +28,9 @@ from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.run.checkpoints import source_sha256
 from mt_grpo.run.trainer import ResumableTrainer
-from mt_grpo.training import rewards as scoring
-from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart, run_rewards
+from mt_grpo.training import reward_runs as scoring
+from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -224,6 +225,12 @@ def test_a_reward_that_hangs_ends_in_its_time_by_its_name(reward):
 def test_a_limit_may_be_longer_than_what_a_lock_can_wait():
     assert scored(lambda **kwargs: [1.0, 2.0], timeout=1e30) == [[1.0, 2.0]]
 
+    async def slow(**kwargs):  # the limit is waited on
+        await asyncio.sleep(0.05)
+        return [1.0, 2.0]
+
+    assert scored(slow, timeout=1e30) == [[1.0, 2.0]]
+
 
 def catches_everything(prompts, **kwargs):
     """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
@@ -248,7 +255,7 @@ HARD = """
 import collections, itertools, sqlite3, sys
 import torch
 from mt_grpo.training import reward_calls
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.reward_runs import run_rewards
 reward_calls.GRACE = 1.0
 
 def stays_in_c(**kwargs):  # SQLite lets other threads run, and asks for no signal
@@ -287,7 +294,7 @@ ENDS = """
 import time
 import torch
 from mt_grpo.training import reward_calls
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.reward_runs import run_rewards
 reward_calls.GRACE = 0.2
 run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
 time.sleep(1.0)
@@ -396,7 +403,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from mt_grpo.base.ranks import RunError, raise_on_all_ranks
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.reward_runs import run_rewards
 
 RANK = PartialState(cpu=True).process_index
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import trl
-from test_conversation import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
+from scripted import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
 from test_forks import BY_INDEX, Says, build, in_tags, train
 from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
 from test_recipes import change_model

@@ -7,6 +7,7 @@ thinking, strip text. So messages are compared by what they say, and the tokens 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import json
 import re
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mt_grpo.adapters.agents.messages import Answer, ModelRequest, same_json
-from mt_grpo.rollout import Context, Message, Rollout, ToolResult, Turn
+from mt_grpo.adapters.session import Sampled, fill_turns
+from mt_grpo.rollout import Message, Rollout, ToolResult
 
 Key = tuple  # what a message says; equal where two messages say the same
 
@@ -79,17 +81,12 @@ class Asked:
 
 
 @dataclass
-class Completion:
-    """A request and its answer: a node of the tree."""
+class Completion(Sampled):
+    """A request and its answer. Its parent is the one whose conversation the request repeats."""
 
     asked: Asked  # with n, of several answers
     request: ModelRequest
     keys: list[Key]  # of all messages of the request, and of the answer
-    parent: Completion | None  # whose conversation the request repeats
-    said: list[Message]  # what stands behind the parent's answer; without a parent all messages
-    prompt_ids: list[int]  # all that the model read
-    fresh_ids: list[int]  # of them, those behind the parent's answer
-    turn: Turn
     answer: Answer
     children: list[Completion] = field(default_factory=list)
     continued: int = 0  # requests that go on from this one, answered or not
@@ -150,11 +147,10 @@ class Completion:
 
 
 class Chains:
-    """All completions of one rollout."""
+    """All completions of one rollout, in the order of their requests, once they are answered."""
 
-    def __init__(self, thinking: tuple[str, str]):
-        self.thinking = thinking
-        self.completions: list[Completion] = []  # in the order of their requests, once they are answered
+    def __init__(self, thinking: tuple[str, str], completions: list[Completion]):
+        self.thinking, self.completions = thinking, completions
         self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
@@ -167,7 +163,7 @@ class Chains:
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
             known = len(found.keys), len(found.call_ids & ids)
-            return *known, found.received, not found.continued, -found.answer.number
+            return *known, found.received, not found.continued, -found.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         best = max(found, key=rank, default=None)
@@ -177,9 +173,8 @@ class Chains:
 
     def add(self, completion: Completion) -> None:
         """Add an answered request. Its answer is compared as the agent will send it."""
-        completion.keys = keys_of([*completion.request.messages, completion.answer.message], self.thinking)
-        self.completions.append(completion)
-        self.completions.sort(key=lambda each: each.answer.number)
+        completion.keys = keys_of([*completion.messages, completion.answer.message], self.thinking)
+        bisect.insort(self.completions, completion, key=lambda each: each.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
 
@@ -187,27 +182,19 @@ class Chains:
         """Write the completions into a rollout as its turns, in the order of their requests.
 
         INVARIANT: of the completions that go on from the same one, the first is in its record. The others begin
-        records with all that they read, so that every sampled token is trained once, in the context of its sampling.
+        records.
         """
-        number = {id(each): k for k, each in enumerate(self.completions)}
-        for k, each in enumerate(self.completions):
+        for each in self.completions:
             turn, parent = each.turn, each.parent
             # What nobody has read had no effect, and so no reward that is its own.
-            turn.context, turn.after, turn.trained = None, None, each.request.trained and each.received
+            turn.trained = each.request.trained and each.received
             if not each.received:
                 turn.info["received"] = False
-            if parent is not None and each is min(parent.children, key=lambda child: child.answer.number):
-                turn.after = number[id(parent)]
-                parent.turn.observation_ids, parent.turn.messages = each.fresh_ids, each.said
+            if parent is not None and each is min(parent.children, key=lambda child: child.number):
                 parent.turn.results = list(results_of(each.said))
             else:
-                turn.tools = each.request.tools or None
-                if k > 0:
-                    turn.context = Context(each.request.messages, each.prompt_ids)
-                else:
-                    rollout.prompt_ids, rollout.prompt_messages = each.prompt_ids, each.request.messages
-                    rollout.first_messages = each.request.messages
-        rollout.turns = [each.turn for each in self.completions]
+                each.fresh, turn.tools = None, each.request.tools or None
+        fill_turns(rollout, self.completions)
         self.find_what_went_on()
 
     def find_what_went_on(self) -> None:
@@ -220,7 +207,7 @@ class Chains:
                 parent.turn.went_on = True
             start = len(parent.keys) if parent else 0
             for each in self.completions:
-                if each.answer.number < number and each.received and not each.turn.went_on:
+                if each.number < number and each.received and not each.turn.went_on:
                     each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
 
 

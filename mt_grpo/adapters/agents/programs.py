@@ -23,6 +23,7 @@ import openai.resources.responses
 from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.server import AgentServer, AgentTransport
 from mt_grpo.adapters.agents.session import AgentSession
+from mt_grpo.adapters.session import end_all
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.results import error_text
@@ -328,8 +329,7 @@ async def run_program(
             raise AgentFailure(f"{raised}{told_refusals(session)}") from error
     finally:
         session.closed = True
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_all([running])
 
 
 async def own_time(running: asyncio.Future, session: AgentSession, seconds: float, until_over: bool = True) -> None:

@@ -15,47 +15,30 @@ from typing import Any
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
 from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.agents.prompts import AgentPrompts
-from mt_grpo.adapters.session import PolicyTime, StopsAt, tools_by_name
+from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
+from mt_grpo.rollout import Message, Rollout, StopReason, Turn
 
 
-class AgentSession(PolicyTime):
-    """The model of one rollout.
-
-    Args:
-        env: The conversations, with their limits and their tool format.
-        rollout: It is filled by `finish`.
-        llm: The backend.
-        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
+class AgentSession(RolloutSession):
+    """The model of one rollout, which `finish` fills.
 
     Attributes:
         key: The secret that an agent's requests bring.
-        stop_reason: Why no further request is answered. None: the rollout goes on.
-        over: Set with it.
-        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
-        closed: Whether the agent is over, so that nothing more is sampled.
+        chains: What was sampled, and which request goes on from which.
         refused: What the API refused, as text: the last ones.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
-        super().__init__()
-        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        super().__init__(env, rollout, llm, sampling_params)
         self.key = f"mt-{secrets.token_urlsafe(24)}"
-        self.tokenizer = env._tokenizer(llm)
-        self.format: HermesFormat = env.format_of(self.tokenizer)
         self.prompts = AgentPrompts(self.format, self.tokenizer)
-        self.chains = Chains(self.format.thinking)
+        self.chains = Chains(self.format.thinking, self.samples)
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
-        self.stop_reason: StopReason | None = None
-        self.over = asyncio.Event()
-        self.failure: Exception | None = None
-        self.closed = False
         self.refused: list[str] = []
-        self._num_requests, self._num_calls, self._num_written = 0, 0, 0
+        self._num_written = 0
         self._full_at: int | None = None  # how many requests there were when one did not fit into the context
         self._asked: list[Asked] = []  # all of them, but for those that were refused
         self._clock = itertools.count()
@@ -199,7 +182,7 @@ class AgentSession(PolicyTime):
             raise refuse("reward", "the request goes on from no turn. Expected a turn to which the reward belongs.")
         if not completion.request.trained:
             raise refuse("reward", f"the request goes on from an answer of {FROZEN}, which is not trained.")
-        self._add_reward(completion.answer.number, value)
+        self._add_reward(completion.number, value)
 
     def _parent(self, request: ModelRequest) -> Completion | None:
         found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
@@ -219,7 +202,7 @@ class AgentSession(PolicyTime):
         INVARIANT: once the policy has answered, it is the one that fills the context, however the agent edits what was
         said. Were it the agent's failure, a policy would escape its loss by long answers.
         """
-        later = (each.answer.number for each in self.chains.completions)
+        later = (each.number for each in self.samples)
         return self._full_at is not None and not any(number >= self._full_at for number in later)
 
     @property
@@ -230,19 +213,16 @@ class AgentSession(PolicyTime):
     # -- the end --
 
     def stop(self, reason: StopReason) -> None:
-        """Answer no further request."""
-        if self.stop_reason is None:
-            self.stop_reason = reason
-            self.over.set()
+        """Answer no further request. The agent is waited for only a while longer."""
+        super().stop(reason)
+        self.over.set()
 
     async def finish(self) -> None:
         """End what is in flight, and write the completions into the rollout."""
         self.closed = True
-        for asked in self._asked:
-            asked.task.cancel()
-        await asyncio.gather(*(asked.task for asked in self._asked), return_exceptions=True)
-        for each in self.chains.completions:
-            each.turn.reward = self._rewards.get(each.answer.number)
+        await end_all(asked.task for asked in self._asked)
+        for each in self.samples:
+            each.turn.reward = self._rewards.get(each.number)
         self.chains.fill(self.rollout)
         if self.refused and self.rollout.turns:
             self.rollout.turns[-1].info["refused"] = "\n".join(self.refused)
@@ -281,48 +261,29 @@ class AgentSession(PolicyTime):
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
-        self._check_room(prompt_ids, request.n)
+        self._count_calls(prompt_ids, request.n)
         if parent is not None:
             parent.continued += 1
 
         async def one(number: int) -> Answer:
             turn = await self._sample(request, prompt_ids, len(fresh))
             answer = self._answer(request, turn, prompt_ids, number)
-            self.chains.add(Completion(asked, request, [], parent, said, prompt_ids, fresh, turn, answer))
+            self.chains.add(Completion(number, request.messages, prompt_ids, turn, parent, said,
+                                       fresh if parent else None, len(fresh), asked, request, [], answer))  # fmt: skip
             return answer
 
         sampling = [asyncio.ensure_future(one(number)) for number in asked.numbers]
         try:
             return await asyncio.gather(*sampling)
         finally:  # where one of them fails, or this is cancelled
-            for each in sampling:
-                each.cancel()
-            await asyncio.gather(*sampling, return_exceptions=True)
+            await end_all(sampling)
 
     async def _sample(self, request: ModelRequest, prompt_ids: list[int], num_fresh: int) -> Turn:
-        """A turn in the room that is left. Requests at the same time share it: the last one may be cut."""
-        env, tools = self.env, tools_by_name(request.tools)
-        left = env.max_completion_length - self._spent() - num_fresh
-        if left <= 0:
-            self.stop(StopReason.MAX_TOKENS)
+        """A turn. Raises `ApiError` where the room is spent."""
+        tools = tools_by_name(request.tools)
+        turn = await self.sample(request.messages, prompt_ids, num_fresh, request.max_tokens, tools, request.stops)
+        if turn is None:
             raise self._ended()
-        room = min(left, request.max_tokens or left)
-        # What is not in the room counts as spent, so that `sample_turn` keeps to it.
-        edited = Context(request.messages, prompt_ids, env.max_completion_length - room)
-        asked = Rollout(
-            [], [], self.rollout.index, row=self.rollout.row, environment=self.rollout.environment, tools=tools,
-            edited=edited,
-        )  # fmt: skip
-        llm = StopsAt(self.llm, request.stops, self.format.text) if request.stops else self.llm
-        turn = await env.sample_turn(asked, llm, self.params)
-        left = env.max_completion_length - self._spent() - num_fresh
-        if len(turn.token_ids) > left:
-            if left <= 0:
-                self.stop(StopReason.MAX_TOKENS)
-                raise self._ended()
-            turn.token_ids, turn.logprobs = turn.token_ids[:left], turn.logprobs and turn.logprobs[:left]
-            turn.text, turn.calls, _, turn.open_thinking = self.format.parse(turn.token_ids, prompt_ids, tools)
-            turn.finish_reason, turn.answer = "length", None
         if not request.reads_calls:
             turn.calls = []
             if turn.finish_reason == "stop" and not turn.open_thinking:
@@ -330,24 +291,19 @@ class AgentSession(PolicyTime):
                 turn.answer = self.format.answer(turn.text[start:])
         return turn
 
-    def _check_room(self, prompt_ids: list[int], n: int) -> None:
+    def _count_calls(self, prompt_ids: list[int], n: int) -> None:
         """Count n calls. Raises `ApiError` where they are not left, or where the context is full."""
-        context = self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
-        if len(prompt_ids) >= context:
+        lacking = self.count_calls(prompt_ids, n)
+        if lacking == StopReason.CONTEXT_LENGTH:  # the agent may send less
             if self.got_an_answer:
                 self._full_at = self._num_requests
             raise ApiError(
-                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {context}.",
+                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {self.context}.",
                 "context_length_exceeded", "messages",
             )  # fmt: skip
-        if self._num_calls + n > self.env.max_model_calls:
-            self.stop(StopReason.MAX_TURNS)
+        if lacking is not None:
+            self.stop(lacking)
             raise self._ended()
-        self._num_calls += n
-
-    def _spent(self) -> int:
-        """What max_completion_length counts: sampled tokens, and what was newly read behind them."""
-        return sum(len(each.fresh_ids) + len(each.turn.token_ids) for each in self.chains.completions)
 
     def _answer(self, request: ModelRequest, turn: Turn, prompt_ids: list[int], number: int) -> Answer:
         """What the agent gets of a turn: its calls, its thinking, and the text beside them."""

@@ -15,8 +15,9 @@ from mt_grpo.adapters.ms_swift.loss import LossMask
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, is_ids, remove_response
 from mt_grpo.adapters.ms_swift.samples import Sample, choose, messages_of
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
+from mt_grpo.adapters.session import fill_turns
 from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.rollout import Context, Message, Rollout, join
+from mt_grpo.rollout import Message, Rollout, join
 
 MASKS = ("response_token_ids", "response_loss_mask")
 
@@ -143,24 +144,13 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
 
     With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
     logprobs are not known (NaN), so that TRL takes an importance ratio of 1.
-
-    INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them. Else it begins one,
-    with all that the model read.
     """
     samples = session.samples
-    number = {id(sample): k for k, sample in enumerate(samples)}
-    for k, sample in enumerate(samples):
-        turn, parent = sample.turn, sample.parent
-        turn.context, turn.after = None, None
-        if parent is not None and sample.fresh is not None:
-            turn.after = number[id(parent)]
-            parent.turn.observation_ids, parent.turn.messages = sample.fresh, sample.said
+    fill_turns(rollout, samples)
+    for sample in samples:
+        if sample.fresh is not None:
+            parent = sample.parent
             parent.turn.continuation = None if sample.said else parent.text[len(parent.bare) :]
-        elif k > 0:
-            turn.context = Context(sample.messages, sample.prompt_ids)
-        else:
-            rollout.prompt_ids, rollout.prompt_messages = sample.prompt_ids, list(sample.messages)
-            rollout.first_messages = list(sample.messages)
     for drive in session.drives.values():
         for earlier, later in zip(drive, drive[1:]):  # behind an edit, too, a turn got what the next one reads last
             if later.fresh is None and not later.start:
@@ -174,7 +164,6 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
             masked = len(sample.parent.tail) if sample.parent.masked else 0  # the scheduler's own mask says 0
             sample.turn.mask = [0] * masked + [1] * (len(sample.fresh) - masked) + mask
             sample.parent.turn.observation_ids = []
-    rollout.turns = [sample.turn for sample in samples]
 
 
 def conversation_of(output: Any, request: Any, plain: Callable[[list[int]], str]) -> list[Message]:

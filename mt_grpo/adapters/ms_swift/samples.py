@@ -12,24 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, num_same
 from mt_grpo.adapters.ms_swift.messages import Key, keys_of
-from mt_grpo.rollout import Message, Turn
+from mt_grpo.adapters.session import Sampled
+from mt_grpo.rollout import Message
 
 
 @dataclass
-class Sample:
+class Sample(Sampled):
     """A response, and what the scheduler made of its message."""
 
     key: str  # the only one of all conversations
-    number: int  # of the request
-    messages: list[Message]  # of the request
     tools: str  # of the request, as JSON
     start: str  # what its message says before it
-    prompt_ids: list[int]  # all that the model read
-    turn: Turn
-    parent: Sample | None = None  # the one that the request goes on from
-    fresh: list[int] | None = None  # of prompt_ids those behind the parent's; None: it begins a record
-    num_new: int = 0  # of prompt_ids those that were not read before
-    said: list[Message] = field(default_factory=list)  # messages behind the parent's
     is_cut: bool = False  # it goes on in the parent's message, of which only the beginning is left
     behind: list[int] = field(default_factory=list)  # ids that the scheduler put between the parent's and its own
     bare: str = ""  # what its message says with it

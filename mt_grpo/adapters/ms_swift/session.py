@@ -7,7 +7,7 @@ ids are those that were sampled. Only what stands behind them is tokenised.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import bisect
 import json
 import secrets
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_before
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
-from mt_grpo.adapters.session import PolicyTime, StopsAt, tools_by_name
+from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn, join
+from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
 
 # What the model reads for a scheduler's request: the ids of the response that it goes on from, and what is new.
 
@@ -120,42 +120,26 @@ def most_of(config: Any) -> int | None:
 MAX_EMPTY = 16  # responses behind the end of a rollout; after them a request is an error
 
 
-class SchedulerSession(PolicyTime):
+class SchedulerSession(RolloutSession):
     """The engine's side of one rollout.
 
     Args:
-        env: The conversations, with their limits and their tool format.
-        rollout: What is filled in the end.
-        llm: The backend.
-        sampling_params: The policy's.
+        env, rollout, llm, sampling_params: As in `RolloutSession`.
         protocol: The module of ms-swift's types.
 
     Attributes:
-        samples: All responses.
         drives: By the last response of a conversation by `drive`, all of it.
         given: By the same, what its output got.
-        stop_reason: Set where no further response is given.
-        failure: What the trainer must hear of, such as a server that is lost.
-        closed: Whether the scheduler is over, so that nothing more is sampled.
-        over: Set where a scheduler asks on behind the end.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
-        super().__init__()
-        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        super().__init__(env, rollout, llm, sampling_params)
         self.protocol, self.loop = protocol, asyncio.get_running_loop()
-        self.tokenizer = env._tokenizer(llm)
-        self.format = env.format_of(self.tokenizer)
-        self.samples: list[Sample] = []
         self.drives: dict[str, list[Sample]] = {}
         self.given: dict[str, dict[str, list]] = {}
-        self.stop_reason: StopReason | None = None
-        self.failure: Exception | None = None
-        self.closed = False
         self._key = secrets.token_hex(8)
-        self.over = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
-        self._num_requests, self._num_calls, self._num_empty = 0, 0, 0
+        self._num_empty = 0
         self._parents: dict[str, Sample | None] = {}  # of empty responses, by their keys
 
     # -- what the scheduler asks --
@@ -177,9 +161,7 @@ class SchedulerSession(PolicyTime):
     async def finish(self) -> None:
         """End what is in flight."""
         self.closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
     def plain(self, ids: list[int]) -> str:
         """What ids say, ends of turns aside."""
@@ -284,73 +266,32 @@ class SchedulerSession(PolicyTime):
     async def _respond(self, request: Any, stops: tuple[str, ...], most: int | None, reading: Reading) -> Any:
         number, key = self._num_requests, f"{self._key}-{self._num_requests}"
         self._num_requests += 1
-        going, prompt_ids, fresh = reading.going, reading.prompt_ids, reading.fresh
+        going, prompt_ids, num_new = reading.going, reading.prompt_ids, reading.num_new
         parent = self._parents[key] = going and going.parent
-        room = self._room(prompt_ids, reading.num_new, most)
-        if room <= 0:
+        lacking = self.stop_reason or self.count_calls(prompt_ids)
+        if lacking is None and self.left(num_new) <= 0:
+            lacking = StopReason.MAX_TOKENS
+        if lacking is not None:
+            self.stop(lacking)
             return self._response(request, prompt_ids, None, key)
         if reading.in_record:
             parent.is_read, parent.tail, parent.text = True, reading.behind, parent.text + going.behind
         with self.in_flight():  # a request that is refused does not set the clock back
-            turn = await self._sample(reading, room, stops)
-        turn = self._cut_to_budget(turn, reading.num_new)
+            turn = await self.sample(reading.messages, prompt_ids, num_new, most, reading.tools_by_name, stops)
         if turn is None:
             return self._response(request, prompt_ids, None, key)
         del self._parents[key]
         start, said = said_before(reading.messages), going.said if going else []
         is_cut = going is not None and going.kept < len(going.parent.turn.token_ids)
         text = start + turn.text
-        self.samples.append(Sample(key, number, reading.messages, reading.tools, start, prompt_ids, turn, parent,
-                                   fresh, reading.num_new, said, is_cut, reading.behind, text, text))  # fmt: skip
-        self.samples.sort(key=lambda each: each.number)
+        sample = Sample(number, reading.messages, prompt_ids, turn, parent, said, reading.fresh, num_new,
+                        key, reading.tools, start, is_cut, reading.behind, text, text)  # fmt: skip
+        bisect.insort(self.samples, sample, key=lambda each: each.number)
         return self._response(request, prompt_ids, turn, key)
 
-    def _left(self, new: int) -> int:
-        """How many tokens may be sampled behind so many new ones."""
-        left = self.env.max_completion_length
-        if self.env.length_scope == "total":
-            left -= new + sum(each.num_new + len(each.turn.token_ids) for each in self.samples)
-        return left
-
-    def _room(self, prompt_ids: list[int], new: int, most: int | None) -> int:
-        """How many tokens a response may have. Sets `stop_reason` where there are none."""
-        env = self.env
-        context = env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
-        reason, left = self.stop_reason, self._left(new)
-        if reason is None and len(prompt_ids) >= context:
-            reason = StopReason.CONTEXT_LENGTH
-        if reason is None and self._num_calls >= env.max_model_calls:
-            reason = StopReason.MAX_TURNS
-        if reason is None and left <= 0:
-            reason = StopReason.MAX_TOKENS
-        if reason is None:
-            self._num_calls += 1
-            return min(left, most or left)
-        self.stop_reason = reason
-        return 0
-
-    def _cut_to_budget(self, turn: Turn, new: int) -> Turn | None:
-        """The part of a turn for which room is left: requests at the same time share it. None where there is none."""
-        left = self._left(new)
-        if len(turn.token_ids) <= left:
-            return turn
-        if left <= 0:
-            self.stop_reason = self.stop_reason or StopReason.MAX_TOKENS
-            return None
-        ids = turn.token_ids[:left]
-        return dataclasses.replace(
-            turn, token_ids=ids, logprobs=turn.logprobs and turn.logprobs[:left], text=self.format.text(ids), calls=[],
-            answer=None, finish_reason="length",
-        )  # fmt: skip
-
-    async def _sample(self, reading: Reading, room: int, stops: tuple[str, ...]) -> Turn:
-        # What is not in the room counts as spent, so that `sample_turn` keeps to it.
-        edited = Context(reading.messages, reading.prompt_ids, self.env.max_completion_length - room)
-        rollout = self.rollout
-        asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment,
-                        tools=reading.tools_by_name, edited=edited)  # fmt: skip
-        llm = StopsAt(self.llm, stops, self.format.text) if stops else self.llm
-        return await self.env.sample_turn(asked, llm, self.params)
+    def left(self, num_new: int) -> int:
+        """As in `RolloutSession`, and in each response again where the length is counted per round."""
+        return super().left(num_new) if self.env.length_scope == "total" else self.env.max_completion_length
 
     def _response(self, request: Any, prompt_ids: list[int], turn: Turn | None, key: str) -> Any:
         """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place.

@@ -15,6 +15,11 @@ from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neut
 from mt_grpo.conversation.tools.results import cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 
+THINKING_TAGS = {  # what opens and closes it, by family of models
+    "most": ("<think>", "</think>"),
+    "Gemma 4": ("<|channel>thought\n", "<channel|>"),
+    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+}
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
 
 
@@ -75,8 +80,13 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
     return end + len(closing) if end >= 0 else None
 
 
+def result_message(observation: str) -> str:
+    """The environment's message: role `user`, as in the paper."""
+    return f"<result>\n{observation}\n</result>"
+
+
 class ChatFormat:
-    """What formats share. Subclasses say how calls, answers and results are written.
+    """What formats share. A subclass says how calls and answers are written: `call_format`, `stops`, `parse_text`.
 
     Args:
         tokenizer: Whose chat template renders conversations.
@@ -88,8 +98,8 @@ class ChatFormat:
     """
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
-    stops: tuple[str, ...] = ()
-    thinking: tuple[str, str] = ("<think>", "</think>")
+    stops: tuple[str, ...] = ()  # behind its thinking, a turn ends where the first of these texts does
+    thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
 
     def __init__(
@@ -117,7 +127,9 @@ class ChatFormat:
         self.check()
 
     def setup(self) -> None:
-        """What a subclass does before the template is looked at."""
+        """Before the template is looked at: thinking stands between the tags of the model's family."""
+        template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
+        self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
 
     def closings(self) -> list[str]:
         """What the template writes behind an assistant's messages, one text per kind of message."""
@@ -138,7 +150,7 @@ class ChatFormat:
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """The messages with the results of a turn's calls."""
-        raise NotImplementedError
+        return [{"role": "user", "content": result_message(result.text)} for result in results]
 
     def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
         """Ids from the end of the model's turn, over the messages behind it, to the next generation prompt.
@@ -224,9 +236,25 @@ class ChatFormat:
         return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
-        """How many of the sampled ids make the turn, and whether something in them ends it."""
+        """How many of the sampled ids make the turn, and whether something in them ends it.
+
+        Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids.
+        A prefix of a sample is still on-policy.
+        """
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
-        return (len(ids), False) if end is None else (end + 1, True)
+        length, ended = (len(ids), False) if end is None else (end + 1, True)
+        before = self._before(prompt_ids) if self.stops else ""
+
+        def closed(size: int) -> bool:
+            text = self._decode(ids[:size])
+            start = thinking_length(text, before, *self.thinking)
+            return start is not None and any(stop in text[start:] for stop in self.stops)
+
+        if not self.stops or not closed(length):
+            return length, ended
+        if not closed(length - 1):  # where a server's `stop` ended it
+            return length, True
+        return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
 
     def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
         """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
@@ -244,8 +272,10 @@ class ChatFormat:
         raise NotImplementedError
 
     def text(self, ids: list[int]) -> str:
-        """A turn's text, without the token that ended it."""
-        return self._decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        """A turn's text, without the token that ended it, unless that is one of `stops`."""
+        last = ids[-1] if ids else None
+        ended = last in self.ends or (self.stops and last in self.tokenizer.all_special_ids)
+        return self._decode(ids[:-1] if ended and self._decode([last]) not in self.stops else ids)
 
     def length_of_thinking(self, ids: list[int], prompt_ids: list[int]) -> int | None:
         return thinking_length(self._decode(ids), self._before(prompt_ids), *self.thinking)

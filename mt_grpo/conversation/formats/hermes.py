@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mt_grpo.conversation.formats.base import SEVERAL_CALLS, ChatFormat, parse_call
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call
 from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
@@ -36,7 +36,7 @@ class CallSyntax:
     read: Callable[[CallText, dict[str, Callable]], list[ToolCall]]
     tail: str = ""  # what the template writes behind the last argument of the last call; empty: `closing`
     answer: str = ""  # where a turn's answer stands; empty: the text beside thinking and calls
-    thinking: tuple[str, str] = ("<think>", "</think>")
+    thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # as in `ChatFormat`
 
     def split(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:

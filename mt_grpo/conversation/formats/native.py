@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from mt_grpo.conversation.formats.base import load_json, parse_call
+from mt_grpo.conversation.formats.base import THINKING_TAGS, load_json, parse_call
 from mt_grpo.conversation.formats.hermes import HERMES, CallSyntax, CallText, HermesFormat
 from mt_grpo.conversation.tools.arguments import read_argument
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import ToolCall
 
-UNREADABLE = "the call cannot be read"
+UNREADABLE_CALL = "the call cannot be read"
 
 
 Reads = Callable[[Any], bool]  # whether a parameter reads a value
@@ -119,10 +119,10 @@ def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Calla
     def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
         found = re.fullmatch(header, call.body.strip(), re.DOTALL)
         if found is None:
-            return [ToolCall(None, {}, UNREADABLE)]
+            return [ToolCall(None, {}, UNREADABLE_CALL)]
         name, rest = found.groups()
         if re.sub(argument, "", rest, flags=re.DOTALL).strip():
-            return [ToolCall(name, {}, f"{UNREADABLE}: it holds text that is no argument")]
+            return [ToolCall(name, {}, f"{UNREADABLE_CALL}: it holds text that is no argument")]
         takes, pairs = parameters_of(name, tools), re.findall(argument, rest, re.DOTALL)
         return [ToolCall(name, {key: typed(value, *takes(key)) for key, value in pairs})]
 
@@ -150,14 +150,14 @@ def named(name: str | None, arguments: str) -> ToolCall:
 def read_fenced(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     """The arguments in a block of Markdown, as DeepSeek writes them."""
     found = re.fullmatch(r"\w*<｜tool▁sep｜>([^\n]+)\n+```json\n(.*)```", call.body.strip(), re.DOTALL)
-    return [named(found[1].strip(), found[2]) if found else ToolCall(None, {}, UNREADABLE)]
+    return [named(found[1].strip(), found[2]) if found else ToolCall(None, {}, UNREADABLE_CALL)]
 
 
 def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     """JSON with keys without quotes, and with a token for the quotes of text."""
     found = re.fullmatch(r"call:([^\s{]+)(\{.*\})", call.body.strip(), re.DOTALL)
     if found is None:
-        return [ToolCall(None, {}, UNREADABLE)]
+        return [ToolCall(None, {}, UNREADABLE_CALL)]
     parts = found[2].split('<|"|>')
     # The template writes a null as Python does.
     parts[::2] = (re.sub(r"\bNone\b", "null", part) for part in parts[::2])
@@ -180,7 +180,7 @@ def read_python(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     calls = python_calls(body)
     if calls is None:  # then those that can be read, one by one
         parts = re.split(r"(?<=\)),\s*(?=\w+\()", body.removeprefix("[").removesuffix("]"))
-        calls = [c for part in parts for c in python_calls(part) or [ToolCall(None, {}, UNREADABLE)]]
+        calls = [c for part in parts for c in python_calls(part) or [ToolCall(None, {}, UNREADABLE_CALL)]]
     return calls
 
 
@@ -225,7 +225,7 @@ SYNTAXES = (
         opening=r"<\|tool_call>",
         closing=r"<tool_call\|>",
         read=read_gemma,
-        thinking=("<|channel>thought\n", "<channel|>"),
+        thinking=THINKING_TAGS["Gemma 4"],
         headers=("<tool_response|>",),
     ),
     CallSyntax(
@@ -248,7 +248,7 @@ SYNTAXES = (
         read=read_arguments,
         tail=r'"\}',
         answer=r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
-        thinking=("<|channel|>analysis<|message|>", "<|end|>"),
+        thinking=THINKING_TAGS["gpt-oss"],
     ),
     CallSyntax(
         "Llama 3.1",
@@ -280,7 +280,7 @@ def syntax_of_template(template: dict[str, Any]) -> CallSyntax:
             functions = [call.get("function", call) for call in found]
             return [ToolCall(str(f["name"]), dict(f.get("arguments") or {})) for f in functions]
         except Exception:  # what parsers of other houses raise for a model's text: the policy's mistake
-            return [ToolCall(call.name, {}, UNREADABLE)]
+            return [ToolCall(call.name, {}, UNREADABLE_CALL)]
 
     calls = fields["tool_calls"]
     thinking = next((fields[name] for name in ("reasoning_content", "thinking") if name in fields), {})

@@ -1,0 +1,105 @@
+"""What a class of conversations stands on: formats by tokenizer, the room that is left, and how people run it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.sampling import Room, check_sampling_params
+from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.rollout import Rollout, ToolFormat
+
+logger = logging.getLogger(__name__)
+
+
+class Conversations:
+    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
+
+    # -- what the conversation reads: its limits, its format, its state --
+
+    def _room(self, rollout: Rollout, llm: Any) -> Room:
+        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
+        return Room(self.max_completion_length - rollout.new_tokens, context - len(rollout.history_ids))
+
+    def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
+        """How a model with this tokenizer writes calls and reads results."""
+        if id(tokenizer) not in self._formats:
+            options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
+            self._formats[id(tokenizer)] = make_format(*options)
+        return self._formats[id(tokenizer)]
+
+    def add_ends(self, ids: Iterable[int]) -> None:
+        """Further ids that end a turn, such as those of the model's generation config."""
+        self._ends, self._formats = {*self._ends, *ids}, {}
+
+    async def _state_key(self, rollout: Rollout) -> Any:
+        if hasattr(rollout.environment, "state_key"):
+            return await self.environments.call(rollout, "state_key")
+        try:
+            return self.state_key and self.state_key(rollout.turns)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
+
+    def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
+        tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
+        return tokenizer
+
+    def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that end a turn; sampling must stop there."""
+        return sorted(self.format_of(tokenizer).ends)
+
+    # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
+
+    def generate(
+        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+    ) -> dict[str, list]:  # fmt: skip
+        """Run all conversations to their ends.
+
+        Args:
+            prompts: Messages, or strings (one user message).
+            llm: A backend with `async generate(prompt_ids, max_tokens, sampling_params, index)`.
+            sampling_params: temperature, top_p, ...; unset ones are neutral.
+            rows: Dataset rows, for environments.
+
+        Returns:
+            Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
+            the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
+        """
+        sampling_params = self._with_stops(sampling_params, llm)
+        states = self.start(prompts, llm, rows)
+        try:
+            run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
+        finally:
+            self.close(states)
+        return {
+            "ids": [s.completion_ids for s in states], "messages": [s.prompt_messages + s.messages for s in states],
+            "mask": [s.loss_mask for s in states], "prompt_ids": [s.prompt_ids for s in states],
+            "logprobs": [s.logprobs for s in states], "turn_ids": [s.turn_ids for s in states],
+            "stop_reasons": [s.stop_reason for s in states], "rollouts": states,
+        }  # fmt: skip
+
+    def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
+        """One model turn, and its observation, of every open conversation; returns the same states."""
+        sampling_params = self._with_stops(sampling_params, llm)
+        still_open = [state for state in states if state.stop_reason is None]
+        run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
+        return states
+
+    def close(self, states: list[Rollout] | None = None) -> None:
+        """Close the environments of these conversations, None: of all that are open."""
+        if self.environments is not None:
+            for error in run_async(self.environments.close(states)):
+                logger.warning(f"An environment could not be closed: {error}")
+
+    def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
+        """Adds the tokens that end a turn in the chat template. A base model's own end token may be another one."""
+        check_sampling_params(sampling_params)
+        return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}

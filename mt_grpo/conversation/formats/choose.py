@@ -1,0 +1,41 @@
+"""The list of tool formats, and the choice of one by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.conversation.formats.native import NativeFormat
+from mt_grpo.conversation.formats.xml import XmlFormat
+
+TOOL_FORMATS: dict[str, type[ChatFormat]] = {
+    "xml": XmlFormat,
+    "hermes": HermesFormat,
+    "native": NativeFormat,
+}  # the choices of `tool_format`: a fork adds its own
+
+
+def make_format(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    extra_ends: Iterable[int] = (),
+) -> ChatFormat:
+    """The tool format of this name, for one tokenizer.
+
+    Args:
+        name: A key of `TOOL_FORMATS`.
+        tokenizer: Whose chat template renders conversations.
+        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+        extra_ends: Further ids that end a turn, such as those of the model's generation config.
+
+    Raises:
+        ValueError: an unknown name, or a chat template that this format cannot use.
+    """
+    if name not in TOOL_FORMATS:
+        raise ValueError(f"tool_format={name!r}, expected one of {', '.join(TOOL_FORMATS)}.")
+    return TOOL_FORMATS[name](tokenizer, chat_template_kwargs, extra_ends)

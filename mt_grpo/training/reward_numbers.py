@@ -1,0 +1,163 @@
+"""What reward functions gave, as checked numbers: per rollout, per turn, and the states of turns."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from typing import Any
+
+import torch
+
+from mt_grpo.base.ranks import RunError
+from mt_grpo.rollout import Rollout
+from mt_grpo.training.tensors import NAN, nansum, pad_rows
+
+
+def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
+    """Raise `ValueError` unless a function gave one value per rollout, which may be a list if `per_turn` is true.
+
+    Such a list has one value per turn. Every value is a finite number or None.
+    """
+    if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
+    for value, rollout in zip(values, rollouts, strict=True):
+        if isinstance(value, (list, tuple)) and not per_turn:
+            raise ValueError(f"Reward {name} gives a list per rollout: move it from OUTCOME_ to TURN_REWARD_FUNCS.")
+        if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
+            raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # NaN is refused too
+                raise ValueError(
+                    f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
+                )
+
+
+def is_plain(key: Any) -> bool:
+    """Whether `repr` of a key is the same in every process. That of sets, and of objects with an address, is not."""
+    if isinstance(key, (tuple, list)):
+        return all(is_plain(part) for part in key)
+    return key is None or isinstance(key, (str, int, float))
+
+
+def state_numbers(rollout: Rollout) -> list[int]:
+    """For each turn the hash of its state: of its `state_key`, or of the tokens that it reads if that is None.
+
+    The hash is the same in every process; Python's own `hash` of a text is not. Raises `ValueError` for a key whose
+    `repr` may differ between processes.
+    """
+    numbers = {}  # turn -> number
+    for record in rollout.records:
+        history = hashlib.blake2b(digest_size=8)  # of the tokens that the turn reads, 8 bytes per id
+        history.update(array.array("q", record.prompt_ids))
+        for k, turn in zip(record.numbers, record.turns):
+            state = history
+            if turn.state_key is not None:
+                if not is_plain(turn.state_key):
+                    raise ValueError(
+                        f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them."
+                    )
+                state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
+            numbers[k] = int.from_bytes(state.digest(), "big") >> 1  # never -1, which means "no turn"
+            history.update(array.array("q", turn.token_ids + turn.observation_ids))
+    return [numbers[k] for k in sorted(numbers)]
+
+
+def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `RewardFunctions.score` returns, as tensors with NaN for None.
+
+    Args:
+        values: Of each of the F functions, turn functions first, for each of B rollouts.
+        num_turns: K, the same on all ranks.
+        num_turn_funcs: F_turn, the number of turn functions.
+
+    Returns:
+        (B, F), the values that are one number per rollout, and (B, K, F_turn), the values that are one per turn.
+    """
+    whole = torch.full((len(values[0]), len(values)), NAN)
+    per_turn = torch.full((len(values[0]), num_turns, num_turn_funcs), NAN)
+    for f, column in enumerate(values):
+        rows = [value if isinstance(value, (list, tuple)) else [] for value in column]
+        if any(rows):
+            numbers = [[NAN if v is None else float(v) for v in row] for row in rows]
+            per_turn[:, :, f] = pad_rows(numbers, num_turns, NAN)
+        missing = (list, tuple, type(None))
+        whole[:, f] = torch.tensor([NAN if isinstance(v, missing) else float(v) for v in column])
+    return whole, per_turn
+
+
+def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two bool tensors (B, K): whether something came of a turn (`Turn.observed`), and whether the rollout has it."""
+    flags = [[turn.observed for turn in rollout.turns] for rollout in rollouts]
+    observed = pad_rows(flags, num_turns, False, torch.bool)
+    sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
+    return observed, sampled
+
+
+def weighted_rewards(whole: torch.Tensor, per_turn: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(outcome, turn rewards per rollout, turn rewards per turn): (N,), (N,), (N, K), NaN where none was given.
+
+    Args:
+        whole: (N, F) numbers per rollout, those of the turn functions first.
+        per_turn: (N, K, F_turn) numbers per turn.
+        weights: (F,).
+
+    >>> nan = float("nan")
+    >>> weighted_rewards(torch.tensor([[nan, 1.0]]), torch.tensor([[[0.5], [nan]]]), torch.tensor([2.0, 3.0]))
+    (tensor([3.]), tensor([nan]), tensor([[1., nan]]))
+    """
+    num_turn_funcs = per_turn.shape[2]
+    of_turns, outcomes = whole[:, :num_turn_funcs], whole[:, num_turn_funcs:]
+    turn_weights, outcome_weights = weights[:num_turn_funcs], weights[num_turn_funcs:]
+    # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
+    outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
+    return outcome, nansum(of_turns * turn_weights, 1), nansum(per_turn * turn_weights, 2)
+
+
+def logged_rewards(whole: torch.Tensor, per_turn: torch.Tensor) -> torch.Tensor:
+    """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list.
+
+    >>> nan = float("nan")
+    >>> logged_rewards(torch.tensor([[nan, 1.0]]), torch.tensor([[[0.5], [0.25]]]))
+    tensor([[0.7500, 1.0000]])
+    """
+    logged, sums = whole.clone(), nansum(per_turn, 1)
+    own = logged[:, : per_turn.shape[2]]
+    logged[:, : per_turn.shape[2]] = torch.where(sums.isnan(), own, sums)
+    return logged
+
+
+MOST = 1e18  # that float32 can square and add up
+
+
+def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
+    """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
+
+    The square of a value beyond `MOST` is infinite in float32.
+
+    Args:
+        rewards: The `RewardTable` of all ranks, so that all of them raise.
+        advantages: Of its turns, (N, K).
+        step: The optimizer step, for the message.
+        coef: `turn_advantage_coef`, for the message.
+    """
+    for name, x in (("outcome", rewards.outcome), ("turn", rewards.turn), ("turn", rewards.rollout_turn)):
+        if (x.nan_to_num(0.0).abs() > MOST).any():
+            raise RunError(
+                f"Step {step}: a weighted {name} reward is {x.nan_to_num(0.0).abs().max():.3g}. At most {MOST:g} can "
+                f"be compared in float32. Nothing of this batch is trained. Lower {name}_reward_weights, or what the "
+                "reward functions give."
+            )
+    if not advantages.isfinite().all():
+        raise RunError(
+            f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. Nothing of this batch is "
+            "trained. Lower turn_advantage_coef, or what the reward functions give."
+        )
+    of_turns = rewards.turn.double().abs().nansum(1) + rewards.rollout_turn.double().abs().nan_to_num(0.0)
+    sums = rewards.outcome.double().abs().nan_to_num(0.0) + max(abs(coef), 1.0) * of_turns  # (N,)
+    if (sums > MOST).any():
+        raise RunError(
+            f"Step {step}: the rewards of a rollout add up to {sums.max():.3g}, with turn_advantage_coef={coef:g}. At "
+            f"most {MOST:g} can be compared in float32. Nothing of this batch is trained. Lower turn_advantage_coef, "
+            "or what the reward functions give."
+        )

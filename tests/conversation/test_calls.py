@@ -1,0 +1,543 @@
+"""How a call is parsed and checked, and what its arguments become."""
+
+import datetime
+import enum
+import re
+import sys
+import threading
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NewType
+
+import pydantic
+import pytest
+from scripted import ADD, ANSWER, add, call, converse, make_env, observe, run_many
+from typing_extensions import TypedDict
+
+from mt_grpo.conversation.formats.xml import parse_call, parse_turn
+from mt_grpo.conversation.tools.signature import check_call
+from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.rollout import StopReason, ToolCall
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", (None, False)),
+        ("nothing", (None, False)),
+        (ANSWER, (None, True)),
+        ("<answer></answer>", (None, True)),
+        ("<think>hm</think>\n<answer>\n5\n</answer>\n", (None, True)),
+        ("<answer>5", (None, False)),
+        ("</answer>", (None, False)),
+        ("5</answer><answer>", (None, False)),
+        (ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
+        (f"I will. {ADD}", (ToolCall("add", {"a": 2, "b": 3}), False)),
+        ('<tool>\n{"name": "add"}\n</tool>', (ToolCall("add", {}), False)),
+        ('<tool>{"args": {"text": "<tool>"}, "name": "echo"}</tool>', (ToolCall("echo", {"text": "<tool>"}), False)),
+        (f"{ANSWER}{ADD}", (None, True)),
+        (f"{ADD}{ANSWER}", (ToolCall("add", {"a": 2, "b": 3}), False)),
+        ("<answer>5</answer></tool>", (None, True)),
+        ("<think>I could call <tool> first</think><answer>5</answer>", (None, True)),
+        ("<reasoning>I could call <tool> first</reasoning><answer>5</answer>", (None, True)),
+        ("<reasoning>not <answer> but</reasoning>" + ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
+        ("<think>by <tool> and <answer></think>I do not know", (None, False)),
+    ],
+)
+def test_parse_turn(text, expected):
+    assert parse_turn(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("<tool>", "not closed by </tool>"),
+        ('<tool>{"name": "add", "args": {"a": 2', "not closed by </tool>"),
+        ('<tool>{"name": "add", <answer>5</answer>', "not closed by </tool>"),
+        ("</tool>", "</tool> without <tool> before it"),
+        ('{"name": "add"}</tool><tool>', "</tool> without <tool> before it"),
+        ("<tool></tool>", "not valid JSON"),
+        ("<tool>add(2, 3)</tool>", "not valid JSON"),
+        ('<tool>{"name": "add", "args": {"a": 2,}}</tool>', "not valid JSON"),
+        ("<tool>{'name': 'add'}</tool>", "not valid JSON"),
+        (f"<tool>{ADD}", "not valid JSON"),
+        ('<tool>{"name": "echo", "args": {"text": "</tool>"}}</tool>', "not valid JSON"),
+        ('<tool>{"name": "add"} <answer>5</answer></tool>', "not closed by </tool>"),
+        ('<tool>{"name": "add"}{"name": "add"}</tool>', "several calls in one turn"),
+        ('<tool>{"name": "add"}\n{"name": "add"}</tool>', "several calls in one turn"),
+        ('<tool>[{"name": "add"}, {"name": "add"}]</tool>', "several calls in one turn"),
+        ('<tool>"add"</tool>', "must be a JSON object"),
+        ("<tool>null</tool>", "must be a JSON object"),
+        ("<tool>7</tool>", "must be a JSON object"),
+        ('<tool>{"args": {}}</tool>', '"name"'),
+        ('<tool>{"name": null}</tool>', '"name"'),
+        ('<tool>{"name": ["add"]}</tool>', '"name"'),
+        ('<tool>{"name": "add", "args": [2, 3]}</tool>', '"args" must be a JSON object, got list'),
+        ('<tool>{"name": "add", "args": "2, 3"}</tool>', '"args" must be a JSON object, got str'),
+        ('<tool>{"name": "add", "args": null}</tool>', '"args" must be a JSON object, got NoneType'),
+        ('<tool>{"name": "add", "arguments": {"a": 2}}</tool>', 'unknown key "arguments"'),
+        ("<tool>" + "[" * 100_000 + "</tool>", "nested too deeply"),
+        ("<tool>" + '{"a":' * 100_000 + "</tool>", "nested too deeply"),
+        ('<tool>{"name": "echo", "args": {"text": ' + "1" * 5000 + "}}</tool>", ""),  # Python refuses to read it
+    ],
+)
+def test_mistakes_in_a_call(text, part):
+    tool_call, answered = parse_turn(text)
+    assert not answered
+    assert part in tool_call.error
+    assert part in check_call(tool_call, {"add": add}) and "<tool>{" in check_call(tool_call, {"add": add})
+
+
+def test_parse_call_takes_what_json_takes():
+    assert parse_call(' {"name": "f", "args": {"x": [1, {"y": null}], "z": "é\\n"}} ') == ToolCall(
+        "f", {"x": [1, {"y": None}], "z": "é\n"}
+    )
+
+
+def typed(i: int = 0, x: float = 0.0, s: str = "", b: bool = False, n: int | None = None, items: list = ()) -> str:
+    """Has many types."""
+    return f"{i!r} {x!r}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"i": 3}, {"x": 3}, {"x": 2.5}, {"s": "3"}, {"b": True}, {"n": None}, {"n": 4}, {"items": [1, "a"]}],
+)
+def test_arguments_that_fit(arguments):
+    assert check_call(ToolCall("typed", arguments), {"typed": typed}) is None
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({"i": "3"}, "int"),
+        ({"i": 3.0}, "int"),
+        ({"i": True}, "int"),
+        ({"i": None}, "int"),
+        ({"x": "1.5"}, "float"),
+        ({"x": "much"}, "float"),
+        ({"x": True}, "float"),
+        ({"s": 3}, "str"),
+        ({"s": ["3"]}, "str"),
+        ({"b": 1}, "bool"),
+        ({"b": "true"}, "bool"),
+        ({"n": "4"}, "int | None"),
+        ({"items": "abc"}, "list"),
+    ],
+)
+def test_arguments_of_the_wrong_type(arguments, expected):
+    (name,) = arguments
+    mistake = check_call(ToolCall("typed", arguments), {"typed": typed})
+    assert mistake is not None
+    assert f"argument {name!r} must be {expected}, got {type(arguments[name]).__name__}" in mistake
+    assert "Usage: typed(i: int = 0" in mistake
+
+
+def nested(
+    xs: list[int] = (), d: dict[str, list[float]] = (), c: Literal["a", "b"] = "a", u: list[str] | int | None = None,
+    seq: Sequence[int] = (), user: NewType("User", int) = 0, **rest: bool,
+) -> str:  # fmt: skip
+    """Has types inside types."""
+    return ""
+
+
+@pytest.mark.parametrize(
+    "arguments, mistake",
+    [
+        ({"xs": [1, 2], "d": {"a": [1, 2.5]}, "c": "b", "u": ["x"], "seq": [1], "user": 3, "more": True}, None),
+        ({"u": None}, None),
+        ({"u": 3}, None),
+        ({"xs": "1"}, "argument 'xs' must be list[int], got str. Usage: nested(xs: list[int] = ()"),
+        ({"xs": [1, "2"]}, "argument 'xs' must be list[int], got str at xs[1]. Usage: "),
+        ({"d": {"a": [1], "b": [1, None]}}, "'d' must be dict[str, list[float]], got NoneType at d['b'][1]. "),
+        ({"d": []}, "argument 'd' must be dict[str, list[float]], got list. "),
+        ({"c": "z"}, "argument 'c' must be Literal['a', 'b'], got 'z'. "),
+        ({"c": ["a"]}, "argument 'c' must be Literal['a', 'b'], got ['a']. "),
+        ({"u": ["x", 1]}, "argument 'u' must be list[str] | int | None, got int at u[1]. "),
+        ({"u": 1.5}, "argument 'u' must be list[str] | int | None, got float. "),
+        ({"seq": "abc"}, "argument 'seq' must be collections.abc.Sequence[int], got str. "),
+        ({"user": "x"}, "argument 'user' must be User, got str: Input should be a valid integer. "),
+        ({"more": "yes"}, "argument 'more' must be bool, got str. "),
+    ],
+)
+def test_what_is_wrong_inside_an_argument(arguments, mistake):
+    text = check_call(ToolCall("nested", arguments), {"nested": nested})
+    assert text is None if mistake is None else mistake in text
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+    LARGE = 2
+
+
+class Place(TypedDict):
+    name: str
+
+
+class City(pydantic.BaseModel):
+    """A city."""
+
+    name: str
+    since: datetime.date | None = None
+    tags: set[str] = {"b", "d", "a", "c"}
+
+
+class Picky(pydantic.BaseModel):
+    word: str
+
+    @pydantic.field_validator("word")
+    @classmethod
+    def check_word(cls, word: str) -> str:
+        if word == "exit":
+            raise SystemExit(3)
+        if word == "key":
+            raise KeyError("no such word")
+        if word == "other":
+            try:
+                pydantic.TypeAdapter(int).validate_python("x")
+            except ValueError as error:
+                raise ValueError(str(error)) from None
+        raise ValueError(f"{object()} does not like it.")
+
+
+class Lazy(pydantic.BaseModel):
+    items: Iterable[int]
+
+
+@dataclass
+class Town:
+    name: str
+
+
+class Street(typing.TypedDict):
+    name: str
+
+
+class NoData:
+    pass
+
+
+def visitor(kind: Any) -> Callable:
+    """A tool with a parameter of this type, which tells what it was given."""
+
+    def visit(where: kind) -> str:
+        """Visits."""
+        return repr(where)
+
+    return visit
+
+
+TEN = Annotated[int, pydantic.Field(ge=0, le=10)]
+User = NewType("User", int)
+
+
+@pytest.mark.parametrize(
+    "kind, value, given",
+    [
+        (Colour, "red", "<Colour.RED: 'red'>"),
+        (Colour | None, None, "None"),
+        (Literal[Colour.RED, "x"], "red", "<Colour.RED: 'red'>"),
+        (Size, 2, "<Size.LARGE: 2>"),
+        (Place, {"name": "Rouen"}, "{'name': 'Rouen'}"),
+        (Town, {"name": "Rouen"}, "Town(name='Rouen')"),
+        (list[Town] | Town, [{"name": "Rouen"}], "[Town(name='Rouen')]"),
+        (dict[str, list[Town]], {"a": [{"name": "Rouen"}]}, "{'a': [Town(name='Rouen')]}"),
+        (tuple[int, str], [1, "a"], "(1, 'a')"),
+        (set[str], ["a", "a"], "{'a'}"),
+        (dict[int, str], {"7": "a"}, "{7: 'a'}"),
+        (bytes, "abc", "b'abc'"),
+        (Path, "a/b", repr(Path("a/b"))),
+        (datetime.date, "0911-07-20", "datetime.date(911, 7, 20)"),
+        (datetime.datetime, "2026-11-20T09:30", "datetime.datetime(2026, 11, 20, 9, 30)"),
+        (TEN, 10, "10"),
+        (User, 3, "3"),
+        (Iterable[Colour], ["red"], "[<Colour.RED: 'red'>]"),
+        (bool | int, True, "True"),
+        (bool | int, 1, "1"),
+        (float, 7, "7"),  # what JSON itself has stays as it was read
+        (float, 7.0, "7.0"),
+        (float | tuple[int], 7, "7.0"),
+        (Iterable[int], [1, 2], "[1, 2]"),
+        (Any, {"a": [1, None, 2.5]}, "{'a': [1, None, 2.5]}"),
+        (object, "\ud800", "'\\ud800'"),
+        (int, 10**40, "1" + "0" * 40),
+        (dict[str, float], {"a": float("inf")}, "{'a': inf}"),
+    ],
+)
+def test_an_argument_becomes_what_its_parameter_is(kind, value, given):
+    turn = observe(visitor(kind), call("visit", where=value))
+    assert (turn.observation, turn.error) == (given, None)
+    assert turn.tool_call.arguments == {"where": value}  # rewards and the log see what was written
+
+
+def test_a_model_is_given_with_what_it_adds():
+    def visit(where: City, **others: Colour) -> str:
+        """Visits."""
+        return f"{where.since!r} {sorted(where.tags)} {hasattr(where, 'mayor')} {others}"
+
+    turn = observe(visit, call("visit", where={"name": "Rouen", "since": "0911-07-20", "mayor": "x"}, sky="green"))
+    assert turn.observation == (
+        "datetime.date(911, 7, 20) ['a', 'b', 'c', 'd'] False {'sky': <Colour.GREEN: 'green'>}"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, value, mistake",
+    [
+        (Colour, "blue", "Colour, got 'blue': Input should be 'red' or 'green'. "),
+        (Colour | None, "blue", "Colour | None, got 'blue': Input should be 'red' or 'green'. "),
+        (Literal[Colour.RED, "x"], "green", "Literal['red', 'x'], got 'green': Input should be 'red' or 'x'. "),
+        (Literal[1, "x"], True, "Literal[1, 'x'], got True. "),
+        (Literal[1, "x"], 1.0, "Literal[1, 'x'], got 1.0. "),
+        (Literal[True], 1, "Literal[True], got 1. "),
+        (Size, True, "Size, got True: Input should be 1 or 2. "),
+        (Size, "1", "Size, got '1': Input should be 1 or 2. "),
+        (tuple[int, str], ["1", "a"], "tuple[int, str], got str at where[0]: Input should be a valid integer. "),
+        (tuple[int, str], [1], "tuple[int, str], got nothing at where[1]: Field required. "),
+        (set[int], [True], "set[int], got bool at where[0]: Input should be a valid integer. "),
+        (Place, {"nam": "x"}, "Place, got nothing at where['name']: Field required. "),
+        (Town, {"name": 7}, "Town, got int at where['name']: Input should be a valid string. "),
+        (Town | list[Town], [{"name": "x"}, {"name": 7}],
+         "Town | list[Town], got int at where[1]['name']: Input should be a valid string. "),
+        (datetime.date, "0911-07-32",
+         "date, got '0911-07-32': Input should be a valid date in the format YYYY-MM-DD, "
+         "day value is outside expected range. "),
+        (datetime.datetime, 5, "datetime, got int: Input should be a valid datetime. "),
+        (TEN, -1, "int, got -1: Input should be greater than or equal to 0. "),
+        (list[TEN], [3, 11], "list[int], got 11 at where[1]: Input should be less than or equal to 10. "),
+        (Iterable[Colour], ["red", "x"],
+         "Iterable[Colour], got 'x' at where[1]: Input should be 'red' or 'green'. "),
+        (Iterable[int], ["x"], "collections.abc.Iterable[int], got str at where[0]. "),
+        (float, 10**400, "float, got int. "),
+        (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, <object object> does not like it. "),
+        (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
+        (Picky, {"word": "other"},
+         "Picky, got 'other' at where['word']: Value error, 1 validation error for int\n"
+         "  Input should be a valid integer, unable to parse string as an integer "
+         "[type=int_parsing, input_value='x', input_type=str]. "),
+        (Picky, {"word": "exit"}, "Picky, whose check raised SystemExit: 3. "),
+    ],
+)  # fmt: skip
+def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
+    turn = observe(visitor(kind), call("visit", where=value))
+    assert turn.error == "call"
+    assert turn.observation.startswith(f"Error: argument 'where' must be {mistake}Usage: visit(where: ")
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (NoData, "NoData"), (list[NoData], "list[NoData]"), (Colour | NoData, "Colour | NoData"), (type, "type"),
+        (Callable[[], int], "Callable[[], int]"), (Iterator[int], "Iterator[int]"), (type[int], "type[int]"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_no_json_fits_is_refused(kind, name):
+    message = (
+        f"Tool visit: parameter 'where' is {name}, which no argument from JSON can be. Types that work: str, int, "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make_env([visitor(kind)])
+
+
+def test_items_that_are_checked_too_late_are_refused():
+    with pytest.raises(ValueError, match=r"'where' is Lazy \| None, which .* be \(a field is Iterable, .*Write list"):
+        make_env([visitor(Lazy | None)])
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads typing.TypedDict from Python 3.12 on")
+def test_typings_own_typed_dict_is_refused():
+    with pytest.raises(ValueError, match="'where' is Street, which .*use `typing_extensions.TypedDict` instead"):
+        make_env([visitor(Street)])
+
+
+def test_the_model_reads_what_to_write_for_a_type_that_json_does_not_have():
+    def visit(
+        name: str, where: Colour = Colour.RED, city: City | None = None, size: Size | None = Size.SMALL,
+        tags: frozenset[str] = frozenset("hgfedcba"), count: Annotated[TEN, "how many"] = 3,
+        note: Annotated[str, "short"] = "", by: Literal["car", "train"] = "car", who: User = 0, **rest: Place,
+    ) -> Town:  # fmt: skip
+        """Visits."""
+
+    def plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, by: Literal["a"] = "a") -> None:
+        """Stays."""
+
+    assert make_env([visit, plain], "{tool_descriptions}").system_prompt == (
+        'visit(name: str, where: Colour = "red", city: City | None = None, size: Size | None = 1, '
+        'tags: frozenset[str] = ["a", "b", "c", "d", "e", "f", "g", "h"], count: int = 3, '
+        "note: typing.Annotated[str, 'short'] = '', by: Literal['car', 'train'] = 'car', who: User = 0, "
+        "**rest: Place) -> Town\n"
+        'where: {"enum": ["red", "green"], "type": "string"}\n'
+        'city: {"$defs": {"City": {"description": "A city.", "properties": {"name": {"type": "string"}, '
+        '"since": {"anyOf": [{"format": "date", "type": "string"}, {"type": "null"}], "default": null}, '
+        '"tags": {"default": ["a", "b", "c", "d"], "items": {"type": "string"}, "type": "array", '
+        '"uniqueItems": true}}, "required": ["name"], "type": "object"}}, '
+        '"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}\n'
+        'size: {"$defs": {"Size": {"enum": [1, 2], "type": "integer"}}, '
+        '"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}\n'
+        'tags: {"items": {"type": "string"}, "type": "array", "uniqueItems": true}\n'
+        'count: {"maximum": 10, "minimum": 0, "type": "integer"}\n'
+        'who: {"type": "integer"}\n'
+        'rest: {"properties": {"name": {"type": "string"}}, "required": ["name"], "type": "object"}\n'
+        "Visits.\n\n"
+        "plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, "
+        "by: Literal['a'] = 'a') -> None\nStays."
+    )
+
+
+TYPED = '''
+from __future__ import annotations
+import dataclasses, enum, pathlib, sys
+from typing import Annotated
+import pydantic
+from typing_extensions import TypedDict
+from other_places import Point as OtherPoint
+
+class Colour(enum.Enum):
+    RED = "red"
+
+class Point(TypedDict):
+    x: int
+    colour: Colour
+
+@dataclasses.dataclass
+class Line:
+    start: Point
+    end: Point | None = None
+
+def draw(
+    line: Line, kind: Colour = Colour.RED, other: OtherPoint | Point | None = None, **sizes: tuple[int, int]
+) -> Line:
+    """Draws."""
+    ours = isinstance(line, Line) and isinstance(kind, Colour)
+    return f"{ours} {line.start['colour']} {line.end} {sizes}"
+
+async def later(kind: Colour) -> str:
+    """Draws later."""
+    return str(isinstance(kind, Colour))
+
+TOOL_FUNCTIONS = [draw, later]
+'''
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_tools_file_with_types_of_its_own(tmp_path, isolate, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "other_places.py").write_text("import pydantic\nclass Point(pydantic.BaseModel):\n    y: int\n")
+    path = tmp_path / "shapes.py"
+    path.write_text(TYPED, encoding="utf-8")
+    tools = load_tools(str(path), isolate=isolate)
+    start = {"x": 1, "colour": "red"}
+    line = call("draw", line={"start": start}, wide=[1, 2])
+    late = call("later", kind="red")
+    wrong = call("draw", line={"start": {"x": 1, "colour": "blue"}})
+    (rollout,) = run_many(tools, [[line, late, wrong, ANSWER]], max_steps=3, max_completion_length=3000)
+    seen = [turn.observation for turn in rollout.turns[:3]]
+    assert seen[:2] == ["True Colour.RED None {'wide': (1, 2)}", "True"]
+    assert seen[2].startswith(
+        "Error: argument 'line' must be Line, got 'blue' at line['start']['colour']: Input should be 'red'. "
+        'Usage: draw(line: Line, kind: Colour = "red", other: Point | Point | None = None, '
+    )
+    prompt = make_env(tools, "{tool_descriptions}").system_prompt
+    assert '"other_places__Point": {"properties": {"y"' in prompt and '{"$ref": "#/$defs/Point"}' in prompt
+    assert "mt_grpo_" not in prompt and "shapes" not in prompt
+
+
+def test_parameters_that_json_fits_are_taken():
+    def visit(
+        a: Any, b: object, c: list, d: dict, e: list[dict[str, int | None]], f: Town | str, g: Literal[1, "x", None],
+        h: Iterable[str], i: Mapping[str, int], j: Annotated[int, "how many"] = 3, **rest: float,
+    ) -> str:  # fmt: skip
+        """Visits."""
+
+    make_env([visit])
+
+
+def spread(*names: str) -> str:
+    """Takes any."""
+
+
+def by_position(name: str, /) -> str:
+    """Takes one."""
+
+
+def generate_names(count: int) -> str:
+    """Yields."""
+    yield ""
+
+
+async def generate_later(count: int) -> str:
+    """Yields."""
+    yield ""
+
+
+def unknown_hint(name: "Nowhere") -> str:  # noqa: F821
+    """Takes one."""
+
+
+def cached(name: str, cache: Any = threading.Lock()) -> str:  # noqa: B008
+    """Takes one."""
+
+
+@pytest.mark.parametrize(
+    "tool, message",
+    [
+        (spread, r"^Tool spread has \*names. Calls name their arguments"),
+        (by_position, r"^Tool by_position has the positional-only 'name'. Calls name their arguments"),
+        (generate_names, "^Tool generate_names is a generator function. Expected `return`"),
+        (generate_later, "^Tool generate_later is a generator function. Expected `return`"),
+        (unknown_hint, "^Tool unknown_hint has type hints that cannot be read: name 'Nowhere' is not defined"),
+        (cached, "^Tool cached: the default of 'cache' is <unlocked .* at 0x.*, whose address the model would read"),
+    ],
+)
+def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
+    with pytest.raises(ValueError, match=message):
+        make_env([tool])
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ('<tool>{"name": "add", "args": {"a": 2,</tool>', ["not valid JSON", "Expected: <tool>{"]),
+        (call("search", query="x"), ["unknown tool 'search'", "Known tools: add, echo, slow_echo"]),
+        (call("add", a="2", b=3), ["argument 'a' must be int, got str", "Usage: add(a: int, b: int) -> str"]),
+        (call("add", a=2), ["missing a required argument: 'b'", "Usage: add("]),
+        (call("add", a=2, b=3, c=4), ["unexpected keyword argument 'c'", "Usage: add("]),
+        ('<tool>{"name": "add", "args": {"a": 2', ["not closed by </tool>"]),
+        ('<tool>{"name": "add"}{"name": "echo"}</tool>', ["several calls in one turn"]),
+        ('<tool>{"name": "add", "args": [2, 3]}</tool>', ['"args" must be a JSON object']),
+        (f"<tool>{ADD}", ["not valid JSON"]),
+        ('<tool>{"name": "add", <answer>5</answer>', ["not closed by </tool>"]),
+        ("5</tool>", ["</tool> without <tool> before it"]),
+        (call("<|im_start|>system"), ["unknown tool '< |im_start|>"]),
+        ('<tool>{"name": "\\ud800", "args": {}}</tool>', ["unknown tool"]),
+        ('<tool>{"name": "add", "args": {"\\ud800": 1}}</tool>', ["Usage: add("]),
+        ('<tool>{"name": "add", "args": {}, "\\ud800": 1}</tool>', ["unknown key"]),
+    ],
+)
+def test_the_policys_mistakes_become_observations(text, parts):
+    rollout, _ = converse(text, ANSWER)
+    turn = rollout.turns[0]
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.turns) == 2
+    assert turn.error == "call" and turn.observation.startswith("Error: ")
+    assert all(part in turn.observation for part in parts), turn.observation
+
+
+def test_a_call_with_a_number_of_thousands_of_digits_is_an_observation():
+    text = '<tool>{"name": "add", "args": {"a": ' + "1" * 4400 + ', "b": 2}}</tool>'
+    rollout, _ = converse(text, ANSWER, max_completion_length=8000)
+    assert rollout.turns[0].error == "call" and rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_a_call_cut_off_by_the_turn_budget_is_an_observation():
+    rollout, backend = converse(ADD, ANSWER, max_turn_tokens=20)
+    assert [r.max_tokens for r in backend.requests] == [20, 20]
+    assert rollout.turns[0].finish_reason == "length" and rollout.turns[0].error == "call"
+    assert "not closed by </tool>" in rollout.turns[0].observation
+    assert rollout.stop_reason == StopReason.ANSWERED

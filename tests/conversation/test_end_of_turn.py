@@ -1,0 +1,110 @@
+"""Where a turn ends, and the message that follows it."""
+
+import pytest
+from scripted import (
+    ADD,
+    ANSWER,
+    CHATML_TOKENIZER,
+    CLOSES_AND_MORE,
+    CLOSES_BOTH,
+    END,
+    QWEN3_TOKENIZER,
+    converse,
+    ids,
+    make_env,
+    result,
+)
+
+from mt_grpo.rollout import StopReason, ToolResult
+
+
+@pytest.mark.parametrize(
+    "sampled, length",
+    [
+        (ids("no tag at all"), 13),
+        ([], 0),
+        (ids("<tool>{}</tool>"), 15),
+        (ids("<tool>{}</tool> and on it runs"), 15),
+        (ids("<answer>1</answer>\n\n"), 18),
+        (ids("<tool>{}</too"), 13),
+        (ids("<tool>é</tool>é"), 15),
+        (ids("</tool></tool>"), 7),
+        (ids("<tool></answer></tool>"), 15),
+        (ids("<answer></tool></answer>"), 15),
+        (ids("<answer>1</answer><tool>{}</tool>"), 18),
+        ([*ids("<tool>{}</too"), CLOSES_AND_MORE, 65, 66], 14),
+        ([*ids("<answer>1"), CLOSES_BOTH, 65, 66], 10),
+        ([195, *ids("</tool>"), 169], 8),  # half a letter before it
+    ],
+)
+def test_end_of_turn(sampled, length):
+    cut = make_env().format_of(CHATML_TOKENIZER).cut(sampled, ids("<|im_start|>assistant\n"))
+    assert cut == (length, any(tag in CHATML_TOKENIZER.decode(sampled) for tag in ("</tool>", "</answer>")))
+
+
+def test_a_sample_that_runs_on_is_cut_after_the_token_that_completes_the_tag():
+    rollout, _ = converse(f"{ADD}<|im_end|>\n<|im_start|>user\n<result>\n6\n</result>", f"{ANSWER} or 6")
+    assert rollout.completion_ids == ids(ADD + result("5") + ANSWER)
+    assert [turn.finish_reason for turn in rollout.turns] == ["stop", "stop"]
+
+
+def test_a_call_before_the_budget_is_spent_ended_by_its_tag():
+    """Where a backend has no stop texts, the sample runs on until its budget; the turn did not."""
+    rollout, _ = converse(ADD + "x" * 100, "x" * 100, max_turn_tokens=80)
+    assert [turn.finish_reason for turn in rollout.turns] == ["stop", "length"]
+    assert rollout.completion_ids == ids(ADD + result("5") + "x" * 80)
+
+
+def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
+    sampled = [*ids(ADD[:-2]), CLOSES_AND_MORE]
+    rollout, backend = converse([*sampled, 65], ANSWER)
+    assert rollout.completion_ids == sampled + ids(result("5")) + ids(ANSWER)
+    assert rollout.turns[0].text == ADD + "\n"
+    assert rollout.turns[0].logprobs == backend.requests[0].logprobs[:-1]
+
+
+def test_the_first_closing_tag_wins():
+    rollout, _ = converse(f"{ANSWER}{ADD}")
+    assert rollout.stop_reason == StopReason.ANSWERED and rollout.completion_ids == ids(ANSWER)
+    rollout, _ = converse(f"{ADD}{ANSWER}", "<answer>6</answer>")
+    assert rollout.completion_ids == ids(ADD + result("5") + "<answer>6</answer>")
+
+
+def test_the_first_closing_tag_wins_inside_one_token():
+    rollout, _ = converse([*ids("<answer>5"), CLOSES_BOTH])
+    assert rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
+    unclosed = '<tool>{"name": '
+    rollout, _ = converse(f"{unclosed}<|im_end|>", ANSWER)
+    assert rollout.turns[0].observation_ids[:6] == ids("\n<|im_start|>user")
+    assert rollout.turns[0].text == unclosed
+    rollout, _ = converse(unclosed, ANSWER)
+    assert rollout.turns[0].observation_ids[:7] == ids("<|im_end|>\n<|im_start|>user")
+    # Another end-of-text token does not end the template's turn.
+    rollout, _ = converse(f"{unclosed}<|endoftext|>", ANSWER)
+    assert rollout.completion_ids[:23] == ids(f"{unclosed}<|endoftext|><|im_end|>\n<|im_start|>user")
+    assert rollout.turns[0].text == unclosed
+
+
+def test_message_ids():
+    expected = ids("<|im_end|>\n<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n")
+    assert suffix_ids("5", CHATML_TOKENIZER, []) == expected
+    assert suffix_ids("5", CHATML_TOKENIZER, [65]) == expected
+    assert suffix_ids("5", CHATML_TOKENIZER, [65, END]) == expected[1:]
+    assert suffix_ids("5", CHATML_TOKENIZER, [65, END, 10]) == expected
+
+
+def suffix_ids(text, tokenizer, sampled):
+    written = make_env().format_of(tokenizer)
+    return written.suffix_ids([], written.results([], [ToolResult(text)]), sampled)
+
+
+@pytest.mark.parametrize("tokenizer", [CHATML_TOKENIZER, QWEN3_TOKENIZER])
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n", "{{ x }} {% y %}", "<think>a</think>b", "</tool>", "assistant-", "é\n"]
+)
+def test_message_ids_of_awkward_results(text, tokenizer):
+    """Nothing of a result is rendered away or taken for the template's own language."""
+    assert suffix_ids(text, tokenizer, []) == ids(result(text))

@@ -1,0 +1,395 @@
+"""Tools in processes of their own."""
+
+import asyncio
+import itertools
+import os
+import queue
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from processes import alive, ends
+from scripted import ADD, ANSWER, call, observe, run_many
+
+import mt_grpo_trainer as mt
+from mt_grpo.conversation.tools.processes import ToolProcesses
+from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolThreads
+from mt_grpo.recipe.plugins import load_tools, module_name
+
+
+def test_a_call_of_sys_exit_ends_neither_the_run_nor_the_loop(isolated):
+    """Not even in a task of the tool's own, where asyncio hands it to the thread of the loop."""
+
+    def leave_thread() -> str:
+        """Leaves."""
+        sys.exit(0)
+
+    async def leave_task() -> str:
+        """Leaves."""
+
+        async def part():
+            sys.exit(0)
+
+        await asyncio.gather(part(), asyncio.sleep(0))
+
+    calls = [call("leave_thread"), call("leave_task"), call("leave", how="sys.exit(0)"), ADD]
+    rollouts = run_many([leave_thread, leave_task, *isolated[:2]], [[*calls, ANSWER]] * 2, max_steps=4)
+    for rollout in rollouts:
+        assert [turn.observation for turn in rollout.turns[:4]] == [*["Error: SystemExit: 0"] * 3, "5"]
+        assert [turn.error for turn in rollout.turns[:4]] == ["tool"] * 3 + [None]
+
+
+IN_PROCESSES = """
+import ctypes, functools, os, re, subprocess, sys, time
+from mt_grpo.rollout import ToolResult
+
+time.sleep(float(os.environ.get("IMPORT_SECONDS", 0)))
+
+def add(a: int, b: int) -> str:
+    '''Adds.'''
+    print("not the answer")
+    return str(a + b)
+
+def leave(how: str) -> str:
+    '''Ends its process.'''
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "sys.exit(0)":
+        sys.exit(0)
+    if how == "sys.exit":
+        sys.exit("bye")
+    os._exit(3)
+
+def lock() -> str:
+    '''Backtracks for years, with the interpreter lock held.'''
+    return str(re.match(r"(a+)+$", "a" * 60 + "b"))
+
+def give(what: str) -> str:
+    '''Returns something.'''
+    return {"none": None, "bytes": b"caf\\xc3\\xa9 \\xff", "half": "\\ud800", "dict": {"\u00e9": (1, 2)},
+            "long": "y" * 10_000_000, "huge": "y" * 20_000_000, "pid": os.getpid(), "stdin": sys.stdin.read()}[what]
+
+def fail() -> str:
+    '''Raises.'''
+    raise LookupError("nothing there")
+
+def start_another() -> str:
+    '''Waits for a process of its own.'''
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(600)", os.environ["MARK"]])
+
+async def awaited(text: str) -> str:
+    '''Gives a coroutine.'''
+    return text
+
+@functools.wraps(awaited)
+def behind_a_decorator(text: str) -> str:
+    return awaited(text=text)
+behind_a_decorator.__name__ = "behind_a_decorator"
+
+async def in_the_loop() -> str:
+    '''Runs in the trainer's loop.'''
+    return str(os.getpid())
+
+def fork_and_leave() -> str:
+    '''Crashes, and leaves a child that has its pipes.'''
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    open(os.environ["MARK"] + "/child", "w").write(str(pid))
+    os._exit(3)
+
+def paid(reward: float) -> ToolResult:
+    '''Gives its turn a reward.'''
+    return ToolResult({"a": 5}, reward=reward)
+
+class Double:
+    name = "double"
+    schema = {"description": "Doubles.", "parameters": {"properties": {"number": {"type": "integer"}}}}
+
+    def run(self, number):
+        return f"{os.getpid()} {2 * number}"
+
+TOOL_FUNCTIONS = [add, leave, lock, give, fail, in_the_loop, start_another, behind_a_decorator, fork_and_leave, paid,
+                  Double()]
+"""
+
+
+@pytest.fixture
+def isolated(tmp_path) -> list:
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES, encoding="utf-8")
+    return load_tools(str(path), isolate=True)
+
+
+def children() -> set[int]:
+    """Processes of this one that run tools."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"TOOL_FUNCTIONS" in (stat.parent / "cmdline").read_bytes():
+                found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "how, text",
+    [
+        ("os._exit", "Error: the tool's process ended with exit code 3"),
+        ("segfault", "Error: the tool's process ended with exit code -11"),
+        ("sys.exit", "Error: SystemExit: bye"),
+    ],
+)
+def test_an_isolated_tool_may_end_its_process(isolated, how, text):
+    rollouts = run_many(isolated, [[call("leave", how=how), ADD, ANSWER], [ADD, ADD, ANSWER]])
+    assert [turn.observation for turn in rollouts[0].turns] == [text, "5", None]
+    assert [turn.observation for turn in rollouts[1].turns] == ["5", "5", None]
+    assert rollouts[0].turns[0].error == "tool"
+
+
+def test_an_isolated_tool_that_holds_the_interpreter_lock_is_killed(isolated):
+    """In a thread this call would stop the whole process, its time limit included."""
+    before = children()
+    rollouts = run_many(isolated, [[call("lock"), ADD, ANSWER]] + [[ADD, ANSWER]] * 3, tool_timeout=3)
+    assert [turn.observation for turn in rollouts[0].turns] == ["Error: lock took longer than 3 s", "5", None]
+    assert [rollout.turns[0].observation for rollout in rollouts[1:]] == ["5"] * 3
+    deadline = time.monotonic() + 5
+    while len(children() - before) > 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 1 <= len(children() - before) <= 3  # those that were idle, not the one that hung
+
+
+@pytest.mark.parametrize(
+    "what, result",
+    [("none", "null"), ("bytes", "caf\u00e9 \ufffd"), ("dict", '{"\u00e9": [1, 2]}'), ("stdin", ""), ("half", "?"),
+     ("huge", "Error: the result is longer than 16 MiB")],
+)  # fmt: skip
+def test_what_an_isolated_tool_returns(isolated, what, result):
+    assert observe(isolated[3], call("give", what=what)).observation == result
+
+
+def test_an_isolated_tool_gives_a_reward(isolated):
+    (result,) = observe(isolated[9], call("paid", reward=0.5)).results
+    assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, None)
+    assert observe(isolated[0], ADD).results[0].reward is None
+
+
+def test_an_isolated_tool_may_be_an_object(isolated):
+    pid, number = observe(isolated[10], call("double", number=4)).observation.split()
+    assert number == "8" and pid != str(os.getpid())
+
+
+def test_an_isolated_tools_long_result_is_cut_visibly(isolated):
+    observation = observe(isolated[3], call("give", what="long"), max_tool_response_tokens=60).observation
+    assert observation == observe(long_result, max_tool_response_tokens=60).observation and observation.endswith(
+        "y... [cut]"
+    )
+
+
+def long_result() -> str:
+    """The same in a thread."""
+    return "y" * 10_000_000
+
+
+def test_isolated_tools_use_their_processes_again(isolated):
+    pid = call("give", what="pid")
+    rollouts = run_many(isolated, [[pid, pid, pid, ANSWER], [pid, call("fail"), pid, ANSWER]])
+    seen = [turn.observation for rollout in rollouts for turn in rollout.turns if turn.observation]
+    assert "Error: nothing there" in seen and len(set(seen) - {"Error: nothing there"}) == 2
+    assert str(os.getpid()) not in seen
+    here = observe(isolated[5], call("in_the_loop")).observation
+    assert here == str(os.getpid())
+
+
+def test_the_start_of_a_process_is_not_the_calls_time(isolated, monkeypatch):
+    monkeypatch.setenv("IMPORT_SECONDS", "1.5")
+    rollouts = run_many(isolated, [[ADD, ADD, ANSWER]] * 2, tool_timeout=1.0)
+    assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 2
+
+
+def test_with_an_isolated_tool_goes_what_it_started(isolated, monkeypatch, tmp_path):
+    monkeypatch.setenv("MARK", str(tmp_path))
+
+    def those_alive() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if str(tmp_path).encode() in file.read_bytes() and b"time.sleep(600)" in file.read_bytes():
+                    found.append(file)
+        return found
+
+    assert observe(isolated[6], tool_timeout=1.5).error == "timeout"
+    deadline = time.monotonic() + 5
+    while those_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not those_alive()
+
+
+def test_an_isolated_async_function_behind_a_decorator_is_awaited(isolated):
+    assert observe(isolated[7], call("behind_a_decorator", text="hi")).observation == "hi"
+
+
+def test_what_an_isolated_tool_started_goes_with_it_when_it_crashes(isolated, monkeypatch, tmp_path):
+    """Its child has inherited the pipe for answers, and nobody else would end it."""
+    monkeypatch.setenv("MARK", str(tmp_path))
+    assert observe(isolated[8], call("fork_and_leave"), tool_timeout=2).error == "timeout"
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_isolated_processes_without_work_end(isolated, monkeypatch):
+    monkeypatch.setattr(ToolProcesses, "IDLE_SECONDS", 1.0)
+    before = children()
+    run_many(isolated, [[ADD, ANSWER]] * 3)
+    assert 1 <= len(children() - before) <= 3
+    deadline = time.monotonic() + 10
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() - before
+    assert observe(isolated[0], ADD).observation == "5"
+
+
+def test_a_tools_file_that_cannot_start_in_a_process_is_told(tmp_path, capfd):
+    """As where it locks a database, which the trainer has imported and so locked already."""
+    path = tmp_path / "tools.py"
+    lock = "import fcntl\nheld = open(__file__)\nfcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    path.write_text(lock + IN_PROCESSES, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"not in a process beside this one \(isolate_tools\): .* exit code 1. See"):
+        load_tools(str(path), isolate=True)
+    assert "BlockingIOError" in capfd.readouterr().err
+    path.write_text("import subprocess\nhelper = subprocess.Popen(['sleep', '600'])\n" + IN_PROCESSES)
+    assert observe(load_tools(str(path), isolate=True)[0], ADD).observation == "5"  # it holds the pipes, too
+    sys.modules[module_name(str(path), "tools_script")].helper.kill()
+
+
+def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
+    """Killed while one of its tools hangs, with no chance to tidy up."""
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES, encoding="utf-8")
+    code = (
+        "import asyncio\n"
+        "from mt_grpo.recipe.plugins import load_tools\n"
+        "from mt_grpo.conversation.tools.threads import run_tool\n"
+        "from pathlib import Path\n"
+        f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
+        "async def main():\n"
+        "    task = asyncio.create_task(run_tool(tool, {}, 60))\n"
+        "    while not (pids := ''.join(p.read_text() for p in Path('/proc/self/task').glob('*/children'))):\n"
+        "        await asyncio.sleep(0.05)\n"
+        "    await asyncio.sleep(1)\n"
+        "    print(pids, flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())\n"
+    )
+    root = Path(mt.__file__).parent
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    pid = int(trainer.stdout.readline())
+    assert alive(pid)
+    trainer.kill()
+    trainer.wait()
+    assert ends(pid)
+
+
+@contextmanager
+def open_files(more: int):
+    """Leave this process so many file descriptors beside those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, more, None)), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated, monkeypatch):
+    """A shortage of file descriptors is the trainer's, so no call may fail by it."""
+    monkeypatch.setattr(ToolProcesses, "START_ATTEMPTS", 2)  # to start one is no way out: to wait for one is
+    before = children()
+    with open_files(14):
+        rollouts = run_many(isolated, [[ADD, call("leave", how="os._exit"), ADD, ANSWER]] * 12, max_steps=3)
+    wanted = ["5", "Error: the tool's process ended with exit code 3", "5", None]
+    assert [[turn.observation for turn in rollout.turns] for rollout in rollouts] == [wanted] * 12
+    deadline = time.monotonic() + 20
+    while len(children() - before) >= 8 and time.monotonic() < deadline:
+        time.sleep(0.02)  # one that was told to leave may still be on its way
+    assert len(children() - before) < 8  # the shortage was there
+
+
+def test_a_run_without_any_process_for_its_tools_ends(isolated):
+    with open_files(0), pytest.raises(ToolsUnavailable, match="no process for the tools of '.*tools.py' can be st"):
+        run_many(isolated, [[ADD, ANSWER]] * 3)
+    assert observe(isolated[0], ADD).observation == "5"
+
+
+def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, capfd):
+    assert observe(isolated[0], ADD).observation == "5"  # this process stays, and goes on to be used
+    (tmp_path / "tools.py").write_text("import nowhere\n")
+    rollouts = run_many(isolated, [[ADD, ADD, ANSWER]] * 3)
+    assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 3
+    assert "No module named 'nowhere'" in capfd.readouterr().err
+    leave = call("leave", how="os._exit")
+    with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above; check .* that"):
+        run_many(isolated, [[leave, ADD, ANSWER]])
+
+
+@contextmanager
+def no_more_threads():
+    before = threading.stack_size(1 << 47)  # more than a process can address
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
+    threads, release, done = ToolThreads(), threading.Event(), threading.Event()
+
+    async def submit(work, release_after=None):
+        if release_after:
+            asyncio.get_running_loop().call_later(release_after, release.set)
+        await threads.submit(work, lambda result: result and done.set())
+
+    asyncio.run(submit(lambda: not release.wait(20)))
+    with no_more_threads():
+        with monkeypatch.context() as patch:
+            patch.setattr(ToolThreads, "WAIT_SECONDS", 0.2)
+            with pytest.raises(ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "):
+                asyncio.run(submit(lambda: True))
+        assert not done.is_set()
+        asyncio.run(submit(lambda: True, release_after=0.3))
+        assert done.wait(10)
+
+
+def test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_call():
+    """What was tried in vain while nothing could be started is not made up for."""
+    threads, done, barrier = ToolThreads(), queue.SimpleQueue(), threading.Barrier(4)
+
+    async def submit_all():
+        calls = [asyncio.create_task(threads.submit(lambda: barrier.wait(10), done.put)) for _ in range(4)]
+        with no_more_threads():
+            await asyncio.sleep(0.5)
+        await asyncio.gather(*calls)
+
+    before = set(threading.enumerate())
+    asyncio.run(submit_all())
+    assert sorted(done.get(timeout=10) for _ in range(4)) == [0, 1, 2, 3]
+    started = [t.name for t in set(threading.enumerate()) - before]
+    assert sorted(started) == ["tool-idle"] * 4 + ["tool-starter_0"]
+
+
+def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "tools.py"
+    path.write_text(IN_PROCESSES + "def CHECK_TOOLS():\n    raise FileNotFoundError('no corpus at corpus.jsonl')\n")
+    with pytest.raises(
+        ValueError, match="tools_script: the tools of .*tools.py' do not work: no corpus at corpus.jso"
+    ):
+        load_tools(str(path))
+    path.write_text(IN_PROCESSES + "async def CHECK_TOOLS(): ...\n")
+    with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async. Expected an ordinary function"):
+        load_tools(str(path))

@@ -1,0 +1,248 @@
+"""The backend that generates in the process of the trainer."""
+
+import asyncio
+import itertools
+import re
+import threading
+
+import pytest
+from scripted import ANSWER, CHATML_TOKENIZER, END, call, ids, make_env, within
+
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.rollout import Generation, StopReason
+
+
+def in_process(generate_batch, any_rank=None) -> InProcessBackend:
+    return InProcessBackend(generate_batch, lambda token: token == END, any_rank)
+
+
+async def ask(backend: InProcessBackend, index: int, rounds: int = 1, max_tokens: int = 5) -> list[Generation]:
+    return [await backend.generate([index, k], max_tokens, None, index) for k in range(rounds)]
+
+
+def test_batches_are_by_turn_and_in_rollout_order_whatever_the_latencies():
+    batches = []
+
+    def generate_batch(prompts, max_tokens):
+        texts = [CHATML_TOKENIZER.decode(p) for p in prompts]
+        numbers = [int(re.search(r"user\n(\d)", text)[1]) for text in texts]
+        batches.append([(n, text.count("<result>")) for n, text in zip(numbers, texts, strict=True)])
+        say = []
+        for n, text in zip(numbers, texts, strict=True):
+            turns = n % 3  # 0: answers at once; 1, 2: calls first; the first rollouts have the slowest tools
+            slow = call("slow_echo", text="x", seconds=round(0.12 - 0.02 * n, 2))
+            say.append(ids(slow if text.count("<result>") < turns else ANSWER))
+        return say, [[-0.5] * len(s) for s in say]
+
+    env, backend = make_env(), in_process(generate_batch)
+    rollouts = env.start([str(i) for i in range(6)])
+    done = within(lambda: backend.serve([env.converse(r, backend) for r in rollouts]))
+    assert done == rollouts  # in order
+    assert batches == [
+        [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (5, 0)],
+        [(1, 1), (2, 1), (4, 1), (5, 1)],
+        [(2, 2), (5, 2)],
+    ]
+    assert [len(r.turns) for r in rollouts] == [1, 2, 3, 1, 2, 3]
+    assert all(r.stop_reason == StopReason.ANSWERED for r in rollouts)
+    assert rollouts[0].logprobs == [-0.5] * 18
+
+
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_each_sample_is_cut_to_its_own_budget(with_logprobs):
+    asked = []
+
+    def generate_batch(prompts, max_tokens):
+        asked.append((prompts, max_tokens))
+        samples = [[1, 2, 3, 4, 5, 6, 7], [1, 2, END], [1, 2, END], []]
+        return samples, [[-j / 8 for j in range(len(s))] for s in samples] if with_logprobs else None
+
+    backend = in_process(generate_batch)
+    budgets = [4, 7, 2, 3]
+    conversations = [backend.generate([10 + i], budget, None, i) for i, budget in enumerate(budgets)]
+    generations = within(lambda: backend.serve(conversations))
+    assert asked == [([[10], [11], [12], [13]], 7)]
+    assert [g.token_ids for g in generations] == [[1, 2, 3, 4], [1, 2, END], [1, 2], []]
+    assert [g.finish_reason for g in generations][:3] == ["length", "stop", "length"]
+    expected = [[0.0, -0.125, -0.25, -0.375], [0.0, -0.125, -0.25], [0.0, -0.125], []]
+    assert [g.logprobs for g in generations] == (expected if with_logprobs else [None] * 4)
+
+
+def test_batches_run_in_the_calling_thread():
+    threads = []
+
+    def generate_batch(prompts, max_tokens):
+        threads.append(threading.current_thread())
+        return [[END]] * len(prompts), None
+
+    def serve():
+        backend.serve([ask(backend, i, rounds=3) for i in range(4)])
+        return threading.current_thread()
+
+    backend = in_process(generate_batch)
+    caller = within(serve)
+    assert threads == [caller] * 3
+
+
+def test_no_conversations_is_no_batch():
+    assert within(lambda: in_process(None).serve([])) == []
+
+
+async def explode(message: str):
+    raise ValueError(message)
+
+
+def test_an_error_in_one_conversation_surfaces():
+    def generate_batch(prompts, max_tokens):
+        return [[END]] * len(prompts), None
+
+    async def later(backend):
+        await backend.generate([7], 5, None, 7)
+        raise ValueError("in a reward of my own")
+
+    backend = in_process(generate_batch)
+    with pytest.raises(ValueError, match="boom"):
+        within(lambda: backend.serve([ask(backend, 0, 3), explode("boom"), ask(backend, 1, 3)]))
+    with pytest.raises(ValueError, match="in a reward"):
+        within(lambda: backend.serve([ask(backend, 0, 3), later(backend), ask(backend, 1, 3)]))
+
+
+def test_an_error_in_the_batch_function_surfaces():
+    def out_of_memory(prompts, max_tokens):
+        raise RuntimeError("out of memory")
+
+    def too_few(prompts, max_tokens):
+        return [[END]], None
+
+    for function, error in ((out_of_memory, RuntimeError), (too_few, Exception)):
+        backend = in_process(function)
+        with pytest.raises(error):
+            within(lambda b=backend: b.serve([ask(b, i) for i in range(3)]))
+
+
+@pytest.mark.parametrize("where", ["batch", "conversation"])
+def test_the_backend_works_again_after_an_error(where):
+    """What is left of the failed conversations must not be counted among the next ones."""
+    sizes, broken = [], [True]
+
+    def generate_batch(prompts, max_tokens):
+        sizes.append(len(prompts))
+        if broken[0] and where == "batch":
+            raise RuntimeError("out of memory")
+        return [[END]] * len(prompts), None
+
+    backend = in_process(generate_batch)
+
+    def fail_and_serve():
+        broken[0] = True
+        failing = [ask(backend, i) for i in range(20)] + ([explode("boom")] if where == "conversation" else [])
+        working = [ask(backend, i, rounds=2) for i in range(20)]
+        try:
+            backend.serve(failing)
+        except (RuntimeError, ValueError):
+            broken[0] = False
+        sizes.clear()
+        return backend.serve(working)
+
+    for _ in range(30):
+        results = within(fail_and_serve)
+        assert len(results) == 20 and sizes == [20, 20]
+
+
+class Ranks:
+    """`any_rank` of several ranks, as threads that meet."""
+
+    def __init__(self, size: int):
+        self.flags = [False] * size
+        self.barrier = threading.Barrier(size, timeout=5)
+
+    def of(self, rank: int):
+        def any_rank(flag: bool) -> bool:
+            self.flags[rank] = flag
+            self.barrier.wait()
+            answer = any(self.flags)
+            self.barrier.wait()
+            return answer
+
+        return any_rank
+
+
+@pytest.mark.parametrize("rounds", [(3, 1), (1, 4), (2, 2), (0, 2)])
+def test_every_rank_calls_in_every_round(rounds):
+    ranks, batches = Ranks(2), {0: [], 1: []}
+
+    def serve(rank):
+        def generate_batch(prompts, max_tokens):
+            batches[rank].append((prompts, max_tokens))
+            return [[65, END]] * len(prompts), None
+
+        backend = in_process(generate_batch, ranks.of(rank))
+        conversations = [ask(backend, i, rounds[rank]) for i in range(2)] if rounds[rank] else []
+        return backend.serve(conversations)
+
+    def both():
+        results = {}
+        threads = [threading.Thread(target=lambda r=r: results.update({r: serve(r)}), daemon=True) for r in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    results = within(both)
+    assert [len(batches[rank]) for rank in (0, 1)] == [max(rounds)] * 2
+    for rank in (0, 1):
+        assert batches[rank][: rounds[rank]] == [([[0, k], [1, k]], 5) for k in range(rounds[rank])]
+        assert all(len(prompts) == 1 and limit == 1 for prompts, limit in batches[rank][rounds[rank] :])  # dummies
+        assert [len(generations) for generations in results[rank]] == [rounds[rank]] * (2 if rounds[rank] else 0)
+
+
+def test_a_rank_whose_conversation_fails_goes_on_with_dummies_until_the_others_are_done():
+    ranks, counts, outcomes = Ranks(2), [0, 0], {}
+
+    def serve(rank):
+        def generate_batch(prompts, max_tokens):
+            counts[rank] += 1
+            return [[END]] * len(prompts), None
+
+        backend = in_process(generate_batch, ranks.of(rank))
+        try:
+            backend.serve([explode("boom")] if rank == 0 else [ask(backend, i, 3) for i in range(2)])
+            outcomes[rank] = "done"
+        except ValueError as error:
+            outcomes[rank] = str(error)
+
+    def both():
+        threads = [threading.Thread(target=serve, args=(r,), daemon=True) for r in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    within(both)
+    assert outcomes == {0: "boom", 1: "done"}
+    assert counts == [3, 3]
+
+
+def test_samples_do_not_depend_on_timing():
+    """The same conversations with other latencies give the same batches, so a seeded sampler the same samples."""
+
+    def run(latencies):
+        counter, batches = itertools.count(), []
+
+        def generate_batch(prompts, max_tokens):
+            batches.append([list(p) for p in prompts])
+            return [[next(counter) % 200, END] for _ in prompts], None
+
+        backend = in_process(generate_batch)
+
+        async def conversation(i):
+            prompt = [i]
+            for k in range(3):
+                prompt += (await backend.generate(prompt, 5, None, i)).token_ids
+                await asyncio.sleep(latencies[(i + k) % len(latencies)])
+            return prompt
+
+        return within(lambda: backend.serve([conversation(i) for i in range(5)])), batches
+
+    assert run([0.0, 0.03, 0.01]) == run([0.02, 0.0, 0.0, 0.04])

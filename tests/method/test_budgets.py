@@ -1,0 +1,206 @@
+"""Why a conversation stops, and the budgets that it keeps."""
+
+import random
+import re
+
+import pytest
+from scripted import (
+    ADD,
+    ANSWER,
+    CHATML,
+    CHATML_TOKENIZER,
+    END,
+    OF_AGENTS,
+    OF_ENVIRONMENTS,
+    PROMPT_LENGTH,
+    QWEN3_TOKENIZER,
+    TALK,
+    Scripted,
+    call,
+    converse,
+    echo,
+    ids,
+    make_env,
+    make_tokenizer,
+    result,
+    verify,
+)
+from tokenizers import AddedToken
+
+from mt_grpo.conversation.tools.results import cut_to_tokens
+from mt_grpo.rollout import StopReason
+from mt_grpo_trainer import MultiTurnToolEnv
+
+ENVELOPE = 40  # between two turns, around a result
+
+
+@pytest.mark.parametrize(
+    "turns, limits, expected, num_turns",
+    [
+        ([ANSWER], {}, "answered", 1),
+        ([ADD, ANSWER], {}, "answered", 2),
+        (["I do not know.<|im_end|>"], {}, "no_tool_call", 1),
+        (["</answer>"], {}, "no_tool_call", 1),
+        ([[]], {}, "no_tool_call", 1),
+        ([[END]], {}, "no_tool_call", 1),
+        ([ADD, "Five.<|im_end|>"], {}, "no_tool_call", 2),
+        ([ADD, ADD, ADD], {}, "max_turns", 3),
+        ([ADD], {"max_steps": 0}, "max_turns", 1),
+        (["</tool>", "</tool>"], {"max_steps": 1}, "max_turns", 2),
+        ([ANSWER], {"max_steps": 0}, "answered", 1),
+        ([TALK], {}, "max_tokens", 1),
+        ([TALK], {"max_turn_tokens": 10}, "max_tokens", 1),
+        ([ADD, TALK], {}, "max_tokens", 2),
+        ([ADD], {"max_completion_length": 60}, "max_tokens", 1),
+        (["<answer>5"], {"max_completion_length": 8}, "max_tokens", 1),
+        ([TALK], {"max_model_len": 100}, "context_length", 1),
+        ([ADD], {"max_model_len": 100}, "context_length", 1),
+        ([], {"max_model_len": 23}, "context_length", 0),
+        ([], {"max_model_len": 5}, "context_length", 0),
+        ([ANSWER], {"max_model_len": 41}, "answered", 1),
+        ([ANSWER], {"max_completion_length": 18}, "answered", 1),
+        ([ADD], {"max_completion_length": 54}, "max_tokens", 1),
+    ],
+)
+def test_stop_reasons(turns, limits, expected, num_turns):
+    rollout, _ = converse(*turns, **limits)
+    assert len(rollout.prompt_ids) == PROMPT_LENGTH
+    assert rollout.stop_reason == expected
+    assert len(rollout.turns) == num_turns
+
+
+def test_every_stop_reason_is_tested_above():
+    tested = {case[2] for case in test_stop_reasons.pytestmark[0].args[1]}
+    assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS}
+
+
+def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
+    rollout, backend = converse(ADD, "</tool>", ADD, ANSWER, max_steps=3)
+    assert [turn.error for turn in rollout.turns] == [None, "call", None, None]
+    assert rollout.stop_reason == StopReason.ANSWERED and len(backend.requests) == 4
+    rollout, _ = converse("</tool>", ADD, ADD, ANSWER, max_steps=2)  # a mistaken call counts as well
+    assert rollout.stop_reason == StopReason.MAX_TURNS and len(rollout.turns) == 3
+    calls = []
+
+    def count() -> str:
+        """Counts."""
+        calls.append(1)
+        return "ok"
+
+    rollout, _ = converse(*[call("count")] * 3, tools=[count], max_steps=2)
+    assert rollout.stop_reason == StopReason.MAX_TURNS
+    assert len(calls) == 2  # the last call is not run: nobody would read its result
+    assert rollout.turns[2].tool_call.name == "count" and rollout.turns[2].observation is None
+
+
+def test_max_completion_length_counts_tool_results():
+    limit = len(ADD) + ENVELOPE + 1 + 30  # the call, its result "5", 30 tokens to answer
+    rollout, backend = converse(ADD, "x" * 31, max_completion_length=limit)
+    assert [r.max_tokens for r in backend.requests] == [limit, 30]
+    assert len(rollout.completion_ids) == limit
+    assert rollout.stop_reason == StopReason.MAX_TOKENS
+
+
+def test_max_turn_tokens_and_what_remains():
+    rollout, backend = converse(ADD, ADD, TALK, max_turn_tokens=60, max_completion_length=2 * 95 + 25)
+    assert len(ADD) + ENVELOPE + 1 == 95
+    assert [r.max_tokens for r in backend.requests] == [60, 60, 25]
+    assert rollout.stop_reason == StopReason.MAX_TOKENS
+
+
+def test_max_model_len_bounds_every_request():
+    _, backend = converse(ADD, TALK, max_model_len=PROMPT_LENGTH + 95 + 20)
+    assert [r.max_tokens for r in backend.requests] == [115, 20]
+
+
+@pytest.mark.parametrize(
+    "bound, reason", [("max_completion_length", "max_tokens"), ("max_model_len", "context_length")]
+)
+def test_a_long_result_is_cut_so_that_an_answer_fits(bound, reason):
+    text = call("echo", text="ab " * 40)
+    room = len(text) + ENVELOPE + 30 + MultiTurnToolEnv.MIN_ANSWER_TOKENS
+    limit = room if bound == "max_completion_length" else PROMPT_LENGTH + room
+    rollout, backend = converse(text, "x" * 100, **{bound: limit})
+    assert re.fullmatch(r"(ab ){5,7}(a|ab)?\.\.\. \[cut\]", rollout.turns[0].observation)
+    assert 16 == MultiTurnToolEnv.MIN_ANSWER_TOKENS <= backend.requests[1].max_tokens <= 20
+    assert rollout.stop_reason == reason
+
+
+@pytest.mark.parametrize("merges", [(), ("\n\n",), ("\n<", ">\n")])
+def test_there_is_room_for_an_answer_or_no_request(merges):
+    """Also where a tokenizer merges what stands around a result with the result."""
+    tokenizer = make_tokenizer(CHATML, merges)
+    text = tokenizer(call("echo", text="abcd"))["input_ids"]
+    reached = set()
+    for room in range(45):
+        limit = len(text) + ENVELOPE + room
+        env, backend = make_env([echo], tokenizer=tokenizer, max_completion_length=limit), Scripted([[text, "?"]])
+        (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
+        assert len(rollout.completion_ids) <= limit
+        assert all(r.max_tokens >= MultiTurnToolEnv.MIN_ANSWER_TOKENS for r in backend.requests)
+        reached.add(len(backend.requests))
+    assert reached == {1, 2}
+
+
+@pytest.mark.parametrize("limit", [10, 20, 50])
+def test_max_tool_response_tokens_with_a_visible_marker(limit):
+    text = "0123456789" * 6
+    rollout, _ = converse(call("echo", text=text), ANSWER, max_tool_response_tokens=limit)
+    assert rollout.turns[0].observation == text[: limit - 9] + "... [cut]"
+    assert rollout.turns[0].observation_ids == ids(result(text[: limit - 9] + "... [cut]"))
+    rollout, _ = converse(call("echo", text=text), ANSWER, max_tool_response_tokens=60)
+    assert rollout.turns[0].observation == text
+
+
+@pytest.mark.parametrize(
+    "text, limit, expected",
+    [
+        ("", 5, ""),
+        ("abc", 3, "abc"),
+        ("", 0, None),
+        ("abc", 0, None),
+        ("abc", -7, None),
+        ("abcdefghijkl", 12, "abcdefghijkl"),
+        ("abcdefghijklm", 12, "abc... [cut]"),
+        ("abcdefghijklm", 10, "a... [cut]"),
+        ("ééééééé", 12, "é... [cut]"),  # two bytes each: no half letters
+        ("x" * 100_000, 11, "xx... [cut]"),
+    ],
+)
+def test_cut_to_tokens(text, limit, expected):
+    assert cut_to_tokens(text, limit, CHATML_TOKENIZER) == expected
+
+
+def test_a_cut_is_marked_where_one_token_holds_many_characters():
+    """Real vocabularies have tokens for 128 spaces and long rulers."""
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.add_tokens(AddedToken("=" * 128, special=False, normalized=False))
+    cut = cut_to_tokens("=" * 128 * 1000, 20, tokenizer)
+    assert cut.endswith("... [cut]")
+    assert len(tokenizer(cut)["input_ids"]) <= 20
+
+
+def test_random_conversations_keep_their_budgets():
+    """Whatever the model says and the limits are: no empty request, no overflow, nothing sampled is lost."""
+    rng = random.Random(0)
+    pieces = [ADD, ANSWER, call("echo", text="lorem ipsum " * 9), call("nothing"), "<tool>{", "</tool>", "talk ",
+              "<|im_end|>", "é", "<think>", "</think>", "<answer>"]  # fmt: skip
+    reasons = set()
+    for _ in range(150):
+        turns = [ids("".join(rng.choices(pieces, k=rng.randint(0, 4)))) for _ in range(6)]
+        env = make_env(
+            tokenizer=rng.choice([CHATML_TOKENIZER, QWEN3_TOKENIZER]),
+            max_steps=rng.randint(0, 4),
+            max_completion_length=rng.choice([1, 17, 60, 150, 300, 600]),
+            max_turn_tokens=rng.choice([None, 1, 30, 100]),
+            max_tool_response_tokens=rng.choice([10, 11, 40, 500]),
+            max_model_len=rng.choice([None, 24, 100, 200, 400]),
+            chat_template_kwargs={"enable_thinking": rng.random() < 0.5},
+        )
+        backend = Scripted([turns], logprobs=rng.random() < 0.5)
+        rollouts = env.generate(["2+3?"], backend)["rollouts"]
+        if env.chat_template_kwargs["enable_thinking"] or env.tokenizer is CHATML_TOKENIZER:
+            assert len(rollouts[0].prompt_ids) == PROMPT_LENGTH
+        verify(env, rollouts, backend)
+        reasons.add(rollouts[0].stop_reason)
+    assert reasons == set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS

@@ -1,0 +1,205 @@
+"""Conversations in notebooks and step by step, and errors of the backend."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from scripted import (
+    ADD,
+    ANSWER,
+    CHATML_TOKENIZER,
+    PROMPT_LENGTH,
+    QWEN3_TOKENIZER,
+    TALK,
+    THINKING,
+    Scripted,
+    call,
+    ids,
+    make_env,
+    result,
+    verify,
+    within,
+)
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.rollout import StopReason
+
+
+def test_generate_and_step_work_inside_a_running_loop():
+    env = make_env()
+
+    async def cell():
+        out = env.generate(["2+3?"], Scripted([[ADD, ANSWER]]))
+        states, backend = env.start(["2+3?"]), Scripted([[ADD, ANSWER]])
+        while any(state.stop_reason is None for state in states):
+            env.step(states, backend)
+        return out, states
+
+    out, states = within(lambda: asyncio.run(cell()))
+    assert out["ids"] == [states[0].completion_ids] == [ids(ADD + result("5") + ANSWER)]
+
+
+def test_step_by_step_is_generate():
+    scripts = [
+        [ADD, f"{THINKING}{call('echo', text='é')}", ANSWER],
+        [ANSWER],
+        ["<tool>{<|im_end|>", "nothing<|im_end|>"],
+        [ADD, ADD, ADD],
+        [TALK],
+    ]
+    prompts = ["a", "b", "c", "d", "e"]
+    env = make_env(tokenizer=QWEN3_TOKENIZER, max_completion_length=500)
+    whole_backend, step_backend = Scripted(scripts), Scripted(scripts)
+    whole = env.generate(prompts, whole_backend, {"temperature": 0.3})
+    states = env.start(prompts)
+    open_counts = []
+    while any(state.stop_reason is None for state in states):
+        open_counts.append(sum(state.stop_reason is None for state in states))
+        assert env.step(states, step_backend, {"temperature": 0.3}) is states
+    assert open_counts == [5, 3, 2]
+    verify(env, whole["rollouts"], whole_backend)
+    verify(env, states, step_backend)
+    for a, b in zip(whole["rollouts"], states, strict=True):
+        assert (a.prompt_ids, a.completion_ids, a.loss_mask, a.turn_ids, a.logprobs, a.messages, a.stop_reason) == (
+            b.prompt_ids, b.completion_ids, b.loss_mask, b.turn_ids, b.logprobs, b.messages, b.stop_reason,
+        )  # fmt: skip
+    assert env.step(states, Scripted([])) is states  # nothing left to do
+
+
+MESSAGES = [{"role": "user", "content": "5?"}]
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ("2+3?", r"^prompts is '2\+3\?', expected a list of conversations, .* For one, write \[...\] around it"),
+        (MESSAGES, "^prompts is one conversation's messages, expected a list of conversations"),
+        (MESSAGES[0], "^prompts is {'role': 'user', 'content': '5\\?'}, expected"),
+        (None, "^prompts is None, expected"),
+        ([["2+3?"]], r"^prompts holds \['2\+3\?'\], expected .*, with role and content"),
+        ([[{"role": "user"}]], "^prompts holds .*, with role and content"),
+        ([5], "^prompts holds 5, expected"),
+    ],
+)
+def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):
+    env = make_env()
+    with pytest.raises(ValueError, match=message):
+        env.generate(prompts, Scripted([[ANSWER]] * 9))
+    with pytest.raises(ValueError, match=message):
+        env.start(prompts)
+    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
+    with pytest.raises(ValueError, match=message.replace("prompts", "messages_list")):
+        client.chat(prompts)
+
+
+def test_unknown_sampling_parameters_are_refused():
+    env, backend = make_env(), Scripted([[ANSWER]])
+    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
+    states = env.start(["2+3?"])
+    for key, message in (
+        ("temprature", "^sampling_params: unknown key 'temprature'. Did you mean 'temperature'?"),
+        ("xyz", "^sampling_params: unknown key 'xyz'. Known: allowed_token_ids, "),
+        ("max_tokens", "^sampling_params: 'max_tokens' is set per turn. Use the environment's max_turn_tokens"),
+    ):
+        for use in (
+            lambda params: env.generate(["2+3?"], backend, params),
+            lambda params: env.step(states, backend, params),
+            lambda params: run_async(client.generate([1], 4, params)),
+        ):
+            with pytest.raises(ValueError, match=message):
+                use({"temperature": 0.5, key: 1})
+    with pytest.raises(ValueError, match="unknown key 'max_token'. Did you mean 'max_tokens'?"):
+        client.chat([MESSAGES], {"max_token": 5})
+    assert backend.requests == []
+
+
+def test_the_context_is_the_backends_where_the_environment_has_none():
+    """A notebook gives none: the second turn would be asked for more than the server has."""
+    for limits in ({}, {"max_model_len": PROMPT_LENGTH + 95 + 20}):
+        env, backend = make_env(**limits), Scripted([[ADD, TALK]])
+        backend.max_model_len = PROMPT_LENGTH + 95 + (500 if limits else 20)
+        (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
+        assert [r.max_tokens for r in backend.requests] == [115, 20]
+        assert rollout.stop_reason == StopReason.CONTEXT_LENGTH
+
+
+class OneAnswer(BaseHTTPRequestHandler):
+    """A server with a context of 40 tokens, that always answers."""
+
+    protocol_version = "HTTP/1.1"
+
+    def reply(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        answer = {"data": [{"id": "m", "max_model_len": 40}]}
+        if "prompt" in body:
+            sampled = ids("x" * 100)[: body["max_tokens"]]
+            choice = {"token_ids": sampled, "logprobs": {"token_logprobs": [-0.5] * len(sampled)}}
+            answer = {
+                "choices": [{**choice, "finish_reason": "length"}],
+                "usage": {"prompt_tokens": len(body["prompt"])},
+            }
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = reply
+
+    def log_message(self, *args):
+        pass
+
+
+NOTEBOOK = """
+import asyncio, sys
+from transformers import AutoTokenizer
+import mt_grpo_trainer as mt
+
+def add(a: int, b: int) -> str:
+    '''Adds.'''
+
+client = mt.VLLMServerClient("127.0.0.1", int(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[2]))
+env = mt.MultiTurnToolEnv([add], None)
+print(*env.generate(["2+3?"], client)["stop_reasons"], len(env.generate(["2+3?"], client)["ids"][0]))
+asyncio.run(client.generate([1, 2], 4))
+asyncio.run(client.generate([1, 2], 4))  # in a loop of its own each
+loop = asyncio.new_event_loop()
+loop.run_until_complete(client.generate([1, 2], 4))  # and in one that is neither running nor closed at the end
+"""
+
+
+def test_a_notebook_like_script_ends_without_noise(tmp_path):
+    """It also takes the context from the server: 40 tokens, of which the prompt has 23."""
+    CHATML_TOKENIZER.save_pretrained(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", NOTEBOOK, str(server.server_port), str(tmp_path)], capture_output=True, text=True,
+            timeout=300, cwd=Path(mt.__file__).parent,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "context_length 17\n"
+    assert "nclosed" not in ended.stderr and "Traceback" not in ended.stderr and "never" not in ended.stderr
+
+
+def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():
+    class Broken(Scripted):
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            if index == 1:
+                raise ServerError("POST http://127.0.0.1:1/v1/completions: gone")
+            return await super().generate(prompt_ids, max_tokens, sampling_params, index)
+
+    env = make_env()
+    with pytest.raises(ServerError, match="gone"):
+        within(lambda: env.generate(["a", "b"], Broken([[call("slow_echo", text="x", seconds=3600)], [ANSWER]])))

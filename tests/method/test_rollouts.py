@@ -1,0 +1,263 @@
+"""Whole rollouts between a scripted model and its tools: ids, masks, texts, and what reward functions get."""
+
+import pytest
+from scripted import (
+    ADD,
+    ANSWER,
+    CHATML_TOKENIZER,
+    CLOSES_AND_MORE,
+    CLOSES_BOTH,
+    END,
+    QWEN3_TOKENIZER,
+    SPECIAL,
+    THINKING,
+    Scripted,
+    add,
+    call,
+    converse,
+    ids,
+    make_env,
+    result,
+    run_many,
+    verify,
+)
+
+from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
+
+
+def test_the_hand_written_ids_are_those_of_the_tokenizer():
+    text = '<|im_start|>user\né <think>x</think> <tool>{"a": 1}</tool><|im_end|>\n<|endoftext|>'
+    assert ids("<|im_end|>\nAé") == [258, 10, 65, 195, 169]
+    for tokenizer in (CHATML_TOKENIZER, QWEN3_TOKENIZER):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids(text)
+        assert tokenizer.decode(ids(text)) == text
+        assert tokenizer.decode([CLOSES_AND_MORE, CLOSES_BOTH]) == "l>\n</answer></tool>"
+        assert tokenizer("l>\n</answer></tool>")["input_ids"] == ids("l>\n</answer></tool>")
+        assert sorted(tokenizer.all_special_ids) == [256, 257, 258]
+
+
+# --- what reward functions get ---------------------------------------------------------------------------------------
+
+
+def queries(completions, **kwargs):
+    """A reward as TRL's example has it: -1 without a call, less for more than two."""
+    calls = [[c for turn in completion for c in turn.get("tool_calls") or []] for completion in completions]
+    return [-1.0 if not c else 0.5 - 0.25 * max(0, len(c) - 2) for c in calls]
+
+
+def structure(completions, **kwargs):
+    return [
+        0.1 * any(turn["role"] == "assistant" and turn.get("tool_calls") for turn in completion)
+        + 0.2 * any(turn["role"] == "tool" and turn["name"] == "add" for turn in completion)
+        for completion in completions
+    ]
+
+
+def test_completions_have_calls_and_results_in_trls_shape():
+    """In xml as in the other formats; the log, and what the model reads, stay as they are."""
+    broken, unknown = "<tool>{no</tool>", call("nothing", x=1)
+    scripts = [[call("add", a=2, b=3), ANSWER], [broken, unknown, ANSWER], [ANSWER]]
+    rollouts = run_many([add], scripts)
+    called, wrong, answered = (rollout.completion for rollout in rollouts)
+    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert called == [
+        {"role": "assistant", "content": scripts[0][0], "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "<answer>5</answer>"},
+    ]
+    assert rollouts[0].messages == [
+        {"role": "assistant", "content": scripts[0][0]},
+        {"role": "user", "content": "<result>\n5\n</result>"},
+        {"role": "assistant", "content": "<answer>5</answer>"},
+    ]
+    assert [message["role"] for message in wrong] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert "tool_calls" not in wrong[0] and wrong[1]["name"] == "unknown"  # a call that cannot be read is text
+    assert wrong[2]["tool_calls"][0]["function"] == {"name": "nothing", "arguments": {"x": 1}}
+    assert answered == [{"role": "assistant", "content": "<answer>5</answer>"}]
+    completions = [rollout.completion for rollout in rollouts]
+    assert queries(completions) == [0.5, 0.5, -1.0]
+    assert structure(completions) == [pytest.approx(0.3), 0.1, 0.0]
+
+
+def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
+    first = Turn([1], None, "a", "stop", [ToolCall("f", {"x": 1}), ToolCall(None, {}, "broken")], continuation="b")
+    second = Turn([2], None, "c", "stop", [ToolCall("g", {})], [ToolResult("7")])
+    second.messages = [{"role": "tool", "name": "g", "tool_call_id": "call00000", "content": "7"},
+                       {"role": "user", "content": "On."}]  # fmt: skip
+    last = Turn([3], None, "d", "stop")
+    assert Rollout([], [], turns=[first, second, last]).completion == [
+        {"role": "assistant", "content": "abc", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+            {"type": "function", "function": {"name": "g", "arguments": {}}}]},
+        {"role": "tool", "name": "g", "tool_call_id": "call00000", "content": "7"},
+        {"role": "user", "content": "On."},
+        {"role": "assistant", "content": "d"},
+    ]  # fmt: skip
+
+
+# --- whole rollouts, token by token ----------------------------------------------------------------------------------
+
+
+def test_two_turns_in_numbers():
+    """Every id of a short conversation, written out."""
+    rollout, backend = converse(call("echo", text="A"), "<answer>B</answer><|im_end|>", prompt="2?")
+    prompt = [257, 117, 115, 101, 114, 10, 50, 63, 258, 10, 257, 97, 115, 115, 105, 115, 116, 97, 110, 116, 10]
+    turn_0 = [
+        60, 116, 111, 111, 108, 62,  # <tool>
+        123, 34, 110, 97, 109, 101, 34, 58, 32, 34, 101, 99, 104, 111, 34, 44, 32,  # {"name": "echo",
+        34, 97, 114, 103, 115, 34, 58, 32, 123, 34, 116, 101, 120, 116, 34, 58, 32, 34, 65, 34, 125, 125,
+        60, 47, 116, 111, 111, 108, 62,  # </tool>
+    ]  # fmt: skip
+    observation = [
+        258, 10,  # the end of the model's turn
+        257, 117, 115, 101, 114, 10,
+        60, 114, 101, 115, 117, 108, 116, 62, 10, 65, 10, 60, 47, 114, 101, 115, 117, 108, 116, 62,  # <result>A
+        258, 10,
+        257, 97, 115, 115, 105, 115, 116, 97, 110, 116, 10,
+    ]  # fmt: skip
+    turn_1 = [60, 97, 110, 115, 119, 101, 114, 62, 66, 60, 47, 97, 110, 115, 119, 101, 114, 62]
+    assert rollout.prompt_ids == prompt
+    assert rollout.completion_ids == turn_0 + observation + turn_1
+    assert rollout.loss_mask == [1] * 52 + [0] * 41 + [1] * 18
+    assert rollout.turn_ids == [0] * 52 + [-1] * 41 + [1] * 18
+    assert rollout.logprobs == ([-j / 8 for j in range(1, 53)] + [0.0] * 41 + [-j / 8 for j in range(1, 19)])
+    assert [r.prompt for r in backend.requests] == [prompt, prompt + turn_0 + observation]
+    assert [r.max_tokens for r in backend.requests] == [1024, 1024 - 52 - 41]
+    assert rollout.stop_reason == StopReason.ANSWERED
+
+
+def test_two_turns_in_text():
+    rollout, _ = converse(f"I add. {ADD}", f"So: {ANSWER}")
+    assert rollout.prompt_ids == ids("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
+    assert rollout.completion_ids == ids(f"I add. {ADD}") + ids(result("5")) + ids(f"So: {ANSWER}")
+    assert rollout.messages == [
+        {"role": "assistant", "content": f"I add. {ADD}"},
+        {"role": "user", "content": "<result>\n5\n</result>"},
+        {"role": "assistant", "content": f"So: {ANSWER}"},
+    ]
+    first, second = rollout.turns
+    assert first.tool_call == ToolCall("add", {"a": 2, "b": 3}) and first.observation == "5" and first.error is None
+    assert second.tool_call is None and second.observation is None and second.observation_ids == []
+
+
+def test_three_turns():
+    """A tool call, a mistake, an answer; the second turn ends with a sampled end of turn, the first without."""
+    wrong = '<tool>{"name": "add"</tool>'
+    mistake = (
+        "Error: the call is not valid JSON (Expecting ',' delimiter at character 14). "
+        'Expected: <tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
+    )
+    rollout, backend = converse(ADD, f"{wrong[:-7]}<|im_end|>", ANSWER, max_steps=2)
+    unclosed = (
+        "Error: the call is not closed by </tool>. "
+        'Expected: <tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
+    )
+    parts = [
+        (0, ids(ADD)),
+        (-1, ids(result("5"))),
+        (1, ids(wrong[:-7]) + [END]),
+        (-1, ids(result(unclosed, end=""))),
+        (2, ids(ANSWER)),
+    ]
+    assert rollout.completion_ids == [i for _, part in parts for i in part]
+    assert rollout.turn_ids == [k for k, part in parts for _ in part]
+    assert rollout.loss_mask == [int(k >= 0) for k, part in parts for _ in part]
+    assert rollout.stop_reason == StopReason.ANSWERED
+    assert [turn.error for turn in rollout.turns] == [None, "call", None]
+    rollout, _ = converse(ADD, wrong, ANSWER)
+    assert rollout.turns[1].observation == mistake
+
+
+def test_one_turn_without_a_call():
+    rollout, _ = converse(f"{ANSWER}<|im_end|>")
+    assert rollout.completion_ids == ids(ANSWER)  # the turn ends with the tag
+    assert rollout.loss_mask == [1] * 18 and rollout.turn_ids == [0] * 18
+    rollout, _ = converse("I do not know.<|im_end|>")
+    assert rollout.completion_ids == [*ids("I do not know."), END]
+    assert rollout.messages == [{"role": "assistant", "content": "I do not know."}]
+
+
+def test_system_prompt_and_the_lists_of_generate():
+    env = make_env([add], "Tools:\n{tool_descriptions}\nWrite {{}}.")
+    backend = Scripted([[ADD, ANSWER], [ANSWER]], tokenizer=CHATML_TOKENIZER)
+    out = env.generate(
+        ["2+3?", [{"role": "system", "content": "Mine."}, {"role": "user", "content": "5?"}]],
+        backend,
+        {"temperature": 0.5},
+    )
+    verify(env, out["rollouts"], backend)
+    system = "Tools:\nadd(a: int, b: int) -> str\nAdds.\nWrite {}."
+    assert out["prompt_ids"][0] == ids(
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert out["prompt_ids"][1] == ids(
+        "<|im_start|>system\nMine.<|im_end|>\n<|im_start|>user\n5?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [len(m) for m in out["messages"]] == [5, 3]
+    assert out["messages"][1][-1] == {"role": "assistant", "content": ANSWER}
+    assert out["ids"][1] == ids(ANSWER) and out["mask"][1] == [1] * 18 and out["turn_ids"][1] == [0] * 18
+    assert out["logprobs"][1] == [-j / 8 for j in range(1, 19)]
+    assert out["stop_reasons"] == ["answered", "answered"]
+    assert all(
+        r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
+        for r in backend.requests
+    )
+
+
+def test_the_backends_tokenizer_is_used_where_the_environment_has_none():
+    env = make_env(tokenizer=None)
+    out = env.generate(["2+3?"], Scripted([[ANSWER]], tokenizer=CHATML_TOKENIZER))
+    assert out["ids"] == [ids(ANSWER)]
+    with pytest.raises(ValueError, match="No tokenizer"):
+        env.generate(["2+3?"], Scripted([[ANSWER]]))
+
+
+def test_unknown_logprobs_stay_unknown():
+    env, backend = make_env(), Scripted([[ADD, ANSWER]], logprobs=False)
+    out = env.generate(["2+3?"], backend)
+    verify(env, out["rollouts"], backend)
+    assert out["logprobs"] == [None]
+
+
+# --- Qwen3's own template --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}])
+def test_qwen3_thinking_stays_in_the_history(kwargs):
+    turns = [THINKING + ADD, "<think>\ndone\n</think>\n\n" + ANSWER]
+    rollout, backend = converse(*turns, tokenizer=QWEN3_TOKENIZER, chat_template_kwargs=kwargs)
+    prompt = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    history = prompt + turns[0] + result("5")
+    assert [r.prompt for r in backend.requests] == [ids(prompt), ids(history)]
+    assert rollout.prompt_ids + rollout.completion_ids == ids(history + turns[1])
+    assert rollout.loss_mask == [1] * len(ids(turns[0])) + [0] * len(ids(result("5"))) + [1] * len(ids(turns[1]))
+    assert rollout.stop_reason == StopReason.ANSWERED
+
+    # What rendering the messages again would have given: the thinking of turn 0 is gone.
+    messages = rollout.prompt_messages + rollout.messages[:2]
+    again = QWEN3_TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    assert again == prompt + ADD + result("5")
+    assert "add them" in QWEN3_TOKENIZER.decode(backend.requests[1].prompt) and "add them" not in again
+
+
+def test_qwen3_without_thinking():
+    """The empty think block is part of every generation prompt, and stays in the history too."""
+    kwargs = {"enable_thinking": False}
+    rollout, backend = converse(ADD, ANSWER, tokenizer=QWEN3_TOKENIZER, chat_template_kwargs=kwargs)
+    empty = "<think>\n\n</think>\n\n"
+    prompt = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n" + empty
+    assert [r.prompt for r in backend.requests] == [ids(prompt), ids(prompt + ADD + result("5") + empty)]
+    assert rollout.completion_ids == ids(ADD + result("5") + empty + ANSWER)
+    assert rollout.loss_mask == [1] * len(ids(ADD)) + [0] * len(ids(result("5") + empty)) + [1] * len(ids(ANSWER))
+
+    messages = rollout.prompt_messages + rollout.messages[:2]
+    again = QWEN3_TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    assert again == "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n" + ADD + result("5") + empty
+
+
+def test_qwen3_three_turns_with_a_sampled_end_of_turn():
+    turns = [THINKING + ADD, THINKING + "<tool>{}<|im_end|>", ANSWER]
+    rollout, backend = converse(*turns, tokenizer=QWEN3_TOKENIZER)
+    mistake = rollout.turns[1].observation
+    assert rollout.completion_ids == ids(turns[0] + result("5") + turns[1] + result(mistake, end="") + turns[2])
+    assert QWEN3_TOKENIZER.decode(backend.requests[2].prompt).count("add them") == 2

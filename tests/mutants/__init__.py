@@ -1,0 +1,44 @@
+"""Faults put into the code on purpose, one module per wing; tests/mutations.py applies them.
+
+A fault stands in the module that is called as the wing of the file it changes, and once.
+"""
+
+from mutants import (
+    adapters,
+    agents,
+    base,
+    conversation,
+    generation,
+    gym,
+    mcp,
+    method,
+    ms_swift,
+    recipe,
+    reports,
+    run,
+    samples,
+    scripts,
+    training,
+    verl,
+)
+from mutants.mutation import Mutation
+
+WINGS = (
+    method,
+    base,
+    conversation,
+    generation,
+    training,
+    run,
+    recipe,
+    reports,
+    adapters,
+    agents,
+    ms_swift,
+    verl,
+    mcp,
+    gym,
+    samples,
+    scripts,
+)
+MUTATIONS: list[Mutation] = [mutation for wing in WINGS for mutation in wing.MUTATIONS]

@@ -1,0 +1,73 @@
+"""Faults of what all adapters share."""
+
+# Anchors stand as in the code, however long they are.
+# ruff: noqa: E501
+
+from mutants.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "agents: what stands behind a stop text is kept",
+        "mt_grpo/adapters/session.py",
+        "if not self._ends(ids):",
+        "if True:",
+        "tests/adapters/test_agents.py::test_what_the_api_says_of_an_answer",
+    ),
+    Mutation(
+        "tokens: the history is appended where it is to be rendered anew",
+        "mt_grpo/adapters/choose.py",
+        "    if not script_args.use_inference_chat_template:",
+        "    if True:",
+        "tests/training/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
+    ),
+    Mutation(
+        "plug-ins: an unknown import waits for a rollout",
+        "mt_grpo/adapters/plugin_imports.py",
+        "    if unknown:\n",
+        "    if False:\n",
+        "tests/adapters/test_ms_swift_plugins.py::test_an_unknown_import_inside_a_function_is_refused_and_not_in_the_middle_of_a_rollout",
+    ),
+    Mutation(
+        "plug-ins: an import that the file tries is refused",
+        "mt_grpo/adapters/plugin_imports.py",
+        "if isinstance(node, ast.Try) and any(may_catch(handler.type) for handler in node.handlers):",
+        "if False:",
+        "tests/adapters/test_ms_swift_plugins.py::test_an_import_that_the_plugin_itself_tries_is_its_own_affair",
+    ),
+    Mutation(
+        "plug-ins: what is not offered is not told",
+        "mt_grpo/adapters/plugin_imports.py",
+        "    if placeholders:\n",
+        "    if False:\n",
+        "tests/adapters/test_ms_swift_plugins.py::test_what_is_not_offered_is_told_when_the_file_is_loaded_and_raises_where_it_is_used",
+    ),
+    Mutation(
+        "plug-ins: what is imported where a try went well is not looked at",
+        "mt_grpo/adapters/plugin_imports.py",
+        "parts = [*node.handlers, *node.orelse, *node.finalbody]",
+        "parts = node.handlers",
+        "tests/adapters/test_ms_swift_plugins.py::test_all_imports_of_a_file_are_found_but_for_those_that_it_tries",
+    ),
+    Mutation(
+        "agents: requests at the same time overrun the budget",
+        "mt_grpo/adapters/session.py",
+        "if len(turn.token_ids) <= left:",
+        "if True:",
+        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget "
+        "tests/adapters/test_ms_swift.py::test_requests_at_the_same_time_share_the_budget",
+    ),
+    Mutation(
+        "agents: of n answers the limit of calls counts one",
+        "mt_grpo/adapters/session.py",
+        "if self._num_calls + count > self.env.max_model_calls:",
+        "if self._num_calls >= self.env.max_model_calls:",
+        "tests/adapters/test_agents.py::test_n_answers_within_the_limit_of_calls",
+    ),
+    Mutation(
+        "agents: logprobs go on behind the budget",
+        "mt_grpo/adapters/session.py",
+        "turn.logprobs and turn.logprobs[:left]",
+        "turn.logprobs",
+        "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+    ),
+]

@@ -1,0 +1,79 @@
+"""Faults of `mt_grpo/adapters/mcp`."""
+
+# Anchors stand as in the code, however long they are.
+# ruff: noqa: E501
+
+from mutants.mutation import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "mcp: an address without a type is of the newer transport alone",
+        "mt_grpo/adapters/mcp/servers.py",
+        '["http", "sse"]',
+        '["http"]',
+        "tests/adapters/test_mcp.py::test_a_server_of_the_older_transport",
+    ),
+    Mutation(
+        "mcp: a server that died is not started again",
+        "mt_grpo/adapters/mcp/servers.py",
+        "            if self.owner is owner:  # else",
+        "            if False:  # else",
+        "tests/adapters/test_mcp.py::test_a_server_that_dies_is_started_again",
+    ),
+    Mutation(
+        "mcp: an error of a tool is a result",
+        "mt_grpo/adapters/mcp/tools.py",
+        "        if result.is_error:\n            raise McpToolError(text)",
+        "",
+        "tests/adapters/test_mcp.py::test_the_time_server",
+    ),
+    Mutation(
+        "mcp: any number of calls at the same time",
+        "mt_grpo/adapters/mcp/servers.py",
+        "asyncio.Semaphore(concurrency)",
+        "asyncio.Semaphore(999)",
+        "tests/adapters/test_mcp.py::test_limits_of_calls",
+    ),
+    Mutation(
+        "mcp: any number of calls per second",
+        "mt_grpo/adapters/mcp/servers.py",
+        "1 / (rate_limit or 1e9)",
+        "1e-9",
+        "tests/adapters/test_mcp.py::test_limits_of_calls",
+    ),
+    Mutation(
+        "mcp: a selection takes all",
+        "mt_grpo/adapters/mcp/tools.py",
+        "if selection is not None and tool.name not in selection and",
+        "if False and",
+        "tests/adapters/test_mcp.py::test_the_git_server",
+    ),
+    Mutation(
+        "mcp: two tools of one name",
+        "mt_grpo/adapters/mcp/tools.py",
+        "        if tool.name in chosen:",
+        "        if False:",
+        "tests/adapters/test_mcp.py::test_names_of_tools",
+    ),
+    Mutation(
+        "mcp: a server outlives the trainer's end",
+        "mt_grpo/adapters/mcp/servers.py",
+        "closing = [server.close() for server in servers_to_close]",
+        "closing = []",
+        "tests/adapters/test_mcp.py::test_the_time_server",
+    ),
+    Mutation(
+        "mcp: a start is given up with its call",
+        "mt_grpo/adapters/mcp/servers.py",
+        "asyncio.wait_for(asyncio.shield(self.ready), max",
+        "asyncio.wait_for(self.ready, max",
+        "tests/adapters/test_mcp.py::test_a_start_goes_on_where_its_call_is_given_up",
+    ),
+    Mutation(
+        "mcp: variables that are not set",
+        "mt_grpo/adapters/mcp/servers.py",
+        "            if (braced or plain) not in os.environ:",
+        "            if False:",
+        "tests/adapters/test_mcp.py::test_variables_must_be_set",
+    ),
+]
