@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "preflight: an optimizer step is taken",
         "mt_grpo/reports/preflight.py",
-        "            self.look()\n            raise PreflightOver",
-        "            self.look()",
+        "            self.gather_facts()\n            raise PreflightOver",
+        "            self.gather_facts()",
         "tests/reports/test_first_batch.py::test_it_changes_neither_the_weights_nor_the_random_state",
     ),
     Mutation(
