@@ -335,15 +335,15 @@ MUTATIONS = [
     Mutation(
         "one more observation than max_env_steps",
         SCRIPT,
-        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
-        "MAX_TURNS if len(rollout.turns) > self.max_steps + 1 else",
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps else",
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps + 1 else",
         "tests/method/test_budgets.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(
         "a mistaken call does not count as an observation",
         SCRIPT,
-        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
-        'MAX_TURNS if sum(t.error != "call" for t in rollout.turns) > self.max_steps else',
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps else",
+        'MAX_TURNS if sum(t.error != "call" for t in rollout.turns) > self.max_env_steps else',
         "tests/method/test_budgets.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(
