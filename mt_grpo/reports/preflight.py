@@ -29,6 +29,8 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def run_reports(trainer: Any) -> list[TrainerCallback]:
     """The callbacks that report on a run: the first batch, a line per log, warnings, the file of metrics."""
-    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer), MetricsLog()]
+    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer.reward_functions.main_outcome), MetricsLog()]
 
 
 # What a run will do, as text: model, data, prompt, tools, batches, context, memory, backend, versions.
@@ -250,13 +252,22 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
     return stuck / max(total, 1)
 
 
-def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
+def facts_of_batches(
+    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
+) -> Facts:
     """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
 
-    INVARIANT: `batches` are all that were rolled out since training began, as the trainer's metrics are.
+    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
+
+    Args:
+        args: The settings of the run.
+        metrics: The trainer's, a value per batch.
+        functions: The reward functions.
+        unused: The names of those of which no number has moved an advantage.
+        batches: Of this rank, with their rollouts.
     """
-    args, rollouts = trainer.args, [rollout for batch in batches for rollout in batch]
-    facts = {name: mean(values) for name, values in trainer._metrics["train"].items() if values}
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    facts = {name: mean(values) for name, values in metrics.items() if values}
     by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
     results = [result for r in rollouts for turn in r.turns for result in turn.results]
@@ -269,12 +280,11 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     worst = max(failed, key=failed.get, default=None)
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [group for batch in batches for group in whole_groups(batch, args.num_generations)]
-    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist()))
+    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
+    weights = dict(zip(functions.names, functions.weights))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
-    unused = trainer._reward_use.unused
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
@@ -376,8 +386,13 @@ class FirstBatch(TrainerCallback):
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""
-        batches = [self.trainer.batch.rollouts]
-        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, batches)}
+        self.facts = {**facts_of_settings(self.trainer), **facts_so_far(self.trainer, [self.trainer.batch])}
+
+
+def facts_so_far(trainer: Any, batches: list[Batch]) -> Facts:
+    """`facts_of_batches` of a trainer that has rolled out these."""
+    metrics, unused = trainer._metrics["train"], trainer._reward_use.unused
+    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
 
 
 def summary(facts: Facts) -> str:
@@ -483,7 +498,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
     repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
     further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
-    batches = [trainer.batch.rollouts]
+    batches = [trainer.batch]
     for number in range(2, MOST_BATCHES + 1):
         if facts["credit/frac_groups_without_signal"] < 1.0:
             return facts if number > 2 else {}
@@ -492,8 +507,8 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
             break
         say(trainer, f"No group has signal. Rolling out batch {number} ...")
         trainer._generate_and_score_completions(rows)
-        batches.append(trainer.batch.rollouts)
-        facts = {**facts, **facts_of_batches(trainer, batches)}
+        batches.append(trainer.batch)
+        facts = {**facts, **facts_so_far(trainer, batches)}
     return facts
 
 
