@@ -46,7 +46,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,10 +55,10 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.files import absolute, keep_output_open, output_lock
-from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import data_of, for_trl, prompts_of, rows_for_trl
+from mt_grpo.base.event_loop import gather_all
+from mt_grpo.base.fields import key
+from mt_grpo.base.files import keep_output_open, output_lock
+from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
     Environments,
@@ -68,24 +68,23 @@ from mt_grpo.conversation.environments import (
     read_reply,
     tools_of,
 )
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
+from mt_grpo.conversation.limits import Limits, limits_of
 from mt_grpo.conversation.sampling import (
-    CHAT_KEYS,
     check_conversations,
     check_sampling_params,
     sampling_defaults,
+    sampling_params,
 )
 from mt_grpo.conversation.tools.results import as_result, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion, server_urls
-from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.rollout_batch import RolloutBatch
-from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.generation.weights import PolicyWeights, WeightCounter
+from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.recipe.checks import (
     check_server,
     load_tokenizer,
@@ -96,10 +95,10 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges
+from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.recipe.refusals import CHOICES, backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -122,6 +121,7 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
+from mt_grpo.run.backend import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
@@ -165,13 +165,7 @@ class MultiTurnToolEnv(Conversations):
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
-        max_completion_length: Tokens of the whole completion, tool results included.
-        max_turn_tokens: Tokens of one model turn. None: what remains of the completion.
-        max_tool_response_tokens: Tokens of one tool result; a longer one is cut with a visible marker.
         max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
-        tool_timeout: Seconds that one call may take.
-        max_concurrent_tools: Calls at the same time, of all conversations.
-        max_parallel_calls: Calls of one turn that run. Those beyond it are answered with an error.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
@@ -179,7 +173,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
-        environment_timeout: Seconds that one call of a method of the environment may take; its tools have theirs.
+        limits: The other fields of `Limits`, by their names: `max_completion_length`, `tool_timeout`, ...
 
     Raises:
         ValueError: a tool without name, type hints or docstring; a class that is no environment.
@@ -194,43 +188,27 @@ class MultiTurnToolEnv(Conversations):
         max_steps: int = 2,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_completion_length: int = 1024,
-        max_turn_tokens: int | None = None,
-        max_tool_response_tokens: int = 512,
         max_model_len: int | None = None,
-        tool_timeout: float = 30.0,
-        max_concurrent_tools: int = 256,
-        max_parallel_calls: int = 8,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
         tool_format: str = "xml",
         environment: type | dict[str, type] | None = None,
-        environment_timeout: float = 120.0,
+        **limits: Any,
     ):
+        super().__init__(max_steps, **limits)
         self.tools = named_tools(tools)
-        if max_tool_response_tokens < 10:
-            raise ValueError(
-                f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
-            )
         if tool_format != "xml" and system_prompt == DEFAULT_SYSTEM_PROMPT:
             system_prompt = None  # it teaches the xml format; in others the chat template shows the tools
         self._prompt_template = system_prompt
         self.system_prompt = system_prompt and fill_in_tools(system_prompt, self.tools)
-        self.max_steps = max_steps
         self.tokenizer = tokenizer
-        self.max_completion_length = max_completion_length
-        self.max_turn_tokens = max_turn_tokens
-        self.max_tool_response_tokens = max_tool_response_tokens
         self.max_model_len, self.context_limit = max_model_len, "max_model_len"  # what to raise, in words
-        self.tool_timeout = tool_timeout
-        self.max_concurrent_tools = max_concurrent_tools
-        self.max_parallel_calls = max_parallel_calls
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
         self.tool_format = tool_format
-        self.environments, self.environment_timeout = None, environment_timeout
+        self.environments = None
         if environment is not None:
-            self.environments = Environments(environment, environment_timeout, self.tools)
+            self.environments = Environments(environment, self.environment_timeout, self.tools)
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -299,7 +277,7 @@ class MultiTurnToolEnv(Conversations):
             if turn is None:
                 return
             tokenizer = self._tokenizer(llm)
-            if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
+            if len(rollout.turns) <= self.max_env_steps:  # behind each turn but the last there was an observation
                 turn.results = await self.run_calls(rollout, turn.calls, self.format_of(tokenizer).call_format)
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
@@ -334,7 +312,7 @@ class MultiTurnToolEnv(Conversations):
             if not rollout.turns:  # no doing of the policy's: it has no reward
                 rollout.error = PromptTooLong(len(rollout.prompt_ids), -room.context, self.context_limit)
             return None
-        budget = min(room.tokens, self.max_turn_tokens or room.tokens)
+        budget = min(room.tokens, self.longest_turn)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
         key, generations = await self._state_key(rollout), []
         while True:
@@ -430,7 +408,7 @@ class MultiTurnToolEnv(Conversations):
             return StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
         if not turn.calls and not replied:
             return StopReason.NO_TOOL_CALL
-        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_steps else None
+        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_env_steps else None
 
     def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
         """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.
@@ -813,132 +791,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
 
-    def __init__(
-        self,
-        model: Any,
-        env: MultiTurnToolEnv,
-        turn_reward_funcs: list[Callable] | None = None,
-        outcome_reward_funcs: list[Callable] | None = None,
-        turn_reward_weights: list[float] | None = None,
-        outcome_reward_weights: list[float] | None = None,
-        turn_advantage_coef: float | None = None,
-        vllm_server_host: str | None = None,
-        vllm_server_port: int | None = None,
-        args: MTGRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple = (None, None),
-        peft_config: Any = None,
-    ):
-        args = args or MTGRPOConfig("mt-grpo-output")
-        self.reward_functions = RewardFunctions.of(
-            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
-            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
-        )  # fmt: skip
-        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
-        tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
-        )
-        self.env, self.backend = env, backend_of(args)
-        self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
-        self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-        if self._reads_state:
-            warn_without_state_keys(args.credit_assignment, env)
-        self.batch: Batch | None = None  # the one that the step is at, or was at last
-        self._weight_counter = WeightCounter()
-        self._evaluation = EvaluationMetrics()
-        self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
-        self.weight_sync: WeightSync | None = None  # with a server
-        self._last_loads = 0  # checkpoint loads that the colocated engine has seen
-        if self.backend == "server":
-            self.client = self._make_client(args, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset)
-
-        # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
-        args.use_vllm = self.backend == "colocate"
-        super().__init__(
-            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
-            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
-            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
-        )  # fmt: skip
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
-        args.use_vllm = self.use_vllm = self.backend != "transformers"
-        self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
-        setting = f"credit_assignment={args.credit_assignment}"
-        if self.turn_advantage_coef == 0:
-            setting += ", turn_advantage_coef=0"
-        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
-        self._rollout_log = RolloutLog(
-            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
-            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
-        )  # fmt: skip
-        # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
-        self.mask_truncated_completions = False
-        # A base model's own end token need not be the one that ends a turn in its chat template.
-        env.add_ends(self.eos_token_ids)
-        self.eos_token_ids = env.end_of_turn_ids(tokenizer)
-        self._sampling_params = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
-            **(args.generation_kwargs or {}),
-        }  # fmt: skip
-        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
-            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
-        self._connect_backend()
-
-    @staticmethod
-    def _make_client(
-        args: MTGRPOConfig, tokenizer: PreTrainedTokenizerBase, host: str | None, port: int | None
-    ) -> ServerPool:
-        """The client of the server that `args` name, or of each of several, unless a host or a port is given."""
-        urls = [] if host or port else server_urls(args.vllm_server_base_url)
-        clients = [
-            VLLMServerClient(
-                host or args.vllm_server_host, port or args.vllm_server_port, tokenizer, base_url=url,
-                timeout=args.vllm_server_timeout, request_timeout=args.vllm_request_timeout,
-                transport=args.weight_sync, sync_dir=args.weight_sync_dir, group_port=args.vllm_group_port + number,
-            ) for number, url in enumerate(urls or [None])
-        ]  # fmt: skip
-        if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
-            args.vllm_server_base_url = ",".join(client.base_url for client in clients)
-        return ServerPool(clients)
-
-    def _connect_backend(self) -> None:
-        """Set `llm`, which generates, and for a server what keeps its weights equal to the policy's."""
-        args = self.args
-        if self.backend == "server":
-            self.llm = self.client
-            self.client.instance = on_main_process(lambda: self.client.instance)  # all ranks expect the same version
-            self.vllm_generation = PolicyWeights(self.model, self.accelerator, self.processing_class, mode="none")
-            self.weight_sync = WeightSync(
-                self.client, self.model, self.vllm_generation, self.accelerator,
-                prompt_ids_of(self.env, self.train_dataset[0])[:256], args.weight_check_every,
-            )  # fmt: skip
-            return
-        if self.backend == "colocate":
-            stops = {"stop": list(self.env.format_of(self.env.tokenizer).stops), "stop_token_ids": self.eos_token_ids}
-            stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-            self.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
-        else:
-            self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = self.eos_token_ids
-        any_rank = self._any_rank if self._is_sharded else None  # TRL's generation is collective there
-        self.llm = InProcessBackend(self._generate_batch, lambda i: i in self.eos_token_ids, any_rank)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
-
     # -- 3.1 what TRL calls: rollouts in, a batch for its loss out --
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -1024,56 +876,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.in_flight.start_next()
         return rollouts
 
-    def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-        """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
-        rollouts = []
-        try:
-            chosen = [rows[i] for i in indices]
-            started = self.env.start(prompts_of(chosen), rows=chosen)
-            for rollout in started:
-                if len(rollout.prompt_ids) >= (self.env.max_model_len or float("inf")):
-                    raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
-            rollouts = started
-        finally:
-            if not rollouts and isinstance(self.llm, InProcessBackend):
-                self.llm.serve([])  # other ranks may be in a collective generate
-        for i, rollout in zip(indices, rollouts):
-            rollout.index = self.accelerator.process_index * len(rows) + i
-            rollout.policy_version = self._weight_counter.version
-        return RolloutBatch(
-            rollouts, lambda rollout, llm: self.env.converse(rollout, llm, self._sampling_params), self.llm,
-            self.weight_sync and self.weight_sync.pushed, self._group_size,
-        )  # fmt: skip
-
-    def _sync_weights(self) -> None:
-        """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
-        if self.weight_sync is None:
-            return
-        version = f"{self.client.instance}-{self._weight_counter.version}"
-        if self.weight_sync.pushed == version and not self.weight_sync.doubted:
-            return
-        if self._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
-            self.weight_sync.model = self.vllm_generation.model = self.model
-        try:
-            metrics = self.weight_sync.sync(version, lambda: self._stop_signal, self._stop_if_asked)
-        except ServerError as error:
-            raise type(error)(f"Step {self.state.global_step}: {error}") from error.__cause__
-        self._log_metrics(metrics)
-
-    def _generate_batch(self, prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
-        """One batch by TRL's own generation, for `InProcessBackend`."""
-        if self.backend == "colocate":
-            self.vllm_generation.max_completion_length = max_tokens
-            if self._last_loads != self._weight_counter.loads:  # a checkpoint was loaded at the same global_step
-                self._last_loads, self._last_loaded_step = self._weight_counter.loads, -1
-        else:
-            self.generation_config.max_new_tokens = self.generation_kwargs["max_new_tokens"] = max_tokens
-        training = self.model.training
-        try:
-            return self._generate_single_turn(prompt_ids, None, {}, 1)
-        finally:
-            self.model.train(training)  # TRL's continuous batching leaves the model in training mode
-
     # -- 3.3 rewards --
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
@@ -1118,6 +920,79 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if not self.model.training:
             self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
         super().log(logs, start_time)
+
+    # -- 3.5 set-up --
+
+    def __init__(
+        self,
+        model: Any,
+        env: MultiTurnToolEnv,
+        turn_reward_funcs: list[Callable] | None = None,
+        outcome_reward_funcs: list[Callable] | None = None,
+        turn_reward_weights: list[float] | None = None,
+        outcome_reward_weights: list[float] | None = None,
+        turn_advantage_coef: float | None = None,
+        vllm_server_host: str | None = None,
+        vllm_server_port: int | None = None,
+        args: MTGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        peft_config: Any = None,
+    ):
+        args = args or MTGRPOConfig("mt-grpo-output")
+        self.reward_functions = RewardFunctions.of(
+            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
+            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
+        )  # fmt: skip
+        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+        tokenizer, model_config = prepare_env(
+            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
+        )
+        self.env, self.backend = env, backend_of(args)
+        self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
+        self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+        if self._reads_state:
+            warn_without_state_keys(args.credit_assignment, env)
+        self.batch: Batch | None = None  # the one that the step is at, or was at last
+        self._weight_counter = WeightCounter()
+        self._evaluation = EvaluationMetrics()
+        self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
+        self.weight_sync: WeightSync | None = None  # with a server
+        if self.backend == "server":
+            self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
+            check_server(self.client, env, model_config, args, train_dataset)
+
+        # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
+        args.use_vllm = self.backend == "colocate"
+        super().__init__(
+            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
+            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
+            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+        )  # fmt: skip
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
+        args.use_vllm = self.use_vllm = self.backend != "transformers"
+        self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
+        setting = f"credit_assignment={args.credit_assignment}"
+        if self.turn_advantage_coef == 0:
+            setting += ", turn_advantage_coef=0"
+        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
+        self._rollout_log = RolloutLog(
+            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
+            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
+        )  # fmt: skip
+        # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
+        self.mask_truncated_completions = False
+        # A base model's own end token need not be the one that ends a turn in its chat template.
+        env.add_ends(self.eos_token_ids)
+        self.eos_token_ids = env.end_of_turn_ids(tokenizer)
+        self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
+        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
+            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+        self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0])[:256])
 
 
 # =====================================================================================================================
@@ -1190,35 +1065,6 @@ class VLLMServerClient(ServerConnection):
         )
         return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
 
-    def chat(
-        self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Answer conversations over `/v1/chat/completions`, all at once, for people.
-
-        Returns:
-            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
-        """
-        messages_list = check_conversations(messages_list, "messages_list", texts=False)
-        check_sampling_params(sampling_params, CHAT_KEYS)
-
-        async def one(messages):
-            payload = {
-                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
-                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
-            }  # fmt: skip
-            answer = await self._post("/v1/chat/completions", payload)
-            choice = answer["choices"][0]
-            return {
-                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
-                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
-            }  # fmt: skip
-
-        async def all_of_them():
-            return await gather_all([one(messages) for messages in messages_list])
-
-        return run_async(all_of_them())
-
     def update_weights(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
         device: torch.device | str = "cpu", errors: dict[VLLMServerClient, ServerError | None] | None = None,
@@ -1267,75 +1113,65 @@ class VLLMServerClient(ServerConnection):
 class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
 
-    tools_script: str | None = field(
-        default=None, metadata={"help": "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both"}
+    tools_script: str | None = key(
+        None, "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both", path=True, opens=True
     )
-    reward_fn: str | None = field(
-        default=None, metadata={"help": "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS"}
+    reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
+    environment: str | None = key(
+        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym", path=":", opens=True
     )
-    environment: str | None = field(
-        default=None, metadata={"help": "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym"}
-    )
-    system_prompt: str | None = field(
-        default=None, metadata={"help": "System message, with {tool_descriptions} filled in. None: the built-in one"}
-    )
-    dataset_size: int | None = field(default=None, metadata={"help": "Use the first n training rows. None: all"})
-    dataset_drop_none: bool = field(default=False, metadata={"help": "Rows of the Hub lose their keys that are None"})
-    eval_dataset_size: int | None = field(default=None, metadata={"help": "Use the first n test rows. None: all"})
-    preflight: bool = field(default=False, metadata={"help": "Say what the run will do, roll out once, and end"})
+    system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
+    dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
+    dataset_drop_none: bool = key(False, "Rows of the Hub lose their keys that are None")
+    eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
+    preflight: bool = key(False, "Say what the run will do, roll out once, and end")
 
 
 @dataclass
-class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
-    """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
+class MTGRPOConfig(ServerAndLogKeys, GRPOConfig, Limits):
+    """TRL's `GRPOConfig`, whose keys go first, plus what a conversation needs.
 
-    credit_assignment: str = field(
-        default="mt_grpo",
-        metadata={"help": "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit"},
+    Raises `ValueError` for combinations that cannot train.
+    """
+
+    credit_assignment: str = key(
+        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit",
+        one_of=CREDIT_ASSIGNMENTS,
+    )  # fmt: skip
+    turn_advantage_coef: float = key(
+        1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
     )
-    turn_advantage_coef: float = field(
-        default=1.0, metadata={"help": "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome"}
+    turn_discount: float = key(
+        1.0, "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1", within="[0, 1]"
     )
-    turn_discount: float = field(
-        default=1.0, metadata={"help": "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1"}
+    turn_reward_weights: list[float] | None = key(
+        None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
     )
-    turn_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per turn reward function. None: 1 each"}
+    outcome_reward_weights: list[float] | None = key(
+        None, "One weight per outcome reward function. None: 1 each", within="(-inf, inf)"
     )
-    outcome_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per outcome reward function. None: 1 each"}
+    environment_reward_weight: float = key(
+        1.0, "Weight of the rewards that the environment and the tools give", within="(-inf, inf)"
     )
-    environment_reward_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the rewards that the environment and the tools give"}
+    tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
+    isolate_tools: bool = key(
+        False, "Run tools without async in processes, which are killed at tool_timeout", of_tools=True
     )
-    max_env_steps: int = field(
-        default=2, metadata={"help": "Observations per conversation, error messages included; then one last turn"}
+    reward_timeout: float = key(
+        600.0, "Seconds that one reward function may take for a rank's batch", within="(0, inf)", trained=False
     )
-    tool_format: str = field(default="xml", metadata={"help": "How the model writes calls: xml, hermes, native"})
-    max_parallel_calls: int = field(default=8, metadata={"help": "Calls of one turn that run; others are errors"})
-    max_turn_tokens: int | None = field(default=None, metadata={"help": "Tokens of one turn. None: what remains"})
-    max_tool_response_tokens: int = field(
-        default=512, metadata={"help": "Tokens of one tool result; a longer one is cut with a visible marker"}
+    max_staleness: int = key(
+        0, "Batches of rollouts in flight beside the one trained", within="[0, inf)", backend="server"
     )
-    tool_timeout: float = field(default=30.0, metadata={"help": "Seconds that one tool call may take"})
-    environment_timeout: float = field(
-        default=120.0, metadata={"help": "Seconds that one call of an environment's reset, respond, ... may take"}
-    )
-    max_concurrent_tools: int = field(default=256, metadata={"help": "Tool calls at the same time, per rank"})
-    isolate_tools: bool = field(
-        default=False, metadata={"help": "Run tools without async in processes, which are killed at tool_timeout"}
-    )
-    reward_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that one reward function may take for a rank's batch"}
-    )
-    max_staleness: int = field(default=0, metadata={"help": "Batches of rollouts in flight beside the one trained"})
-    late_groups: str = field(
-        default="wait", metadata={"help": "With max_staleness: wait for the oldest, or admit those that are complete"}
-    )
-    old_logps: str = field(
-        default="policy", metadata={"help": "What the loss clips around: the policy before the step, or as sampled"}
-    )
-    overlap_rollouts: bool = field(default=False, metadata={"help": "Another name for max_staleness: 1"})
+    late_groups: str = key(
+        "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
+        one_of=("wait", "admit"), backend="server",
+    )  # fmt: skip
+    old_logps: str = key(
+        "policy", "What the loss clips around: the policy before the step, or as sampled",
+        one_of=("policy", "sampled"), backend="vllm",
+    )  # fmt: skip
+    overlap_rollouts: bool = key(False, "Another name for max_staleness: 1", backend="server")
 
     def __post_init__(self):
         check_ranges(self)
@@ -1345,12 +1181,11 @@ class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
         check_batch_arithmetic(self)
         super().__post_init__()
         check_config(self, CREDIT_ASSIGNMENTS)
-        self.output_dir, self.weight_sync_dir = absolute(self.output_dir), absolute(self.weight_sync_dir)
+        make_absolute(self)
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
 RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)  # every recipe key is a field of one of them
-RECIPE_CHOICES = {**CHOICES, "credit_assignment": tuple(CREDIT_ASSIGNMENTS)}
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelConfig]:
@@ -1358,7 +1193,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
     """
-    return parse_recipe(argv, RECIPE_CLASSES, RECIPE_CHOICES)
+    return parse_recipe(argv, RECIPE_CLASSES)
 
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
@@ -1386,15 +1221,12 @@ def build_env(
     """The environment that a recipe describes."""
     conversation, environment = load_conversation(script_args, args, MultiTurnToolEnv)
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+    limits = limits_of(args)
     return conversation(
         tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
-        args.max_env_steps, tokenizer=tokenizer, max_completion_length=args.max_completion_length,
-        max_turn_tokens=args.max_turn_tokens, max_tool_response_tokens=args.max_tool_response_tokens,
-        tool_timeout=args.tool_timeout, max_concurrent_tools=args.max_concurrent_tools,
-        chat_template_kwargs=args.chat_template_kwargs, tool_format=args.tool_format,
-        state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        max_parallel_calls=args.max_parallel_calls, environment=environment,
-        environment_timeout=args.environment_timeout,
+        limits.pop("max_env_steps"), tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs,
+        tool_format=args.tool_format, environment=environment,
+        state_key=load_state_key(script_args.tools_script) if reads_state else None, **limits,
     )  # fmt: skip
 
 

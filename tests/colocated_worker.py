@@ -118,7 +118,7 @@ def checkpoint(trainer):
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(1.5)
     prompts = [trainer.env.prompt_ids([{"role": "user", "content": "What is 12 * 34?"}], trainer.env.tokenizer)] * 8
-    trainer._generate_batch(prompts, 16)  # the engine gets the scaled norm, at this step
+    trainer.llm._generate_batch(prompts, 16)  # the engine gets the scaled norm, at this step
     told |= {"step": trainer.state.global_step, "last_sync": trainer._last_loaded_step}
     trainer.args.max_steps += 1
     trainer.train(resume_from_checkpoint=saved)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
-LIMITS = {"_room", "tokens", "new_tokens"}
+LIMITS = {"_room", "tokens", "new_tokens", "longest_turn"}
 LOGGING = {
     "conversation_columns",
     "conversation_metrics",
@@ -36,7 +36,7 @@ LOGGING = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
+    "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
@@ -168,4 +168,4 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     script = {name: line for (file, line), name in way.items() if file == "mt_grpo_trainer.py"}
     assert script["start"] < script["take_turn"] < script["append"] < script["token_advantages"]
     assert script["token_advantages"] < script["_generate_and_score_completions"] < script["_generate"]
-    assert script["_generate"] < script["_roll_out"] < script["_start_rollouts"]
+    assert script["_generate"] < script["_roll_out"]

@@ -2,6 +2,7 @@
 
 errors       errors of a generation server, which any wing may raise or catch
 event_loop   one event loop in a background thread
+fields       a recipe's key as a field, which says all of it once; intervals of numbers
 files        lock files, the output directory of one run, streams that outlive their readers, paths
 id_hashes    hashes of token ids
 json_types   type hints of JSON, their names, values from YAML; a value as JSON

@@ -16,6 +16,7 @@ rollout: protocols
 base.event_loop: event_loop
 base.json_types: json_types
 base.ranks: ranks
+base.fields: settings
 base.files: output locks settings checkpoints
 base.errors: server_errors
 base.id_hashes: id_hashes
@@ -65,7 +66,7 @@ reports.progress: metrics_log progress
 reports.troubles: readings watch
 reports.preflight: run_plan batch_facts first_batch watch
 adapters.choose: adapter_keys
-adapters.recipe_checks: adapter_keys
+adapters.house: adapter_keys
 adapters.session: adapters.policy_time adapters.agent_session adapters.agent_prompts
 adapters.agents.messages: adapters.chat_messages
 adapters.agents.chains: adapters.chains

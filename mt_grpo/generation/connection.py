@@ -25,10 +25,11 @@ from mt_grpo.base.event_loop import (
     allow_many_open_files,
     background_loop,
     close_on,
+    gather_all,
     run_async,
 )
 from mt_grpo.base.id_hashes import hash_of_ids
-from mt_grpo.conversation.sampling import sampling_defaults
+from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
 
@@ -357,6 +358,35 @@ class ServerConnection:
             logger.debug("POST %s: %s; sending it again", url, problem)
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
+
+    def chat(
+        self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer conversations over `/v1/chat/completions`, all at once, for people.
+
+        Returns:
+            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
+        """
+        messages_list = check_conversations(messages_list, "messages_list", texts=False)
+        check_sampling_params(sampling_params, CHAT_KEYS)
+
+        async def one(messages):
+            payload = {
+                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
+                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+            }  # fmt: skip
+            answer = await self._post("/v1/chat/completions", payload)
+            choice = answer["choices"][0]
+            return {
+                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
+                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
+            }  # fmt: skip
+
+        async def all_of_them():
+            return await gather_all([one(messages) for messages in messages_list])
+
+        return run_async(all_of_them())
 
     async def _ask_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""

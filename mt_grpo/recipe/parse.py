@@ -16,17 +16,23 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.recipe.data import GENERATED_DATASETS
-from mt_grpo.recipe.keys import Classes, check_ranges, choices_of, default_of, known_keys
+from mt_grpo.recipe.keys import (
+    Classes,
+    check_ranges,
+    default_of,
+    fact_of,
+    field_of,
+    known_keys,
+    make_absolute,
+)
 from mt_grpo.recipe.refusals import REFUSED_KEYS
 from mt_grpo.rollout import join
 
 logger = logging.getLogger(__name__)
-
-
-Choices = dict[str, tuple[str, ...]]
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -52,7 +58,7 @@ class RecipeParser(TrlParser):
         raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
 
 
-def read_recipe(path: str, classes: Classes, choices: Choices) -> dict[str, Any]:
+def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     """The YAML mapping of a recipe file. Raises `ValueError` for an unknown key or a value of a wrong type."""
     try:
         recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
@@ -77,7 +83,8 @@ def read_recipe(path: str, classes: Classes, choices: Choices) -> dict[str, Any]
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
             hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
             raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
-        allowed = choices.get(key) or choices_of(key, classes)
+        # transformers checks only the command line by its choices, not the recipe.
+        allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
         if allowed and value not in (*allowed, default_of(key, classes)):
             raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(allowed)}.")
         if key in REFUSED_KEYS and value != default_of(key, classes):
@@ -108,7 +115,7 @@ def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
     )
 
 
-def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> tuple:
+def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     """(script_args, args, model_args) from a recipe (`--config x.yaml`) and the command line (`--max_steps 5`).
 
     A value on the command line replaces the recipe's. Nothing is loaded here. Raises `ValueError` for unknown keys
@@ -122,7 +129,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
             raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
         if position == len(argv) or argv[position].startswith("--") or not argv[position]:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
-        read_recipe(argv[position], classes, choices)
+        read_recipe(argv[position], classes)
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
     for key in given:
         if key not in ("config", "help") and key.removeprefix("no_") not in known_keys(classes):
@@ -153,7 +160,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")
     for key, value in (
         ("dataset_name", script_args.dataset_name or args.max_steps > 0),  # an environment may bring the prompts
-        ("tools_script", any(getattr(script_args, each) for each in CONVERSATIONS)),
+        ("tools_script", any(getattr(script_args, each) for each in keys_that(script_args, "opens"))),
         ("model_name_or_path", model_args.model_name_or_path),
     ):
         if not value:
@@ -161,14 +168,6 @@ def parse_recipe(argv: list[str] | None, classes: Classes, choices: Choices) -> 
     check_moved(script_args)
     make_paths_absolute(script_args, model_args)
     return script_args, args, model_args
-
-
-FILES = (
-    "tools_config_file", "tool_config_path", "function_tool_path", "mcp_config_file", "interaction_config_file",
-    "interaction_config_path",
-)  # fmt: skip
-# Keys of which one says what the conversation is.
-CONVERSATIONS = ("tools_script", "environment", "multi_turn_scheduler", "gym_env", "use_gym_env", *FILES)
 
 
 # Folders of samples that have moved.
@@ -193,23 +192,8 @@ def check_moved(script_args: Any) -> None:
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:
-    """Make relative paths absolute, as seen from the folder where the run starts.
-
-    The paths of `GRPOConfig`'s settings are absolute already.
-    """
-    for config, key in ((script_args, "tools_script"), (script_args, "reward_fn")):
-        setattr(config, key, absolute(getattr(config, key)))
-    for key in FILES:
-        setattr(script_args, key, absolute(getattr(script_args, key)))
-    if script_args.external_plugins:
-        script_args.external_plugins = [absolute(path) for path in script_args.external_plugins]
-    for key in ("gym_env", "gym_text"):
-        if ".py:" in (getattr(script_args, key) or ""):
-            path, _, name = getattr(script_args, key).rpartition(":")
-            setattr(script_args, key, f"{absolute(path)}:{name}")
-    if script_args.environment:
-        path, separator, name = script_args.environment.rpartition(":")
-        script_args.environment = f"{absolute(path)}{separator}{name}"
+    """Make relative paths absolute. Those of `GRPOConfig`'s settings are absolute already."""
+    make_absolute(script_args)
     for config, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or a Hub name
         value = getattr(config, key)
         if value and value not in GENERATED_DATASETS and os.path.exists(os.path.expanduser(value)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
@@ -11,10 +12,10 @@ from transformers import GenerationConfig, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig
 
+from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.generation.connection import hide_password
-from mt_grpo.recipe.keys import RANGES, default_of, in_range, range_text
+from mt_grpo.recipe.keys import OF_TRL, default_of, fact_of
 
 # Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
 
@@ -95,21 +96,6 @@ def check_old_logps(args: GRPOConfig) -> None:
             )
 
 
-CHOICES = {
-    "weight_sync": ("auto", "nccl", "disk"),
-    "scale_rewards": ("group", "batch", "none"),
-    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "vllm_mode": ("server", "colocate"),
-    "tool_format": TOOL_FORMATS,
-    "print_metrics": ("line", "all"),
-    "late_groups": ("wait", "admit"),
-    "old_logps": ("policy", "sampled"),
-    "tokenization_sanity_check_mode": ("strict", "ignore_strippable", "off", "disable"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
-
-
 # TRL settings that have no effect, or another meaning, in a multi-turn rollout. They are refused, so that every line
 # of a recipe has its effect. Key -> the reason, and what to do.
 REFUSED_KEYS = {
@@ -142,23 +128,6 @@ REFUSED_KEYS = {
     "load_in_4bit": "the weights of a quantised policy cannot be pushed to a server: train a LoRA on bf16 weights",
 }  # fmt: skip
 SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
-# Settings that only one backend reads. They are refused with another backend, where they would have no effect.
-COLOCATE_KEYS = (
-    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode",
-    "vllm_model_impl",
-)  # fmt: skip
-SERVER_KEYS = (
-    "weight_sync", "weight_sync_dir", "weight_check_every", "vllm_server_base_url", "vllm_server_host",
-    "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_request_timeout", "max_staleness",
-    "overlap_rollouts", "late_groups",
-)  # fmt: skip
-VLLM_KEYS = (
-    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min", "old_logps",
-)  # fmt: skip
-TRANSFORMERS_KEYS = (
-    "cache_implementation", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
-)  # fmt: skip
 
 
 def backend_of(args: GRPOConfig) -> str:
@@ -202,19 +171,16 @@ def check_scheduler(args: GRPOConfig) -> None:
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
-    for key, allowed in {**CHOICES, "credit_assignment": tuple(estimators)}.items():
-        if getattr(args, key) not in allowed:
-            raise ValueError(f"{key}={getattr(args, key)!r} is not known. Expected one of: {', '.join(allowed)}.")
+    for each in dataclasses.fields(args):
+        allowed, value = fact_of(each, "one_of"), getattr(args, each.name)
+        if allowed and value not in allowed:
+            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.")
     for key, reason in REFUSED_KEYS.items():
         if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
             raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
     backend = backend_of(args)
-    inert = {
-        "server": COLOCATE_KEYS + TRANSFORMERS_KEYS,
-        "colocate": SERVER_KEYS + TRANSFORMERS_KEYS,
-        "transformers": SERVER_KEYS + COLOCATE_KEYS + VLLM_KEYS,
-    }[backend]
-    for key in inert:
+    readers = (None, backend) if backend == "transformers" else (None, backend, "vllm")
+    for key in (each.name for each in dataclasses.fields(args) if fact_of(each, "backend") not in readers):
         if getattr(args, key) != default_of(key, kinds):
             raise ValueError(
                 f"{key}={hide_password(repr(getattr(args, key)))} has no effect with the {backend} backend "
@@ -338,8 +304,9 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
             raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
         if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
             raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
-        if key in RANGES and not (fits_type(value, float) and in_range(value, RANGES[key])):
-            raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(RANGES[key])}.")
+        interval = OF_TRL["within"].get(key)
+        if interval and not (fits_type(value, float) and in_range(value, interval)):
+            raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(interval)}.")
 
 
 def check_report_to(names: list[str]) -> None:

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.conversation.limits import Limits, limits_of
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import backend_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
@@ -127,7 +128,7 @@ def context_line(env: Any, train: Any, args: Any) -> str:
     return (
         f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
         f"{prompt + args.max_completion_length} tokens{context}; a turn has at most "
-        f"{args.max_turn_tokens or args.max_completion_length}, a result {args.max_tool_response_tokens}, a "
+        f"{args.longest_turn}, a result {args.max_tool_response_tokens}, a "
         f"conversation {args.max_env_steps} observations"
     )
 
@@ -219,10 +220,9 @@ def facts_of_settings(trainer: Any) -> Facts:
     system = "".join(m["content"] for m in messages if m["role"] == "system")
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if name not in read]
-    names = ("learning_rate", "max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "max_env_steps",
-             "num_generations")  # fmt: skip
     return {
-        **{name: getattr(args, name) for name in names}, "optim": str(getattr(args.optim, "value", args.optim)),
+        **limits_of(args), "learning_rate": args.learning_rate, "num_generations": args.num_generations,
+        "optim": str(getattr(args.optim, "value", args.optim)),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
@@ -257,7 +257,7 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     """
     args, rollouts = trainer.args, [rollout for batch in batches for rollout in batch]
     facts = {name: mean(values) for name, values in trainer._metrics["train"].items() if values}
-    by_turn = [r for r in rollouts if cut_by_turn(r, args.max_turn_tokens, args.max_completion_length)]
+    by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
     results = [result for r in rollouts for turn in r.turns for result in turn.results]
     reached: dict[str, list[ToolResult]] = {}  # by the tool
@@ -299,10 +299,10 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     }  # fmt: skip
 
 
-def cut_by_turn(rollout: Rollout, max_turn_tokens: int | None, max_completion_length: int) -> bool:
+def cut_by_turn(rollout: Rollout, limits: Limits) -> bool:
     """Whether a turn was cut off, in its call or before it, where the completion had room left."""
-    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= (max_turn_tokens or 0) > 0]
-    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < max_completion_length)
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= limits.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < limits.max_completion_length)
 
 
 def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:

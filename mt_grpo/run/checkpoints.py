@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -17,6 +18,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
+from transformers import TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.training_args import OptimizerNames
 
@@ -70,15 +72,14 @@ def check_room(folder: str, least: int, planned: int, what: str, key: str) -> No
 # What determines the results of a run, and which settings of a resumed run differ from its checkpoint's.
 
 
-# Prefixes of settings that do not change what is trained. A checkpoint's record leaves such settings out.
+# Prefixes of TRL's settings that do not change what is trained. A checkpoint's record leaves such settings out.
 NOT_TRAINED = (
     "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
     "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
-    "num_completions_to_print", "print_metrics", "ddp_", "skip_memory_metrics", "debug", "vllm_server_",
-    "vllm_group_port",
-    "vllm_request_timeout", "vllm_gpu_memory_utilization", "weight_sync", "weight_check_every", "load_best_model",
-    "metric_for_best_model", "greater_is_better", "restore_callback", "max_concurrent_tools", "reward_timeout",
-    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
+    "num_completions_to_print", "ddp_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
+    "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better",
+    "restore_callback", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent",
+    "dataloader_prefetch",
 )  # fmt: skip
 # ORDER_KEYS decide which prompts a step trains on. OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
 ORDER_KEYS = (
@@ -88,6 +89,12 @@ ORDER_KEYS = (
 )  # fmt: skip
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def trained_settings(args: TrainingArguments) -> dict[str, Any]:
+    """The settings that change what is trained, by their names."""
+    left_out = {each.name for each in dataclasses.fields(args) if not each.metadata.get("trained", True)}
+    return {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)}
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -26,10 +26,11 @@ from trl import GRPOTrainer
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
+from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.run.ahead import BetweenBatches, InFlight
+from mt_grpo.run.backend import start_rollouts, sync_weights
 from mt_grpo.run.checkpoints import (
     LORA_KEYS,
-    NOT_TRAINED,
     RUN_RECORD,
     bytes_to_save,
     changed_settings,
@@ -40,6 +41,7 @@ from mt_grpo.run.checkpoints import (
     load_as_saved,
     sha256,
     source_sha256,
+    trained_settings,
     weights_not_finite,
 )
 from mt_grpo.run.nodes import (
@@ -133,8 +135,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _run_record(self) -> dict[str, Any]:
         """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
-        settings = {k: v for k, v in self.args.to_dict().items() if not k.startswith(NOT_TRAINED)}
-        lora = self._peft_config
+        settings, lora = trained_settings(self.args), self._peft_config
         columns = {
             "model_name_or_path": self._model_name,
             "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
@@ -499,6 +500,28 @@ class ResumableTrainer(GRPOTrainer):
                 f"Expected at least {self.args.generation_batch_size // self.args.num_generations} prompts."
             )
         return result
+
+    # -- conversations: what `in_flight` calls --
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)
+
+    def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
+        """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
+        return start_rollouts(self, rows, indices)
+
+    def _sync_weights(self) -> None:
+        """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
+        self._log_metrics(sync_weights(self))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
         """As `Trainer`'s, which does not notice that a run was resumed at its end before it took a step more."""

@@ -396,7 +396,6 @@ def test_the_programs_read_the_arguments(page, body, clone, monkeypatch, capsys)
         if added:  # what the page's diff registers
             lines = block(FORKING, "diff", "credit_estimator").splitlines()
             exec("\n".join(line[1:] for line in lines if line.startswith("+")), dict(vars(mt)))
-            monkeypatch.setitem(mt.RECIPE_CHOICES, "credit_assignment", tuple(mt.CREDIT_ASSIGNMENTS))
         for line in body.replace("\\\n", " ").splitlines():
             if words := words_of(line):
                 read_arguments(words, monkeypatch, capsys)

@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.recipe.refusals import CHOICES
+from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.training.reward_numbers import state_numbers
 from mt_grpo.training.reward_runs import run_rewards
@@ -184,7 +184,7 @@ def call_reward(rollout_turns, **kwargs):
     return [[sum(turns[0].token_ids) % 7 / 7, None] for turns in rollout_turns]
 
 
-@pytest.mark.parametrize("loss_type", [name for name in CHOICES["loss_type"] if name != "vespo"])
+@pytest.mark.parametrize("loss_type", [name for name in OF_TRL["one_of"]["loss_type"] if name != "vespo"])
 def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_type):
     """On-policy a loss is linear in the advantages: the gradient of all turns is the sum of each turn's own, none of
     them nothing, and what stands on the environment's tokens has no part in it."""

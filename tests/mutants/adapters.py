@@ -14,13 +14,6 @@ MUTATIONS = [
         "tests/adapters/test_agents.py::test_what_the_api_says_of_an_answer",
     ),
     Mutation(
-        "tokens: the history is appended where it is to be rendered anew",
-        "mt_grpo/adapters/choose.py",
-        "    if not script_args.use_inference_chat_template:",
-        "    if True:",
-        "tests/training/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
-    ),
-    Mutation(
         "plug-ins: an unknown import waits for a rollout",
         "mt_grpo/adapters/plugin_imports.py",
         "    if unknown:\n",
@@ -69,5 +62,12 @@ MUTATIONS = [
         "turn.logprobs and turn.logprobs[:left]",
         "turn.logprobs",
         "tests/adapters/test_agents.py::test_requests_at_the_same_time_share_the_token_budget",
+    ),
+    Mutation(
+        "verl: left and right change places",
+        "mt_grpo/adapters/house.py",
+        '    if side == "left":',
+        '    if side == "right":',
+        "tests/adapters/test_verl.py::test_function_tools",
     ),
 ]

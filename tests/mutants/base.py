@@ -76,4 +76,11 @@ MUTATIONS = [
         "isinstance(value, list) and",
         "tests/base/test_rows.py::test_columns_without_an_image_are_of_no_harm",
     ),
+    Mutation(
+        "NaN is in every range",
+        "mt_grpo/base/fields.py",
+        "return low < number < high or at_a_bound",
+        "return not (number < low or number > high) or at_a_bound",
+        "tests/recipe/test_recipes.py::test_every_number_has_a_range",
+    ),
 ]

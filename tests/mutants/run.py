@@ -3,9 +3,10 @@
 # Anchors stand as in the code, however long they are.
 # ruff: noqa: E501
 
-from mutants.mutation import Mutation
+from mutants.mutation import BATCH, RANKS, Mutation
 
 NODES = "tests/run/test_nodes.py::"
+END_OF_TURN = "tests/method/test_batch.py::test_a_turn_ends_where_the_chat_template_ends_it"
 
 MUTATIONS = [
     Mutation(
@@ -403,5 +404,89 @@ MUTATIONS = [
         'if not files or (folder / "latest").is_file() or any',
         "if not files or any",
         "tests/run/test_checkpoints.py::test_tensors_that_need_not_be_there",
+    ),
+    Mutation(
+        "passwords are logged with the arguments",
+        "mt_grpo/run/backend.py",
+        'args.vllm_server_base_url = ",".join(client.base_url for client in clients)',
+        'args.vllm_server_base_url = ",".join(urls)',
+        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
+    ),
+    Mutation(
+        "servers: one NCCL port for all",
+        "mt_grpo/run/backend.py",
+        "group_port=args.vllm_group_port + number",
+        "group_port=args.vllm_group_port",
+        "tests/generation/test_servers.py::test_two_servers_train_as_one",
+    ),
+    Mutation(
+        "colocate: a checkpoint that is loaded at the step of the last sync does not reach the engine",
+        "mt_grpo/run/backend.py",
+        "if loads_seen != trainer._weight_counter.loads:",
+        "if False:",
+        "tests/generation/test_colocate.py::test_weights_of_a_checkpoint_reach_the_engine",
+    ),
+    Mutation(
+        "the template's end of turn is not in generation_config",
+        "mt_grpo/run/backend.py",
+        'trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ends',
+        "pass",
+        END_OF_TURN,
+    ),
+    Mutation(
+        "a sample that ends by the template's end counts as cut",
+        "mt_grpo/run/backend.py",
+        "lambda i: i in trainer.eos_token_ids",
+        "lambda i: i == trainer.processing_class.eos_token_id",
+        END_OF_TURN,
+    ),
+    Mutation(
+        "evaluations are sampled one push behind",
+        "mt_grpo/run/backend.py",
+        "(sync.pushed == version and not sync.doubted)",
+        "sync.pushed == version or not trainer.model.training",
+        "tests/run/test_faults.py::test_overlapping_rollouts_are_one_step_behind",
+    ),
+    Mutation(
+        "ranks expect versions of their own",
+        "mt_grpo/run/backend.py",
+        "client.instance = on_main_process(lambda: client.instance)",
+        "on_main_process(dict)",
+        "tests/generation/test_server.py::test_two_ranks_on_one_server",
+    ),
+    Mutation(
+        "colocate: the engine does not stop at closing tags",
+        "mt_grpo/run/backend.py",
+        "trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}",
+        'trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops, "stop": []}',
+        "tests/generation/test_colocate.py::test_its_turns_end_as_those_of_a_server",
+    ),
+    Mutation(
+        "restarted rollouts take each other's places",
+        "mt_grpo/run/backend.py",
+        "for i, rollout in zip(indices, rollouts):",
+        "for i, rollout in zip(indices[::-1], rollouts):",
+        "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
+    ),
+    Mutation(
+        "restarted rollouts get the first prompts",
+        "mt_grpo/run/backend.py",
+        "chosen = [rows[i] for i in indices]",
+        "chosen = rows[: len(indices)]",
+        f"{BATCH}[turn_return]",
+    ),
+    Mutation(
+        "groups in evaluation are as large as in training",
+        "mt_grpo/run/trainer.py",
+        "return self.num_generations if self.model.training else self.num_generations_eval",
+        "return self.num_generations",
+        f"{BATCH}[evaluation]",
+    ),
+    Mutation(
+        "a rollout's index is that within its rank",
+        "mt_grpo/run/backend.py",
+        "rollout.index = trainer.accelerator.process_index * len(rows) + i",
+        "rollout.index = i",
+        RANKS,
     ),
 ]

@@ -182,13 +182,6 @@ MUTATIONS = [
         "tests/adapters/test_verl.py::test_a_row_selects_tools",
     ),
     Mutation(
-        "verl: left and right change places",
-        "mt_grpo/adapters/verl/base.py",
-        '    if side == "left":',
-        '    if side == "right":',
-        "tests/adapters/test_verl.py::test_function_tools",
-    ),
-    Mutation(
         "verl: an image is read as nothing",
         "mt_grpo/adapters/verl/base.py",
         "if response.image or response.video:",
@@ -348,5 +341,12 @@ MUTATIONS = [
         "(1.0 - format_score) * right",
         "right",
         "tests/adapters/test_verl.py::test_scores_of_geometry_are_weighted_by_hand",
+    ),
+    Mutation(
+        "tokens: the history is appended where it is to be rendered anew",
+        "mt_grpo/adapters/verl/keys.py",
+        "    if not script_args.use_inference_chat_template:",
+        "    if True:",
+        "tests/training/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
     ),
 ]

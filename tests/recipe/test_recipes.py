@@ -939,7 +939,7 @@ def test_bad_recipe(content, message, tmp_path):
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
-    assert read_recipe(str(path), mt.RECIPE_CLASSES, mt.RECIPE_CHOICES)["chat_template_kwargs"] == {"A": 2}
+    assert read_recipe(str(path), mt.RECIPE_CLASSES)["chat_template_kwargs"] == {"A": 2}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A program that speaks OpenAI's API runs the conversation, and the policy answers it.
 
+keys            what a recipe says of an agent
 messages        requests in one form, and the API's errors
 chains          the tree of what an agent asked: which request goes on from which answer
 chat_api        /v1/chat/completions: requests, answers, streams

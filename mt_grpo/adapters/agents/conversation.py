@@ -29,7 +29,7 @@ from mt_grpo.adapters.agents.programs import (
 )
 from mt_grpo.adapters.agents.server import AgentServer
 from mt_grpo.adapters.agents.session import AgentSession
-from mt_grpo.adapters.recipe_checks import check_settings_of
+from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end

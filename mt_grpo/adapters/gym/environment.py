@@ -18,6 +18,8 @@ from typing import Any
 import gymnasium
 
 from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
+from mt_grpo.adapters.house import check_tool_format, check_unset
+from mt_grpo.base.fields import keys_that
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
@@ -140,6 +142,16 @@ def gym_environment(
 
 
 # -- what a recipe says --
+
+
+def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type[GymEnvironment]]:
+    """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
+    where = "environment: gym"
+    check_tool_format(args.tool_format, where)
+    if script_args.tools_script is not None:
+        raise ValueError(f"tools_script has no effect with {where}: a turn is an action. Remove it.")
+    check_unset(keys_that(args, "of_tools"), f"{where}: a turn is an action", args)
+    return base, load_gym_environment(script_args, args)
 
 
 def load_gym_environment(script_args: Any, args: Any) -> type[GymEnvironment]:

@@ -1,5 +1,6 @@
 """ms-swift's multi-turn schedulers, environments and rewards, with its names and its behaviour.
 
+keys           what a recipe says of schedulers
 protocol       its requests, responses and outputs
 rewards        its reward classes
 loop           the turns of a scheduler

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.adapters.ms_swift.conversation import (
     PlayedConversation,
     ScheduledConversation,
@@ -18,7 +19,6 @@ from mt_grpo.adapters.ms_swift.conversation import (
 from mt_grpo.adapters.ms_swift.loss import read_loss_scale
 from mt_grpo.adapters.ms_swift.paths import MODULES, SwiftPaths, install, registry
 from mt_grpo.adapters.plugin_imports import check_plugin_imports
-from mt_grpo.adapters.recipe_checks import check_settings_of
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.recipe.plugins import import_file
 

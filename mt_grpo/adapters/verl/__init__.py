@@ -1,5 +1,6 @@
 """verl's tools and interactions, with its names and its behaviour.
 
+keys                 what a recipe says of tools and interactions
 schemas              its tool schemas, and what a tool answers
 base                 its BaseTool, @function_tool and BaseInteraction; results of either
 search               Search-R1's protocol

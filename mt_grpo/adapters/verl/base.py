@@ -47,9 +47,6 @@ class BaseInteraction:
         """End a conversation."""
 
 
-TRUNCATE_SIDES = ("left", "middle", "right")
-
-
 def rollout_trace_op(function: Callable) -> Callable:
     """The function itself. In verl it traces the calls."""
     return function
@@ -175,23 +172,3 @@ def response_text(response: Any) -> str:
             raise ValueError("the tool returned an image or a video, which this trainer cannot show to a model")
         return response.text or ""
     return as_text(response)
-
-
-def cut_characters(text: str, most: int | None, side: str) -> str:
-    """At most so many characters of a text, and a marker where others stood. The side is the one that is cut off.
-
-    So it is in verl 0.9. In 0.7 `left` and `right` meant the side that stays.
-
-    >>> [cut_characters("0123456789", 4, side) for side in TRUNCATE_SIDES]
-    ['(truncated)...6789', '01...(truncated)...89', '0123...(truncated)']
-    >>> cut_characters("0123", 4, "left"), cut_characters("0123", None, "left")
-    ('0123', '0123')
-    """
-    if most is None or len(text) <= most:
-        return text
-    if side == "left":
-        return "(truncated)..." + text[len(text) - most :]
-    if side == "right":
-        return text[:most] + "...(truncated)"
-    half = most // 2
-    return text[:half] + "...(truncated)..." + text[len(text) - half :]

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.adapters.verl.base import aside, cut_characters, read_result, response_text
+from mt_grpo.adapters.house import cut_characters
+from mt_grpo.adapters.verl.base import aside, read_result, response_text
 from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import as_tool

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.verl.base import TRUNCATE_SIDES, cut_characters, function_as_tool
+from mt_grpo.adapters.house import cut_characters, truncation
+from mt_grpo.adapters.verl.base import function_as_tool
 from mt_grpo.adapters.verl.config import load_function_tools, load_interactions, load_tools_config
 from mt_grpo.adapters.verl.environment import PER_CALL, PER_TRAJECTORY, VerlEnvironment, environment_class
 from mt_grpo.recipe.plugins import load_environment
@@ -14,8 +15,6 @@ from mt_grpo.rollout import Rollout, ToolResult
 
 def load_function_tool_list(script_args: Any) -> list[Callable]:
     """The tools of `function_tool_path`. Raises `ValueError`."""
-    if script_args.function_tool_path is None:
-        return []
     most, side = truncation(script_args)
 
     def finish(result: ToolResult) -> ToolResult:
@@ -25,26 +24,17 @@ def load_function_tool_list(script_args: Any) -> list[Callable]:
     return [function_as_tool(tool, finish) for tool in found]
 
 
-def load_mcp_tool_list(script_args: Any) -> list[Callable]:
-    """The tools of `mcp_config_file`. Raises `ValueError`, and `ImportError` without the SDK."""
-    from mt_grpo.adapters.mcp.tools import load_mcp_tools
-
-    most, side = truncation(script_args)
-    return load_mcp_tools(
-        script_args.mcp_config_file, script_args.mcp_tools, script_args.mcp_start_timeout,
-        script_args.mcp_max_concurrent_calls, lambda text: cut_characters(text, most, side),
-    )  # fmt: skip
-
-
 def load_verl_conversation(script_args: Any, base: type, tools: str | None, interactions: str | None) -> tuple:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work.
 
     Args:
         script_args: With the keys of the adapters.
         base: `MultiTurnToolEnv`.
-        tools, interactions: The paths of the YAML files.
+        tools, interactions: The paths of the YAML files; None for both: the recipe has functions or MCP servers alone.
     """
     found, declared = load_environment(script_args.environment, script_args.tools_script, base)
+    if declared is not None and tools is None and interactions is None:  # functions alone bring no environment
+        return found, declared
     if declared is not None:
         raise ValueError(
             "tools_config_file and interaction_config_file bring an environment of their own, and the recipe names "
@@ -61,14 +51,6 @@ def load_verl_conversation(script_args: Any, base: type, tools: str | None, inte
         lifecycle=lifecycle, most_characters=most, truncate_side=side,
     )  # fmt: skip
     return type("VerlConversation", (VerlConversation, found), {}), environment
-
-
-def truncation(script_args: Any) -> tuple[int | None, str]:
-    """(`max_tool_response_length`, `tool_response_truncate_side`). Raises `ValueError`."""
-    most, side = script_args.max_tool_response_length, script_args.tool_response_truncate_side
-    if side not in TRUNCATE_SIDES:
-        raise ValueError(f"tool_response_truncate_side={side!r}, expected one of {', '.join(TRUNCATE_SIDES)}.")
-    return most, side
 
 
 class VerlConversation:

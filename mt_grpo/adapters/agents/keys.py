@@ -1,0 +1,48 @@
+"""What a recipe says of an agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.adapters.house import House, imports
+from mt_grpo.base.fields import key
+
+AGENT = "the line environment: openai_agent"
+
+
+@dataclass
+class AgentKeys:
+    """A program that speaks OpenAI's API, with `environment: openai_agent`."""
+
+    agent: str | None = key(
+        None, "path.py:function of (row, client), with environment: openai_agent",
+        needs=AGENT,
+    )  # fmt: skip
+    agent_command: str | None = key(
+        None, "A program in place of agent: a row on standard input, OpenAI's API by address",
+        needs=AGENT,
+    )  # fmt: skip
+    agent_timeout: float = key(
+        600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)"
+    )
+    max_model_calls: int = key(
+        32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)"
+    )
+
+
+class AgentHouse(House):
+    """An agent runs the conversation by its requests."""
+
+    keys = AgentKeys
+    line = "environment: openai_agent"
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe's environment is an agent."""
+        return script_args.environment == "openai_agent"
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The conversation that the agent runs."""
+        with imports(self.line, extra="agents"):
+            from mt_grpo.adapters.agents.conversation import load_agent_conversation
+        return load_agent_conversation(script_args, args, base)

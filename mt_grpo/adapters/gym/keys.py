@@ -1,0 +1,49 @@
+"""What a recipe says of a game."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.adapters.house import House, imports
+from mt_grpo.base.fields import key
+
+GYM = "the line environment: gym"
+
+
+@dataclass
+class GymKeys:
+    """A game of gymnasium, with `environment: gym`."""
+
+    gym_env: str | None = key(
+        None, "environment: gym: an id of gymnasium, or path.py:Class. Else ms-swift's: a name in envs",
+        path=".py:", opens=True,
+    )  # fmt: skip
+    gym_kwargs: dict[str, Any] | str | None = key(
+        None, "Arguments of the game of environment: gym, a mapping", needs=GYM
+    )
+    gym_actions: list[str] | None = key(None, "Names of the game's actions, in the order of their numbers", needs=GYM)
+    gym_text: str | None = key(
+        None, "path.py:Class, a GymText: how the game reads, and what is an action", path=".py:", needs=GYM
+    )
+    gym_unfinished_reward: float = key(
+        0.0, "Added to the return of an episode that the conversation ended, not the game",
+        within="(-inf, inf)", needs=GYM,
+    )  # fmt: skip
+
+
+class GymHouse(House):
+    """A game is the environment of a conversation of the trainer's class."""
+
+    keys = GymKeys
+    line = "environment: gym"
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe's environment is a game of gymnasium."""
+        return script_args.environment == "gym"
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The trainer's own, with the game."""
+        with imports(self.line, extra="gym"):
+            from mt_grpo.adapters.gym.environment import load_gym_conversation
+        return load_gym_conversation(script_args, args, base)

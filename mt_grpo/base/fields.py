@@ -1,0 +1,84 @@
+"""A recipe's key as a field of a dataclass, which says once all that is known of the key; intervals of its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class KeyFacts(dict):
+    """What a field says of its key. transformers' parser hands a copy to `argparse`, which knows `help` alone."""
+
+    def copy(self) -> dict[str, str]:
+        return {"help": self["help"]}
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    within: str | None = None,
+    one_of: Any = None,
+    path: bool | str = False,
+    trained: bool = True,
+    backend: str | None = None,
+    needs: str | None = None,
+    of_tools: bool = False,
+    opens: bool = False,
+) -> Any:
+    """A field of a dataclass of settings, which is a key of a recipe.
+
+    Args:
+        default: The value of a recipe that does not name the key. It is always allowed, also where it is not `within`.
+        help: What the key is.
+        within: The interval of its numbers: `[` includes the bound, `(` does not, and infinity is never included.
+        one_of: The values that it may have.
+        path: Whether it names a file or a folder, or a list of them. `":"` and `".py:"`: it may be `path:Name`, and is
+            taken for it where it holds this text.
+        trained: Whether it changes what is trained. A checkpoint's record of its run leaves others out.
+        backend: What must sample the tokens for the key to have an effect: `server`, or `vllm` of either kind.
+        needs: What else must be in the recipe for the key to have an effect, as an error names it.
+        of_tools: Whether it is about the trainer's own running of tools.
+        opens: Whether it says, alone, what takes part in the conversation. A recipe needs one such key.
+    """
+    facts = KeyFacts(
+        help=help, within=within, one_of=one_of, path=path, trained=trained, backend=backend, needs=needs,
+        of_tools=of_tools, opens=opens,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def keys_that(settings: Any, fact: str) -> list[str]:
+    """The names of the keys of a dataclass whose fields say that something is so: `of_tools`, `needs`, ..."""
+    return [each.name for each in dataclasses.fields(settings) if each.metadata.get(fact)]
+
+
+LARGEST = 3.4028234663852886e38  # of float32
+
+
+def in_range(value: Any, interval: str) -> bool:
+    """Whether a number, or the text of a number, is in an interval. NaN is in none.
+
+    What float32 cannot hold is in none: 1e39 would be infinite where it is used.
+
+    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
+    (True, False, True, False)
+    >>> in_range(3e38, "[0, inf)"), in_range(1e39, "[0, inf)")
+    (True, False)
+    """
+    low, high = (min(max(float(bound), -LARGEST), LARGEST) for bound in interval[1:-1].split(", "))
+    number = float(value)
+    at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+    return low < number < high or at_a_bound
+
+
+def range_text(interval: str) -> str:
+    """An interval in words.
+
+    >>> range_text("[0, inf)"), range_text("(0, 1]"), range_text("(-inf, inf)")
+    ('a finite number of at least 0', 'a finite number above 0, at most 1', 'a finite number')
+    """
+    low, high = interval[1:-1].split(", ")
+    words = [] if low == "-inf" else [f"{'of at least' if interval[0] == '[' else 'above'} {low}"]
+    words += [] if high == "inf" else [f"{'at most' if interval[-1] == ']' else 'below'} {high}"]
+    return " ".join(["a finite number", ", ".join(words)]).strip()

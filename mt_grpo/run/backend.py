@@ -1,0 +1,131 @@
+"""What samples for a trainer: servers, the colocated engine or the model itself. Servers get the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rows import prompts_of
+from mt_grpo.generation.connection import server_urls
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.rollout_batch import RolloutBatch
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weights import PolicyWeights
+
+
+def pool_of(
+    args: Any, client_class: type, tokenizer: Any, host: str | None = None, port: int | None = None
+) -> ServerPool:
+    """The servers that `args` name, one or several, unless a host or a port is given.
+
+    Args:
+        args: The settings `vllm_*` and `weight_sync*` of the run.
+        client_class: `VLLMServerClient`, or one like it.
+        tokenizer: The policy's.
+        host, port: In place of those of `args`.
+    """
+    urls = [] if host or port else server_urls(args.vllm_server_base_url)
+    clients = [
+        client_class(
+            host or args.vllm_server_host,
+            port or args.vllm_server_port,
+            tokenizer,
+            base_url=url,
+            timeout=args.vllm_server_timeout,
+            request_timeout=args.vllm_request_timeout,
+            transport=args.weight_sync,
+            sync_dir=args.weight_sync_dir,
+            group_port=args.vllm_group_port + number,
+        )
+        for number, url in enumerate(urls or [None])
+    ]
+    if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
+        args.vllm_server_base_url = ",".join(client.base_url for client in clients)
+    return ServerPool(clients)
+
+
+def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
+    """What generates for a trainer. With servers it also sets `weight_sync`, which keeps their weights the policy's.
+
+    Args:
+        trainer: Whose `backend` says which kind. It has the model, and with servers the `client`.
+        first_ids: Gives the ids of a prompt of the run, for the proof behind a push.
+    """
+    args, ends = trainer.args, trainer.eos_token_ids
+    if trainer.backend == "server":
+        client = trainer.client
+        client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version
+        trainer.vllm_generation = PolicyWeights(
+            trainer.model, trainer.accelerator, trainer.processing_class, mode="none"
+        )
+        trainer.weight_sync = WeightSync(
+            client, trainer.model, trainer.vllm_generation, trainer.accelerator, first_ids(), args.weight_check_every
+        )
+        return client
+    if trainer.backend == "colocate":
+        stops = {"stop": list(trainer.env.format_of(trainer.env.tokenizer).stops), "stop_token_ids": ends}
+        stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+        trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
+    else:
+        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ends
+    loads_seen = 0
+
+    def generate(prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
+        """One batch by TRL's own generation."""
+        nonlocal loads_seen
+        if trainer.backend == "colocate":
+            trainer.vllm_generation.max_completion_length = max_tokens
+            if loads_seen != trainer._weight_counter.loads:  # a checkpoint was loaded at the same global_step
+                loads_seen, trainer._last_loaded_step = trainer._weight_counter.loads, -1
+        else:
+            trainer.generation_config.max_new_tokens = trainer.generation_kwargs["max_new_tokens"] = max_tokens
+        training = trainer.model.training
+        try:
+            return trainer._generate_single_turn(prompt_ids, None, {}, 1)
+        finally:
+            trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
+
+    any_rank = trainer._any_rank if trainer._is_sharded else None  # TRL's generation is collective there
+    return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank)
+
+
+def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
+    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
+    rollouts = []
+    try:
+        chosen = [rows[i] for i in indices]
+        started = trainer.env.start(prompts_of(chosen), rows=chosen)
+        for rollout in started:
+            if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
+                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
+        rollouts = started
+    finally:
+        if not rollouts and isinstance(trainer.llm, InProcessBackend):
+            trainer.llm.serve([])  # other ranks may be in a collective generate
+    for i, rollout in zip(indices, rollouts):
+        rollout.index = trainer.accelerator.process_index * len(rows) + i
+        rollout.policy_version = trainer._weight_counter.version
+    return RolloutBatch(
+        rollouts, lambda rollout, llm: trainer.env.converse(rollout, llm, trainer._sampling_params), trainer.llm,
+        trainer.weight_sync and trainer.weight_sync.pushed, trainer._group_size,
+    )  # fmt: skip
+
+
+def sync_weights(trainer: Any) -> dict[str, float]:
+    """Push the weights to the servers if they changed since the last push. Collective; all ranks raise the same error.
+
+    Returns the metrics `sync/*`, none where nothing was pushed.
+    """
+    sync = trainer.weight_sync
+    version = sync and f"{trainer.client.instance}-{trainer._weight_counter.version}"
+    if sync is None or (sync.pushed == version and not sync.doubted):
+        return {}
+    if trainer._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
+        sync.model = trainer.vllm_generation.model = trainer.model
+    try:
+        return sync.sync(version, lambda: trainer._stop_signal, trainer._stop_if_asked)
+    except ServerError as error:
+        raise type(error)(f"Step {trainer.state.global_step}: {error}") from error.__cause__
