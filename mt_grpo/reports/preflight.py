@@ -200,7 +200,7 @@ def seconds_of_run(args: Any, steps: int, batch_seconds: float, step_seconds: fl
 
 
 def peak_memory() -> str | None:
-    """What was allocated on the GPU at most; None without one."""
+    """The largest memory that was allocated on the GPU, for people; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return size(torch.cuda.max_memory_allocated())
@@ -210,11 +210,11 @@ def peak_memory() -> str | None:
 
 
 MOST_SHOWN = 160  # characters of an error
-MOST_WEIGHTS = 2**16  # of a parameter, evenly spread, are looked at
+MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 
 
 def facts_of_settings(trainer: Any) -> Facts:
-    """What the recipe says, and whether the first prompt holds what the model must read."""
+    """Settings of the recipe, and whether the first prompt holds what the model must read."""
     args, env = trainer.args, trainer.env
     row = trainer.train_dataset[0]
     tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
@@ -329,7 +329,7 @@ def sampled_ids(rollout: Rollout) -> list[int]:
 
 
 def share(flags: Any) -> float:
-    """Of what is true; 0 of nothing.
+    """The share of the flags that are true; 0 if there are none.
 
     >>> share([True, False, False, False]), share([])
     (0.25, 0.0)
@@ -344,7 +344,8 @@ def shown(results: Any) -> str:
     return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
 
 
-MOST_BATCHES = 4  # of a preflight in which no group has signal, as with a reward that one rollout of a hundred gets
+# A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.
+MOST_BATCHES = 4
 PHASES = {
     "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
     "_calculate_rewards": "rewards", "training_step": "training",
