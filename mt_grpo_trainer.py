@@ -76,6 +76,7 @@ from mt_grpo.conversation.sampling import (
     check_conversations,
     check_sampling_params,
     sampling_defaults,
+    sampling_params,
 )
 from mt_grpo.conversation.tools.results import as_result, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
@@ -988,15 +989,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         # A base model's own end token need not be the one that ends a turn in its chat template.
         env.add_ends(self.eos_token_ids)
         self.eos_token_ids = env.end_of_turn_ids(tokenizer)
-        self._sampling_params = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
-            **(args.generation_kwargs or {}),
-        }  # fmt: skip
+        self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
         if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
             logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
-        first_ids = prompt_ids_of(env, train_dataset[0])[:256] if self.backend == "server" else []
-        self.llm = connect_backend(self, first_ids)
+        self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0])[:256])
 
 
 # =====================================================================================================================

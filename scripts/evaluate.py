@@ -5,15 +5,12 @@
     python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
 
 Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
-With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place, here and in the scripts that import
-this one.
+With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place (scripts/recipes.py).
 """
 
 import argparse
 import contextlib
-import importlib
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -21,61 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipes import Recipe, load_recipe
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerState
 from transformers.utils.logging import disable_progress_bar
 
-if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other methods and keys
-    sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
-    sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
-import mt_grpo_trainer as mt  # noqa: E402
+import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import prompts_of
+from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
-from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
-Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]
-
-
-def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
-    """The recipe's dataclasses, for use outside training: batches and devices need not fit this machine.
-
-    Raises:
-        ValueError: no such file, unknown keys, wrong types, impossible combinations.
-    """
-    argv = ["--config", path, *(overrides or [])]
-    group = option(argv, "num_generations")
-    argv += ["--per_device_train_batch_size", str(group), "--eval_strategy", "no"]  # one group always fits
-    if not torch.cuda.is_available():
-        argv += ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
-    return mt.parse_arguments(argv)
-
-
-def option(argv: list[str], key: str) -> Any:
-    """One setting as training would see it: the command line's, else the recipe's, else the default.
-
-    >>> option(["--num_generations", "4", "--num_generations=6"], "num_generations")
-    '6'
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config")
-    parser.add_argument(f"--{key}", f"--{key.replace('_', '-')}", dest="value", nargs="?", const="true")
-    known, _ = parser.parse_known_args(argv)
-    if known.value is not None:
-        return known.value
-    recipe = read_recipe(known.config, mt.RECIPE_CLASSES) if known.config else {}
-    return recipe.get(key, default_of(key, mt.RECIPE_CLASSES))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
@@ -113,13 +75,6 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
     """
     end = next((i for i, token in enumerate(token_ids) if token in eos_ids), len(token_ids))
     return token_ids[: end + 1]
-
-
-def sampling_params(args: mt.MTGRPOConfig) -> dict[str, Any]:
-    """The recipe's sampling parameters."""
-    params = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p or 0.0,
-              "repetition_penalty": args.repetition_penalty}  # fmt: skip
-    return {**params, **(args.generation_kwargs or {})}
 
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 import view_rollouts
-from evaluate import Recipe, load_recipe, number, option
+from evaluate import number
+from recipes import Recipe, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
 from viewer.index import as_item, question
 

@@ -39,7 +39,7 @@ def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
 
 
 async def run_aside(coroutine: Coroutine, thread: str) -> Any:
-    """Run a coroutine on the event loop of another thread. Who stops waiting for it cancels it."""
+    """Run a coroutine on the event loop of another thread. A caller that is cancelled cancels the coroutine."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class IdHash:
-    """A hash of ids that may go on.
+    """A hash of token ids, to which further ids can be added.
 
     >>> IdHash([1, 2]).add([3]).digest() == IdHash([1, 2, 3]).digest() != IdHash([3, 2, 1]).digest()
     True
@@ -19,16 +19,16 @@ class IdHash:
         self.add(ids)
 
     def add(self, ids: list[int]) -> IdHash:
-        """Go on with these ids, 8 bytes each."""
+        """Add ids, 8 bytes each."""
         self.state.update(array.array("q", ids))
         return self
 
     def copy(self) -> IdHash:
-        """Another one that goes on from here."""
+        """A hash of the same ids. Ids that are added to it do not change this one."""
         return IdHash((), self.state.copy())
 
     def digest(self) -> bytes:
-        """16 bytes."""
+        """The hash of all ids so far, 16 bytes."""
         return self.state.digest()
 
 

@@ -1,4 +1,4 @@
-"""Type hints: which are those of JSON itself, what they are called, whether a value from YAML fits one; its text."""
+"""Type hints and JSON: whether JSON has a type, a type's name, whether a value from YAML fits it; values as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def is_json_type(expected: Any) -> bool:
-    """Whether JSON itself has this type: an argument of it stays as it was read, and its name tells what to write.
+    """Whether JSON itself has this type. Its arguments stay as they were read, and its name says what to write.
 
     >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
     [True, True, True, True]
@@ -95,6 +95,6 @@ def json_text(value: Any, **options: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
-        # Python's own round trip names each of these numbers, whatever it stands in.
+        # Python writes NaN and infinities as constants, and `parse_constant` is called for each, at every depth.
         known = json.loads(json.dumps(value, **options), parse_constant=lambda name: None)
         return json.dumps(known, allow_nan=False, **options)

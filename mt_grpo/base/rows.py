@@ -1,7 +1,7 @@
 """A data set's rows as they were written: no row takes keys or types from another one.
 
-A table of Arrow gives every dict of a column the keys of all of them, makes 1 a float where another row has 2.5, and
-refuses columns of several types. Here a row is JSON, and becomes an object again when it is asked for.
+A table of Arrow gives every dict of a column the keys of all dicts, makes 1 a float where another row has 2.5, and
+refuses columns of several types. Here a row is kept as JSON, and is decoded at each access.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ IMAGE_COLUMNS = ("image", "images")  # which TRL's trainer reads by itself
 
 
 class WrittenRow(dict):
-    """A row in which each None was written. A plain dict may be a table's, where only another row has the key."""
+    """A row in which each None was written. In a row of a table, a plain dict, None may be a key of another row."""
 
 
 class JsonLines(Sequence):
     """Lines of JSON in one buffer. Each access decodes its line anew, so that nobody can change a row for others.
 
-    In memory they are the bytes of the file and 8 more per row: 100,000 rows as objects are several times as large.
+    They take the bytes of the file and 8 more per row. As objects, 100,000 rows would take several times as much.
 
     >>> lines = JsonLines([b'{"a": 1}', b'{"a": 2.5, "b": null}'])
     >>> len(lines), lines[0], lines[-1]
@@ -47,14 +47,14 @@ class JsonLines(Sequence):
 
 
 class Rows(Sequence):
-    """Rows that are made when they are asked for. A key that a row does not have is not in it, in whatever column.
+    """Rows that are made at each access. A row has no key that was not written in it.
 
-    Those of any source but a table are `WrittenRow`.
+    Rows are `WrittenRow`, unless their source is a table (`Dataset`).
 
     Args:
-        source: Dicts by their number: `JsonLines`, a `Dataset`, a list.
-        make: A row from one of them and its number. It raises `ValueError` for one that cannot be a row; all of them
-            are made once here, for `column_names`.
+        source: A sequence of dicts: `JsonLines`, a `Dataset`, a list.
+        make: A function that makes a row of a dict and its number. It raises `ValueError` for a dict that cannot be a
+            row. All rows are made once here, for `column_names`.
 
     `rows[3]` is a row, `rows[:3]` a list of rows, and `rows["answer"]` a list with None where a row lacks the column.
     """
@@ -94,7 +94,7 @@ class Rows(Sequence):
         return chosen
 
     def select_columns(self, names: str | list[str]) -> Rows:
-        """The rows with these columns alone. A row that has none of them is an empty one."""
+        """The rows with these columns alone. A row that has none of them is empty."""
         chosen = self._copy()
         chosen._columns = chosen.column_names = [names] if isinstance(names, str) else list(names)
         return chosen
@@ -108,7 +108,7 @@ class Rows(Sequence):
 def for_trl(data: Any) -> Any:
     """A stand-in of the same length for TRL's constructor, which takes only its own kinds of data.
 
-    It holds no row. What it stands for takes its place once the constructor is over.
+    It holds no row. The data takes its place behind the constructor.
 
     >>> for_trl(Rows([{"prompt": 1}] * 3)), for_trl({"a": Rows([])})
     (Dataset({
@@ -136,7 +136,7 @@ def without_padding(value: Any) -> Any:
 
 
 def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
-    """A row as adapters take it, whose columns of this name are keyword arguments: without a table's padding there.
+    """A row as adapters take it. The columns of these names hold keyword arguments, so they lose a table's padding.
 
     >>> row = {"options": {"a": None}, "answer": {"b": None}}
     >>> with_own_keys(row, ["options"]), with_own_keys(WrittenRow(row), ["options"])
@@ -148,7 +148,7 @@ def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
 
 
 def prompts_of(rows: Iterable[DataRow]) -> list[list]:
-    """The prompts of rows, empty where an environment brings it."""
+    """The prompts of rows. A row whose prompt an environment brings has an empty one."""
     return [row.get("prompt") or [] for row in rows]
 
 
@@ -156,8 +156,8 @@ def column_lists(rows: list[DataRow], data: Any = None) -> dict[str, list]:
     """Columns as rewards get them: a list per column but `prompt`, with None for each row that lacks the column.
 
     Args:
-        rows: Those of a batch.
-        data: The data set that they are of. Of `Rows` all columns are passed, also where no row of the batch has them.
+        rows: The rows of a batch.
+        data: Their data set. If it is `Rows`, all its columns are passed, also those that no row of the batch has.
 
     >>> column_lists([{"prompt": [], "a": 1}, {"b": None}])
     {'a': [1, None], 'b': [None, None]}
@@ -169,14 +169,14 @@ def column_lists(rows: list[DataRow], data: Any = None) -> dict[str, list]:
 
 
 def data_of(trainer: Any) -> Any:
-    """The data set of the batch that a trainer is at; None for an evaluation that was not begun by `evaluate`."""
+    """The data set of a trainer's batch; None for an evaluation that was not begun by `evaluate`."""
     if trainer.model.training:
         return trainer.train_dataset
     return getattr(trainer.callback_handler.eval_dataloader, "dataset", None)
 
 
 def number_of(row: DataRow, data: Iterable[DataRow] | None) -> int | None:
-    """The number of the first row of a data set that is equal to a row; None without one.
+    """The number of the first row of a data set that equals `row`; None if no row does.
 
     >>> number_of({"a": 1}, [{"a": 1, "b": None}, {"a": 1}])
     1

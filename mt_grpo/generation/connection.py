@@ -242,7 +242,7 @@ class ServerConnection:
 
         Raises `ServerError` after this time, or at once if another service answers or the address cannot work.
         """
-        began, said = time.monotonic(), float("-inf")
+        began, last_notice = time.monotonic(), float("-inf")
         while not unless():
             left = began + self.timeout - time.monotonic()
             try:
@@ -255,8 +255,8 @@ class ServerConnection:
                         "`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
                         f"vllm_server_timeout. The last try: {str(error)[:500]}"
                     ) from None
-                if time.monotonic() - said >= self.NOTICE_SECONDS:
-                    said = time.monotonic()
+                if time.monotonic() - last_notice >= self.NOTICE_SECONDS:
+                    last_notice = time.monotonic()
                     logger.warning(f"Waiting up to {left:.0f} s more for a vLLM server: {str(error)[:500]}")
             time.sleep(1.0)
 

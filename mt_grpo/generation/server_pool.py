@@ -21,11 +21,184 @@ from mt_grpo.rollout import Generation
 logger = logging.getLogger(__name__)
 
 
-# Which of several servers hold the weights: those that are lost are left out, and join again with a push.
+class Group:
+    """The open conversations of one prompt. They are at one server, which computes their prompt once."""
+
+    def __init__(self, pool: ServerPool, number: int, size: int):
+        self.pool, self.number, self.size = pool, number, size
+        self.server: int | None = None
+
+    def choose(self) -> int:
+        """The group's server; where that is lost, another one: the one with the fewest open conversations.
+
+        Raises `NoServerLeft` where none holds the weights.
+        """
+        pool, joined = self.pool, self.pool.joined
+        if self.server not in joined:
+            if not joined:
+                raise NoServerLeft(f"None of the vLLM servers at {pool.base_url} is left.")
+            # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
+            place = {n: (n - self.number) % len(pool.servers) for n in joined}
+            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
+            if self.server is not None:
+                pool.load[self.server] -= self.size
+            pool.load[chosen] += self.size
+            self.server = chosen
+        return self.server
+
+    def end_conversation(self) -> None:
+        """One conversation less."""
+        self.size -= 1
+        if self.server is not None:
+            self.pool.load[self.server] -= 1
 
 
-class ServerMembers:
-    """One or several servers with the same model. One that is lost is left out, and joins again with the next push.
+class Route:
+    """The backend of one conversation: its group's server, and another one where that is lost.
+
+    Args:
+        pool: The servers.
+        group: The conversation's group.
+
+    Attributes:
+        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
+    """
+
+    def __init__(self, pool: ServerPool, group: Group):
+        self.pool, self.group = pool, group
+        self.sampled: dict[tuple[int, int], float] = {}
+        self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """As `VLLMServerClient.generate`. What a lost server leaves unanswered is asked of another one.
+
+        Raises `ServerError` if no server is left.
+        """
+        pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
+        while True:
+            number = self.group.choose()
+            pool.moved += moves
+            asked = number, pool.servers[number].lineage
+            request = asyncio.ensure_future(
+                pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
+            )
+            pool.requests[number].add(request)
+            try:
+                generation = await request
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
+                    raise  # the conversation itself is cancelled
+            except ServerError as error:
+                is_last = pool.joined in ([], [number])
+                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
+                    raise
+                pool.leave(number, error)
+            else:
+                self.sampled[asked] = time.monotonic()
+                return generation
+            finally:
+                pool.requests[number].discard(request)
+            moves = True
+
+
+async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
+    """The results that are proven to come from the weights `version` and those pushed since; None for all others.
+
+    A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
+    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
+    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
+    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
+    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
+    loads has none.
+
+    Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
+    `timeout` after the last result.
+    """
+    results: dict[int, Any] = {}
+    confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
+    misses = dict.fromkeys(range(len(pool.servers)), 0)
+    tasks = [asyncio.ensure_future(conversation) for conversation in conversations]
+    for task, route in zip(tasks, routes):  # also of a task that is cancelled before it begins
+        task.add_done_callback(lambda _, group=route.group: group.end_conversation())
+    given_up: set[int] = set()
+
+    async def finish(index: int) -> None:
+        try:
+            results[index] = await tasks[index]
+        except NoServerLeft:  # also where one has joined again by now
+            given_up.add(index)
+        except (Exception, asyncio.CancelledError):  # one that is given up may fail as it is cancelled
+            if index not in given_up:
+                raise
+
+    def unproven(index: int) -> set[tuple[int, int]]:
+        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
+        return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
+
+    running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
+    give_up = None
+    try:
+        while True:
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
+            if running.done() and pool.joined:
+                running.result()
+            asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
+            numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
+            held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
+            for n, answer in zip(numbers, held):
+                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
+                holds = continues(answer, version, lineages[n])
+                if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
+                    continue
+                if holds:
+                    confirmed[n, lineages[n]] = asked
+                elif holds is False:
+                    pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
+                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
+                    pool.leave(n, f"it did not answer {misses[n]} times in a row.")
+            kept = {(n, pool.servers[n].lineage) for n in pool.joined}
+            for index in range(len(tasks)):
+                if index not in results and index not in given_up and unproven(index) - kept:
+                    given_up.add(index)
+                    tasks[index].cancel()
+            if not pool.joined:
+                break
+            if done:
+                if not any(unproven(index) & kept for index in results):
+                    break
+                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
+                if give_up is not None and asked > give_up:
+                    who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
+                    raise ServerLost(f"{who} does not say which weights it holds: see its log.")
+                await asyncio.sleep(pool.WATCH_SECONDS)
+    finally:
+        running.cancel()
+        for task in tasks:
+            task.cancel()
+    return [None if i not in results or unproven(i) else results[i] for i in range(len(tasks))]
+
+
+def engine_ranks(server: Any) -> list[int | None]:
+    """The data-parallel ranks behind a server's address; `[None]` where there is one engine.
+
+    Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them.
+    """
+    config = server.server_info().get("parallel_config") or {}
+    if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+        raise ServerError(
+            f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. Start "
+            "vLLM without them, or several servers, and name them all in vllm_server_base_url."
+        )
+    count = config.get("data_parallel_size", 1)
+    return list(range(count)) if count > 1 else [None]
+
+
+class ServerPool:
+    """One or several servers with the same model as one backend. A conversation is at one that holds the weights.
+
+    A server that is lost is left out, and joins again with the next push of weights.
 
     The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
     under a lock, and never changed in place: what was read stays as it was.
@@ -36,15 +209,19 @@ class ServerMembers:
     Attributes:
         joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
             loses one meanwhile leaves it out. Conversations go to these alone.
-        joining: Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is
-            at one of them, since they hold the weights of a new process until the push is over.
+        joining: The numbers of the servers that get the weights with the push that is under way, on rank 0.
+            INVARIANT: no conversation is at one of them: until the push is over they hold a new process's weights.
         complete: Whether all servers held the first weights. Before that no server may be missing.
         requests: By server the requests in flight, as tasks.
+        load: Open conversations by server, of this process.
+        moved: Requests asked of another server, since a reader last set it to 0.
     """
 
     RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
     MOST_RETRY_SECONDS = 1800.0
     NOTICE_SECONDS = 10.0  # between two log lines during a wait for any server
+    LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
+    WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
     def __init__(self, servers: list[Any]):
         self.servers = list(servers)
@@ -52,9 +229,13 @@ class ServerMembers:
         self.joining: list[int] = []
         self.complete = False
         self.requests: list[set] = [set() for _ in servers]
-        self._not_before: dict[int, float] = {}  # of servers that were left out
+        self.load, self.moved = [0] * len(servers), 0
+        self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
         self._losses = [0] * len(servers)  # in a row
         self._lock = threading.Lock()
+        self._settings: dict[str, Any] | None = None  # of all servers at the first push
+
+    # -- what a client has, too --
 
     @property
     def base_url(self) -> str:
@@ -62,9 +243,39 @@ class ServerMembers:
         return ", ".join(server.base_url for server in self.servers)
 
     @property
-    def members(self) -> list[int]:
-        """The servers that get pushes: those that hold the weights, and those that join. A single one always does."""
-        return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
+    def tokenizer(self) -> Any:
+        return self.servers[0].tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest context of all servers, in tokens."""
+        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
+
+    @property
+    def transfer(self) -> Any:
+        """What writes the weights, once for all servers."""
+        return self.servers[0].transfer
+
+    @property
+    def instance(self) -> str:
+        """As a client's: tells this run's pushes from another run's."""
+        return self.servers[0].instance
+
+    @instance.setter
+    def instance(self, value: str) -> None:
+        for server in self.servers:
+            server.instance = value
+
+    @property
+    def retries(self) -> int:
+        """As a client's."""
+        return self.moved + sum(server.retries for server in self.servers)
+
+    @retries.setter
+    def retries(self, value: int) -> None:
+        self.moved = value
+        for server in self.servers:
+            server.retries = value
 
     @property
     def pushing(self) -> bool:
@@ -75,6 +286,43 @@ class ServerMembers:
     def pushing(self, value: bool) -> None:
         for server in self.servers:
             server.pushing = value
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    # -- conversations --
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
+    ) -> Generation:
+        """As `VLLMServerClient.generate`, by the server whose turn it is. Nothing is proven of its weights."""
+        route = Route(self, Group(self, index, 1))
+        try:
+            return await route.generate(prompt_ids, max_tokens, sampling_params, index)
+        finally:
+            route.group.end_conversation()
+
+    def routes(self, numbers: list[int]) -> list[Route]:
+        """A backend for each conversation, of the groups with these numbers."""
+        groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
+        for group in groups.values():
+            with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
+                group.choose()
+        return [Route(self, groups[number]) for number in numbers]
+
+    def start_conversations(
+        self, conversations: list[Coroutine], version: str, routes: list[Route]
+    ) -> concurrent.futures.Future:
+        """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
+        return start_in_background(gather_proven(self, version, routes, conversations))
+
+    # -- which servers hold the weights --
+
+    @property
+    def members(self) -> list[int]:
+        """The servers that get pushes: those that hold the weights, and those that join. A single one always does."""
+        return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
         """Leave a server out. Its open requests are cancelled, and so asked of another one.
@@ -183,281 +431,16 @@ class ServerMembers:
             for server in self.servers:
                 server.wait_until_healthy(unless)
             return
-        began, said, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
+        began, last_notice, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
         self._not_before.clear()
         while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
             now = time.monotonic()
             if now - began > timeout:
                 raise ServerError(f"None of the vLLM servers at {self.base_url} answers after {timeout:g} s.")
-            if now - said >= self.NOTICE_SECONDS:
-                said = now
+            if now - last_notice >= self.NOTICE_SECONDS:
+                last_notice = now
                 logger.warning(f"Waiting up to {began + timeout - now:.0f} s more for one of {self.base_url}.")
             time.sleep(1.0)
-
-
-# Conversations over several servers: which server answers, what moves when one is lost, and what is proven.
-
-
-class Group:
-    """The open conversations of one prompt. They are at one server, which computes their prompt once."""
-
-    def __init__(self, pool: Any, number: int, size: int):
-        self.pool, self.number, self.size = pool, number, size
-        self.server: int | None = None
-
-    def choose(self) -> int:
-        """The group's server; where that is lost, another one: the one with the fewest open conversations.
-
-        Raises `NoServerLeft` where none holds the weights.
-        """
-        pool, joined = self.pool, self.pool.joined
-        if self.server not in joined:
-            if not joined:
-                raise NoServerLeft(f"None of the vLLM servers at {pool.base_url} is left.")
-            # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
-            place = {n: (n - self.number) % len(pool.servers) for n in joined}
-            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
-            if self.server is not None:
-                pool.load[self.server] -= self.size
-            pool.load[chosen] += self.size
-            self.server = chosen
-        return self.server
-
-    def end_conversation(self) -> None:
-        """One conversation less."""
-        self.size -= 1
-        if self.server is not None:
-            self.pool.load[self.server] -= 1
-
-
-class Route:
-    """The backend of one conversation: its group's server, and another one where that is lost.
-
-    Args:
-        pool: The servers (`ServerPool`).
-        group: The conversation's group.
-
-    Attributes:
-        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
-    """
-
-    def __init__(self, pool: Any, group: Group):
-        self.pool, self.group = pool, group
-        self.sampled: dict[tuple[int, int], float] = {}
-        self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
-
-    async def generate(
-        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
-    ) -> Generation:
-        """As `VLLMServerClient.generate`. What a lost server leaves unanswered is asked of another one.
-
-        Raises `ServerError` if no server is left.
-        """
-        pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
-        while True:
-            number = self.group.choose()
-            pool.moved += moves
-            asked = number, pool.servers[number].lineage
-            request = asyncio.ensure_future(
-                pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
-            )
-            pool.requests[number].add(request)
-            try:
-                generation = await request
-            except asyncio.CancelledError:
-                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
-                    raise  # the conversation itself is cancelled
-            except ServerError as error:
-                is_last = pool.joined in ([], [number])
-                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
-                    raise
-                pool.leave(number, error)
-            else:
-                self.sampled[asked] = time.monotonic()
-                return generation
-            finally:
-                pool.requests[number].discard(request)
-            moves = True
-
-
-async def gather_proven(pool: Any, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
-    """The results that are proven to come from the weights `version` and those pushed since; None for all others.
-
-    A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
-    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
-    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
-    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
-    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
-    loads has none.
-
-    Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
-    `timeout` after the last result.
-    """
-    results: dict[int, Any] = {}
-    confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
-    misses = dict.fromkeys(range(len(pool.servers)), 0)
-    tasks = [asyncio.ensure_future(conversation) for conversation in conversations]
-    for task, route in zip(tasks, routes):  # also of a task that is cancelled before it begins
-        task.add_done_callback(lambda _, group=route.group: group.end_conversation())
-    given_up: set[int] = set()
-
-    async def finish(index: int) -> None:
-        try:
-            results[index] = await tasks[index]
-        except NoServerLeft:  # also where one has joined again by now
-            given_up.add(index)
-        except (Exception, asyncio.CancelledError):  # one that is given up may fail as it is cancelled
-            if index not in given_up:
-                raise
-
-    def unproven(index: int) -> set[tuple[int, int]]:
-        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
-        return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
-
-    running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
-    give_up = None
-    try:
-        while True:
-            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
-            if running.done() and pool.joined:
-                running.result()
-            asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
-            numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
-            held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
-            for n, answer in zip(numbers, held):
-                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
-                holds = continues(answer, version, lineages[n])
-                if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
-                    continue
-                if holds:
-                    confirmed[n, lineages[n]] = asked
-                elif holds is False:
-                    pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
-                    pool.leave(n, f"it did not answer {misses[n]} times in a row.")
-            kept = {(n, pool.servers[n].lineage) for n in pool.joined}
-            for index in range(len(tasks)):
-                if index not in results and index not in given_up and unproven(index) - kept:
-                    given_up.add(index)
-                    tasks[index].cancel()
-            if not pool.joined:
-                break
-            if done:
-                if not any(unproven(index) & kept for index in results):
-                    break
-                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
-                if give_up is not None and asked > give_up:
-                    who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
-                    raise ServerLost(f"{who} does not say which weights it holds: see its log.")
-                await asyncio.sleep(pool.WATCH_SECONDS)
-    finally:
-        running.cancel()
-        for task in tasks:
-            task.cancel()
-    return [None if i not in results or unproven(i) else results[i] for i in range(len(tasks))]
-
-
-def engine_ranks(server: Any) -> list[int | None]:
-    """The data-parallel ranks behind a server's address; `[None]` where there is one engine.
-
-    Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them.
-    """
-    config = server.server_info().get("parallel_config") or {}
-    if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
-        raise ServerError(
-            f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. Start "
-            "vLLM without them, or several servers, and name them all in vllm_server_base_url."
-        )
-    count = config.get("data_parallel_size", 1)
-    return list(range(count)) if count > 1 else [None]
-
-
-class ServerPool(ServerMembers):
-    """One or several servers with the same model as one backend. A conversation is at one that holds the weights.
-
-    Args:
-        servers: One `VLLMServerClient` per server.
-
-    Attributes:
-        load: Open conversations by server, of this process.
-        moved: Requests asked of another server, since a reader last set it to 0.
-    """
-
-    LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
-    WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
-
-    def __init__(self, servers: list[Any]):
-        super().__init__(servers)
-        self.load = [0] * len(servers)
-        self.moved = 0
-        self._settings: dict[str, Any] | None = None
-
-    # -- what a client has, too --
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.servers[0].tokenizer
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The shortest context of all servers, in tokens."""
-        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
-
-    @property
-    def transfer(self) -> Any:
-        """What writes the weights, once for all servers."""
-        return self.servers[0].transfer
-
-    @property
-    def instance(self) -> str:
-        """As a client's: tells this run's pushes from another run's."""
-        return self.servers[0].instance
-
-    @instance.setter
-    def instance(self, value: str) -> None:
-        for server in self.servers:
-            server.instance = value
-
-    @property
-    def retries(self) -> int:
-        """As a client's."""
-        return self.moved + sum(server.retries for server in self.servers)
-
-    @retries.setter
-    def retries(self, value: int) -> None:
-        self.moved = value
-        for server in self.servers:
-            server.retries = value
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.close()
-
-    # -- conversations --
-
-    async def generate(
-        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
-    ) -> Generation:
-        """As `VLLMServerClient.generate`, by the server whose turn it is. Nothing is proven of its weights."""
-        route = Route(self, Group(self, index, 1))
-        try:
-            return await route.generate(prompt_ids, max_tokens, sampling_params, index)
-        finally:
-            route.group.end_conversation()
-
-    def routes(self, numbers: list[int]) -> list[Route]:
-        """A backend for each conversation, of the groups with these numbers."""
-        groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
-        for group in groups.values():
-            with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
-                group.choose()
-        return [Route(self, groups[number]) for number in numbers]
-
-    def start_conversations(
-        self, conversations: list[Coroutine], version: str, routes: list[Route]
-    ) -> concurrent.futures.Future:
-        """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
-        return start_in_background(gather_proven(self, version, routes, conversations))
 
     # -- what a push of weights needs; called on rank 0 --
 

@@ -47,11 +47,11 @@ def error_of_worker(answer: str) -> str | None:
     """
     if not (found := FAILED_CALL.search(answer)):
         return None
-    said = found[1]
+    message = found[1]
     with suppress(ValueError):  # of an answer that was cut off
-        said = json.loads(f'"{said}"')
-    quoted = OF_SEVERAL_WORKERS.search(said)
-    return quoted[1] if quoted else said
+        message = json.loads(f'"{message}"')
+    quoted = OF_SEVERAL_WORKERS.search(message)
+    return quoted[1] if quoted else message
 
 
 def check_shared_directory(client: Any, directory: str | None) -> None:
@@ -67,7 +67,7 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
     """
     default = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     root, folder = Path(directory or default), None
-    said = f"weight_sync_dir={str(root)!r}" + ("" if directory else " (the default)")
+    setting = f"weight_sync_dir={str(root)!r}" + ("" if directory else " (the default)")
     try:
         folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-probe-", dir=root))  # its name is new: nobody has cached it
         folder.chmod(0o755)
@@ -76,15 +76,17 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
         load = {"weights_path": str(folder), "is_checkpoint_format": False}
         client.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
     except OSError as error:
-        raise ServerError(f"{said}: {error}. Expected a writable directory that the vLLM server sees too.") from error
+        raise ServerError(
+            f"{setting}: {error}. Expected a writable directory that the vLLM server sees too."
+        ) from error
     except ServerLost as error:
-        if (said_there := error_of_worker(str(error))) is None:
+        if (worker_error := error_of_worker(str(error))) is None:
             raise
-        if "unexpected keyword argument" in said_there:  # an older vLLM cannot be asked: the first push shows it
+        if "unexpected keyword argument" in worker_error:  # an older vLLM cannot be asked: the first push shows it
             return
         raise ServerError(
-            f"The vLLM server at {client.base_url} cannot read what the trainer writes. {said}: the trainer wrote "
-            f"{folder / 'model.safetensors'}, and the server cannot open it: {said_there} Set weight_sync_dir to a "
+            f"The vLLM server at {client.base_url} cannot read what the trainer writes. {setting}: the trainer wrote "
+            f"{folder / 'model.safetensors'}, and the server cannot open it: {worker_error} Set weight_sync_dir to a "
             "directory that both see under the same path, such as one of a shared file system, or, on GPUs, "
             "weight_sync: nccl."
         ) from error

@@ -1,4 +1,4 @@
-"""The first batch of rollouts, looked at: a few lines when a run begins, and the whole screen of `--preflight`."""
+"""What is printed of a run's first batch: a line and warnings in every run, the whole screen with `--preflight`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)
 
 
 def run_reports(trainer: Any) -> list[TrainerCallback]:
-    """What tells people about a run: its first batch, a line per log, alarms, the file of metrics."""
-    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer), MetricsLog()]
+    """The callbacks that report on a run: the first batch, a line per log, warnings, the file of metrics."""
+    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer.reward_functions.main_outcome), MetricsLog()]
 
 
 # What a run will do, as text: model, data, prompt, tools, batches, context, memory, backend, versions.
@@ -48,30 +50,32 @@ GIB = 2**30
 
 def plan(trainer: Any) -> list[tuple[str, str]]:
     """(what, text) of the lines of the screen, without the first prompt."""
-    args, env = trainer.args, trainer.env
+    args, env, model, train = trainer.args, trainer.env, trainer.model, trainer.train_dataset
+    reference = bool(args.beta) and getattr(trainer, "ref_model", None) is not None
+    client = trainer.client if trainer.backend == "server" else None
     return [
-        ("model", model_line(trainer)), ("data", data_line(trainer)), ("tools", tools_line(env)),
-        ("a batch", batch_line(args)), ("an epoch", epoch_line(len(trainer.train_dataset), args)),
+        ("model", model_line(model, args)), ("data", data_line(train, trainer.eval_dataset)),
+        ("tools", tools_line(env)), ("a batch", batch_line(args)), ("an epoch", epoch_line(len(train), args)),
         ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
-        ("context", context_line(trainer)), ("memory", memory_line(trainer)), ("backend", backend_line(trainer)),
-        ("versions", versions_line()),
+        ("context", context_line(env, train, args)),
+        ("memory", memory_line(model, args, reference, trainer._is_sharded)),
+        ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line()),
     ]  # fmt: skip
 
 
-def model_line(trainer: Any) -> str:
+def model_line(model: Any, args: Any) -> str:
     """Name, size and dtypes of the model."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad, p.dtype) for p in trainer.model.parameters()]
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad, p.dtype) for p in model.parameters()]
     total, trained = sum(size for size, _, _ in sizes), sum(size for size, trains, _ in sizes if trains)
     dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, _, dtype in sizes}))
-    kind = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else dtypes
-    name = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
+    kind = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtypes
+    name = model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
     return f"{name}: {total:,} parameters, {trained:,} of them trained, kept as {dtypes}, computed in {kind}"
 
 
-def data_line(trainer: Any) -> str:
-    """Rows and columns."""
-    train, test = trainer.train_dataset, trainer.eval_dataset
+def data_line(train: Any, test: Any) -> str:
+    """Rows and columns of the training and the test data; `test` may be None or a dict of several."""
     tests = sum(map(len, test.values())) if isinstance(test, dict) else len(test) if test is not None else 0
     return f"{len(train):,} training rows, {tests:,} test rows; columns {', '.join(train.column_names)}"
 
@@ -119,10 +123,9 @@ def epoch_line(num_rows: int, args: Any) -> str:
     return f"{counts}; the run: {whole} optimizer steps"
 
 
-def context_line(trainer: Any) -> str:
+def context_line(env: Any, train: Any, args: Any) -> str:
     """What of the context the longest prompt and a completion take."""
-    args, env = trainer.args, trainer.env
-    prompt = longest_prompt(env, trainer.train_dataset)
+    prompt = longest_prompt(env, train)
     context = f" of {env.max_model_len}" if env.max_model_len else ""
     return (
         f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
@@ -132,20 +135,21 @@ def context_line(trainer: Any) -> str:
     )
 
 
-def memory_line(trainer: Any) -> str:
-    """Bytes of a rank's weights, gradients and optimizer, and of a pass's logits: what no activation can be below."""
-    args, config = trainer.args, trainer.model.config.get_text_config()
-    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters())
-    trained = sum(
-        getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters() if p.requires_grad
-    )
-    reference = weights if args.beta and getattr(trainer, "ref_model", None) is not None else 0
-    logits = 4 * args.per_device_train_batch_size * args.max_completion_length * config.vocab_size
-    sharded = ", before it is divided among the ranks" if trainer._is_sharded else ""
+def memory_line(model: Any, args: Any, reference: bool, sharded: bool) -> str:
+    """Bytes of a rank's weights, gradients and optimizer, and of the logits of one forward pass.
+
+    The logits are a lower limit of what activations take. `reference`: whether there is a reference model.
+    """
+    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
+    weights, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    copies = weights if reference else 0
+    logits = 4 * args.per_device_train_batch_size * args.max_completion_length
+    logits *= model.config.get_text_config().vocab_size
     parts = f"weights {size(weights)}, gradients {size(trained)}, Adam {size(2 * trained)}"
-    parts += f", reference model {size(reference)}" if reference else ""
+    parts += f", reference model {size(copies)}" if copies else ""
     return (
-        f"{size(weights + 3 * trained + reference)} per rank ({parts}){sharded}, and activations: the logits of a "
+        f"{size(weights + 3 * trained + copies)} per rank ({parts})"
+        f"{', before it is divided among the ranks' if sharded else ''}, and activations: the logits of a "
         f"pass alone are {size(logits)} at most"
     )
 
@@ -159,13 +163,12 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def backend_line(trainer: Any) -> str:
-    """Where tokens are sampled, and how the weights get there."""
-    backend, device = backend_of(trainer.args), trainer.accelerator.device
-    if backend == "server":
-        client = trainer.client
+def backend_line(args: Any, client: Any, device: torch.device) -> str:
+    """Where tokens are sampled, and how the weights get there. `client` is None without a server."""
+    if client is not None:
         return f"vLLM server at {client.base_url}, weights by {client.transfer.transport}; training on {device}"
-    name = "vLLM in this process (colocate)" if backend == "colocate" else "this process (transformers)"
+    in_vllm = backend_of(args) == "colocate"
+    name = "vLLM in this process (colocate)" if in_vllm else "this process (transformers)"
     return f"{name}, on {device}"
 
 
@@ -190,29 +193,28 @@ def prompt_text(rollout: Any, tokenizer: Any) -> str:
     return text if left_out <= 0 else f"{text[:half]}\n... [{left_out} characters] ...\n{text[-half:]}"
 
 
-def seconds_of_run(trainer: Any, batch_seconds: float, step_seconds: float) -> float:
-    """Seconds of the whole run, where every batch and every optimizer step takes as long as the first."""
-    args, steps = trainer.args, trainer.state.max_steps
+def seconds_of_run(args: Any, steps: int, batch_seconds: float, step_seconds: float) -> float:
+    """Seconds of a run of `steps`, where every batch and every optimizer step takes as long as the first."""
     batches = steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
     return batches * batch_seconds + steps * step_seconds
 
 
 def peak_memory() -> str | None:
-    """What was allocated on the GPU at most; None without one."""
+    """The largest memory that was allocated on the GPU, for people; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return size(torch.cuda.max_memory_allocated())
 
 
-# Facts of a recipe and of its first rollouts, which the readings are about.
+# Facts of a recipe and of its first rollouts, for `troubles`.
 
 
 MOST_SHOWN = 160  # characters of an error
-MOST_WEIGHTS = 2**16  # of a parameter, evenly spread, are looked at
+MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 
 
 def facts_of_settings(trainer: Any) -> Facts:
-    """What the recipe says, and whether the first prompt holds what the model must read."""
+    """Settings of the recipe, and whether the first prompt holds what the model must read."""
     args, env = trainer.args, trainer.env
     row = trainer.train_dataset[0]
     tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
@@ -250,13 +252,22 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
     return stuck / max(total, 1)
 
 
-def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
+def facts_of_batches(
+    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
+) -> Facts:
     """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
 
-    INVARIANT: `batches` are all that were rolled out since training began, as the trainer's metrics are.
+    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
+
+    Args:
+        args: The settings of the run.
+        metrics: The trainer's, a value per batch.
+        functions: The reward functions.
+        unused: The names of those of which no number has moved an advantage.
+        batches: Of this rank, with their rollouts.
     """
-    args, rollouts = trainer.args, [rollout for batch in batches for rollout in batch]
-    facts = {name: mean(values) for name, values in trainer._metrics["train"].items() if values}
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    facts = {name: mean(values) for name, values in metrics.items() if values}
     by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
     results = [result for r in rollouts for turn in r.turns for result in turn.results]
@@ -269,12 +280,11 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     worst = max(failed, key=failed.get, default=None)
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [group for batch in batches for group in whole_groups(batch, args.num_generations)]
-    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist()))
+    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
+    weights = dict(zip(functions.names, functions.weights))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
-    unused = trainer._reward_use.unused
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
@@ -319,7 +329,7 @@ def sampled_ids(rollout: Rollout) -> list[int]:
 
 
 def share(flags: Any) -> float:
-    """Of what is true; 0 of nothing.
+    """The share of the flags that are true; 0 if there are none.
 
     >>> share([True, False, False, False]), share([])
     (0.25, 0.0)
@@ -334,7 +344,8 @@ def shown(results: Any) -> str:
     return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
 
 
-MOST_BATCHES = 4  # of a preflight in which no group has signal, as with a reward that one rollout of a hundred gets
+# A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.
+MOST_BATCHES = 4
 PHASES = {
     "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
     "_calculate_rewards": "rewards", "training_step": "training",
@@ -342,25 +353,30 @@ PHASES = {
 
 
 class PreflightOver(Exception):
-    """The first batch was seen, and no optimizer step is to be taken."""
+    """The facts of the first batch are there, and no optimizer step is to be taken."""
 
 
 class FirstBatch(TrainerCallback):
-    """Reports on the first batch of rollouts before the first optimizer step. It draws no random number."""
+    """Reports on the first batch of rollouts before the first optimizer step. It draws no random number.
+
+    Attributes:
+        facts: Those of the first batch, once it was rolled out.
+        ends_run: Whether `PreflightOver` is raised then, in place of a report.
+    """
 
     def __init__(self, trainer: Any):
-        self.trainer, self.seen, self.preflight = trainer, False, False
+        self.trainer, self.seen, self.ends_run = trainer, False, False
         self.facts: Facts = {}
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.seen:
             return
         self.seen = True
-        if self.preflight:
-            self.look()
+        if self.ends_run:
+            self.gather_facts()
             raise PreflightOver
         try:
-            self.look()
+            self.gather_facts()
             if self.trainer.accelerator.is_main_process:
                 progress = next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
                 progress.say(f"first batch: {summary(self.facts)}")
@@ -369,10 +385,15 @@ class FirstBatch(TrainerCallback):
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
             logger.warning(f"The first batch cannot be reported on: {type(error).__name__}: {error}")
 
-    def look(self) -> None:
-        """Gather the facts. It calls no collective."""
-        batches = [self.trainer.batch.rollouts]
-        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, batches)}
+    def gather_facts(self) -> None:
+        """Set `facts`. It calls no collective."""
+        self.facts = {**facts_of_settings(self.trainer), **facts_so_far(self.trainer, [self.trainer.batch])}
+
+
+def facts_so_far(trainer: Any, batches: list[Batch]) -> Facts:
+    """`facts_of_batches` of a trainer that has rolled out these."""
+    metrics, unused = trainer._metrics["train"], trainer._reward_use.unused
+    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
 
 
 def summary(facts: Facts) -> str:
@@ -416,8 +437,9 @@ def run_preflight(trainer: Any) -> int:
 
     The random state is restored, and no optimizer step is taken. 1: training would be pointless, or it failed.
     """
-    look = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
-    rng, look.preflight, seconds = get_rng_state(), True, dict.fromkeys([*PHASES.values(), "batches"], 0.0)
+    first_batch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
+    first_batch.ends_run = True
+    rng, seconds = get_rng_state(), dict.fromkeys([*PHASES.values(), "batches"], 0.0)
     say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
     found = troubles(facts_of_settings(trainer))
     try:
@@ -426,19 +448,20 @@ def run_preflight(trainer: Any) -> int:
     except PreflightOver:
         pass
     except (RunError, ServerError) as error:
-        say(trainer, *(verdict(found) if found else []))
+        say(trainer, *(trouble_lines(found) if found else []))
         sys.exit(f"error: {error}")
     finally:
         set_rng_state(rng)
     step_seconds = seconds["training"] - seconds["batch"]  # where two batches are rolled out before the first step
     batch_seconds = {phase: value / max(seconds["batches"], 1) for phase, value in seconds.items()}
-    facts = look.facts | facts_of_more_batches(trainer, look.facts)
+    facts = first_batch.facts | facts_of_more_batches(trainer, first_batch.facts)
     trainer.optimizer.zero_grad()
     set_rng_state(rng)
     found = on_main_process(lambda: troubles(facts))
     prompt = prompt_text(trainer.batch.rollouts[0], trainer.env.tokenizer)
-    lines = phases(trainer, facts, batch_seconds, step_seconds)
-    say(trainer, "", "The first prompt, as the model reads it:", prompt, "", summary(facts), *lines, *verdict(found))
+    lines = phases(trainer.args, trainer.state.max_steps, facts, batch_seconds, step_seconds)
+    lines += trouble_lines(found)
+    say(trainer, "", "The first prompt, as the model reads it:", prompt, "", summary(facts), *lines)
     return int(any(trouble.pointless for trouble in found))
 
 
@@ -476,7 +499,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
     repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
     further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
-    batches = [trainer.batch.rollouts]
+    batches = [trainer.batch]
     for number in range(2, MOST_BATCHES + 1):
         if facts["credit/frac_groups_without_signal"] < 1.0:
             return facts if number > 2 else {}
@@ -485,15 +508,15 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
             break
         say(trainer, f"No group has signal. Rolling out batch {number} ...")
         trainer._generate_and_score_completions(rows)
-        batches.append(trainer.batch.rollouts)
-        facts = {**facts, **facts_of_batches(trainer, batches)}
+        batches.append(trainer.batch)
+        facts = {**facts, **facts_so_far(trainer, batches)}
     return facts
 
 
-def phases(trainer: Any, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
-    """Lines about the time of a batch and of the run."""
-    whole = duration(seconds_of_run(trainer, seconds["batch"], step_seconds))
-    num_calls = facts["tools/call_frequency"] * trainer.args.generation_batch_size
+def phases(args: Any, steps: int, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
+    """Lines about the time of a batch, and of a run of so many optimizer steps."""
+    whole = duration(seconds_of_run(args, steps, seconds["batch"], step_seconds))
+    num_calls = facts["tools/call_frequency"] * args.generation_batch_size
     tools = facts["tools/mean_seconds"] * num_calls
     memory = peak_memory()
     return [
@@ -505,8 +528,8 @@ def phases(trainer: Any, facts: Facts, seconds: dict[str, float], step_seconds: 
     ]
 
 
-def verdict(found: list[Trouble]) -> list[str]:
-    """The troubles, causes first."""
+def trouble_lines(found: list[Trouble]) -> list[str]:
+    """The lines of the screen about the troubles, causes first."""
     if not found:
         return ["", "Nothing here means trouble."]
     lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]

@@ -11,10 +11,8 @@ What is told is ours as conversations per second, and the CPU seconds of this pr
 share the cores.
 """
 
-import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -23,9 +21,8 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+from bench.common import ROOT, Frame, VLLMServer, machine, median_text, prepare, stopwatch
 
-RESULTS, SHORT_RESULTS = ROOT / "docs/results/agents.json", ROOT / "runs/bench_agents_short.json"
 MODEL = "hf_recipes/tiny/calculator-hermes-model"
 CONVERSATIONS, GROUP, CALLS = 256, 8, 3
 WAITS = (0.2, 1.0)
@@ -140,16 +137,6 @@ def pairs(rows: list[Row], wait: float) -> list[tuple[Row, Row]]:
     return [(found["own", k], found["agent", k]) for k in sorted({k for _, k in found})]
 
 
-def text_of(values: list[float], form: str) -> str:
-    """Median, and minimum and maximum.
-
-    >>> text_of([1.0, 3.0, 2.5], ".1f")
-    '2.5 (1.0 to 3.0)'
-    """
-    s = {key: format(value, form) for key, value in spread(values).items()}
-    return f"{s['median']} ({s['min']} to {s['max']})"
-
-
 def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
     rows, place = results["runs"], results["machine"]
@@ -167,9 +154,9 @@ def section(results: dict[str, Any]) -> str:
         costs = [[per_call(row) for row in side] for side in zip(*both)]
         more = [agent - own for own, agent in zip(*costs)]
         cells = (
-            f"{wait:g} s", *(text_of(side, ".1f") for side in rates),
-            text_of([agent / own for own, agent in zip(*rates)], ".2f"),
-            *(f"{text_of(side, '.1f')} ms" for side in costs), f"{text_of(more, '.1f')} ms",
+            f"{wait:g} s", *(median_text(side, ".1f") for side in rates),
+            median_text([agent / own for own, agent in zip(*rates)], ".2f"),
+            *(f"{median_text(side, '.1f')} ms" for side in costs), f"{median_text(more, '.1f')} ms",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -181,23 +168,19 @@ def headline(rows: list[Row]) -> str:
     return f"an agent's completion costs {statistics.median(more):.1f} ms of CPU more"
 
 
+FRAME = Frame("agents", section)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="one repetition; docs/speed.md stays as it is")
-    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
-    options = parser.parse_args(argv)
-    if options.report:
-        return report("agents", RESULTS, section, PAGE)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.chdir(ROOT)
+    if (options := FRAME.parse(__doc__, argv, "one repetition; docs/speed.md stays as it is")) is None:
+        return
+    prepare()
     with VLLMServer(MODEL, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
         rows = measure(Bench(server), 1 if options.short else 5)
     results = {"machine": machine(), "settings": {"form": "short" if options.short else "full"}, "runs": rows}
-    write_results(SHORT_RESULTS if options.short else RESULTS, results)
+    FRAME.finish(results, options.short)
     if options.short:
         print(f"\n{section(results)}")
-    else:
-        report("agents", RESULTS, section, PAGE)
     print(headline(rows))
 
 

@@ -13,14 +13,9 @@ Then, with the bf16 server: what the check after a push measures for right weigh
 server: which share of the weights one optimizer step changes.
 """
 
-import argparse
 import itertools
-import json
 import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,13 +29,13 @@ if __name__ == "__main__":  # imports begin in scripts/
 import torch
 
 import mt_grpo_trainer as mt
-from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
-from bench.sync import build_model, rounded
+from bench import common
+from bench.common import ROOT, Frame, VLLMServer, machine, prepare, rounded, spread
+from bench.sync import build_model
 from mt_grpo.reports.rollout_log import read_rollouts
 
 RECIPE, IN_PROCESS = "hf_recipes/tiny/calculator-vllm.yaml", "hf_recipes/tiny/calculator.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS, SHORT_RESULTS = ROOT / "docs/results/bf16.json", ROOT / "runs/bench_bf16_short.json"
 ROLLOUTS, LAST = 64, 10  # per step; the last steps, whose mean exact match says what was learned
 CLIP = 3.0  # TRL's `vllm_importance_sampling_clip_max`
 # Setting -> dtype of the server, further arguments of the trainer.
@@ -69,18 +64,11 @@ def server(dtype: str, model: Path = MODEL, **options: Any) -> VLLMServer:
 def train(port: int, setting: str, seed: int, steps: int) -> dict[str, Any]:
     """One run: its differences of logprobs, its checks, what it learned. Raises `RuntimeError` if it fails."""
     output = ROOT / f"runs/bf16/{setting.replace(' ', '-')}-{seed}"
-    command = [
-        sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir", str(output), "--seed", str(seed),
-        "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps), "--vllm_server_port", str(port),
-        "--weight_check_every", "1", "--log_rollouts", str(ROLLOUTS), "--log_rollout_tokens", "true",
-        "--disable_tqdm", "true", *SETTINGS[setting][1],
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "reward" in row]
+    rows = common.train(
+        RECIPE, output, "--seed", seed, "--per_device_train_batch_size", ROLLOUTS, "--max_steps", steps,
+        "--vllm_server_port", port, "--weight_check_every", 1, "--log_rollouts", ROLLOUTS, "--log_rollout_tokens",
+        "true", *SETTINGS[setting][1], OMP_NUM_THREADS="1",
+    )  # fmt: skip
     differences = [rollout_differences(row) for row in read_rollouts(output)]
     return {
         "setting": setting, "seed": seed, "steps": len(rows),
@@ -174,8 +162,8 @@ class Probe:
         `scale` multiplies the final norm on the server.
         """
         pushed = ((n, (weights or {}).get(n, w)) for n, w in self.sync.weights.named_weights(scale))
-        self.sync.client.update_weights(pushed, f"probe-{next(self.numbers)}")
-        return self.sync._distance_to_server(self.sync._probe_logprobs())
+        self.sync.servers.update_weights(pushed, f"probe-{next(self.numbers)}")
+        return max(self.sync._distances(self.sync._probe_logprobs()).values())
 
 
 def what_the_check_sees(port: int, folder: str, steps: int) -> dict[str, Any]:
@@ -398,29 +386,20 @@ def last_line(runs: list[dict[str, Any]]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help=f"a quick run, into {SHORT_RESULTS.relative_to(ROOT)}")
-    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
-    options = parser.parse_args(argv)
-    if options.report:
-        return report("bf16", RESULTS, markdown)
-    from transformers.utils.logging import disable_progress_bar
+FRAME = Frame("bf16", markdown)
 
-    torch.set_num_threads(1)  # the server's worker spins after each request: see sync.py
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # the server's group is ended too
-    disable_progress_bar()
-    os.chdir(ROOT)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    path = SHORT_RESULTS if options.short else RESULTS
+
+def main(argv: list[str] | None = None) -> None:
+    if (options := FRAME.parse(__doc__, argv, "a quick run; docs/speed.md stays as it is")) is None:
+        return
+    prepare(threads=1)
     results: dict[str, Any] = {"machine": machine(), "short": options.short}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for key, value in measure(*((1, 6, 6) if options.short else (3, 40, 20)), folder):
             results |= {key: rounded(value), "minutes": round((time.monotonic() - began) / 60, 1)}
-            write_results(path, results)
-    if not options.short:
-        report("bf16", RESULTS, markdown)
+            FRAME.keep(results, options.short)
+    FRAME.finish(results, options.short)
     print(last_line(results["runs"]))
 
 

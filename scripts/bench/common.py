@@ -1,6 +1,8 @@
-"""What the benchmarks share: a real vLLM server, the machine's description, spreads, sections of the pages."""
+"""What the benchmarks share: a real vLLM server, figures of this process, and the frame that ends in a page."""
 
+import argparse
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/speed.md"  # where the benchmarks of speed write their tables
+Results = dict[str, Any]
 
 
 def free_port() -> int:
@@ -26,12 +28,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def end_with_parent() -> None:
-    """In a child process: be told to end when the parent does, however that ends. Linux only."""
+def end_with_parent(by: int = signal.SIGTERM) -> None:
+    """In a child process: get this signal when the parent ends, however it ends. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
 
 
 # Flags and variables of a server that computes in its engine's process. vLLM's default on a CPU is a worker process
@@ -154,6 +156,33 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
+def median_text(values: Sequence[float], form: str) -> str:
+    """Median, and minimum and maximum.
+
+    >>> median_text([1.0, 3.0, 2.5], ".1f")
+    '2.5 (1.0 to 3.0)'
+    """
+    return "{median} ({min} to {max})".format(**{key: format(value, form) for key, value in spread(values).items()})
+
+
+def memory(field: str = "VmRSS") -> int:
+    """A figure of this process in bytes: `VmRSS` is resident now, `VmHWM` the most since `start_of_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{field}:"))
+
+
+def start_of_peak() -> int:
+    """Start the count of `peak_memory` anew. Returns this process's memory in bytes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory()
+
+
+def peak_memory() -> int:
+    """The most memory in bytes that this process has had since `start_of_peak`."""
+    return memory("VmHWM")
+
+
 def machine() -> dict[str, Any]:
     """What a reader needs to place the numbers: processor, cores, versions."""
     from importlib.metadata import PackageNotFoundError, version
@@ -169,8 +198,21 @@ def machine() -> dict[str, Any]:
             **{name: v for name in packages if (v := installed(name))}}  # fmt: skip
 
 
-def write_results(path: Path, results: dict[str, Any]) -> None:
-    """The file under `docs/` that a section of a page is made from."""
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Floats to so many significant digits, so that a file of results stays readable.
+
+    >>> rounded({"a": [1.0000049, 3]})
+    {'a': [1.0, 3]}
+    """
+    if isinstance(value, dict):
+        return {key: rounded(v, digits) for key, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v, digits) for v in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def write_json(path: Path, results: Results) -> None:
+    """A file of results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -195,18 +237,115 @@ def with_section(text: str, name: str, section: str) -> str:
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
 
 
-def write_section(name: str, section: str, path: Path = PAGE) -> None:
+def write_section(name: str, section: str, path: Path) -> None:
     """Put a benchmark's section into its page."""
     path.write_text(with_section(path.read_text(encoding="utf-8"), name, section), encoding="utf-8")
 
 
-def report(name: str, results: Path, section: Callable[[dict[str, Any]], str], page: Path = PAGE) -> None:
-    """`bench/<name>.py --report`: the page's section from the results file."""
-    if not results.is_file():
-        sys.exit(f"error: no {results}. Run without --report first.")
-    text = section(json.loads(results.read_text(encoding="utf-8")))
-    write_section(name, text, page)
-    print(f"the section in {page}\n\n{text}")
+class Frame:
+    """What all benchmarks do alike: `--short` and `--report`, a file of results, a section of a page, a picture.
+
+    Args:
+        name: The benchmark's name in scripts/bench, in docs/results and between the markers of the page.
+        section: Makes the page's section from the results.
+        plot: Draws the results into the file of that path. None: the benchmark has no picture.
+    """
+
+    def __init__(
+        self, name: str, section: Callable[[Results], str], plot: Callable[[Results, Path], None] | None = None
+    ):
+        self.name, self.section, self.plot = name, section, plot
+        self.page, self.picture = ROOT / "docs/speed.md", ROOT / f"docs/{name}.png"
+        self.results, self.short_results = ROOT / f"docs/results/{name}.json", ROOT / f"runs/bench_{name}_short.json"
+
+    def parse(self, doc: str, argv: list[str] | None, short: str | None, **further: dict[str, Any]) -> Any:
+        """The options of the command line, or None where the report was all that was asked for.
+
+        Args:
+            doc: The benchmark's docstring.
+            argv: The words of the command line. None: this process's.
+            short: What `--short` does. None: there is no such form.
+            further: Name of an option -> what `add_argument` takes.
+        """
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, given in further.items():
+            parser.add_argument(f"--{name}", **given)
+        if short:
+            parser.add_argument("--short", action="store_true", help=short)
+        parser.add_argument("--report", action="store_true", help=f"only write the section of docs/{self.page.name}")
+        options = parser.parse_args(argv)
+        return self.report() if options.report else options
+
+    def keep(self, results: Results, short: bool) -> None:
+        """Write the results, so that what was measured is not lost where the rest fails."""
+        write_json(self.short_results if short else self.results, results)
+
+    def finish(self, results: Results, short: bool) -> None:
+        """Keep the results, and write the report unless the form is the short one."""
+        self.keep(results, short)
+        if not short:
+            self.report()
+
+    def report(self) -> None:
+        """The page's section and the picture from the results file."""
+        if not self.results.is_file():
+            sys.exit(f"error: no {self.results}. Run without --report first.")
+        results = json.loads(self.results.read_text(encoding="utf-8"))
+        text = self.section(results)
+        write_section(self.name, text, self.page)
+        print(f"the section in {self.page}\n\n{text}")
+        if self.plot:
+            self.plot(results, self.picture)
+
+
+def prepare(threads: int | None = None) -> None:
+    """Make this process ready to measure: in the project's folder, offline, and to end its servers on SIGTERM.
+
+    Args:
+        threads: Of torch. The worker of a server on a CPU spins for a second after each request: a second thread here
+            would wait for the core that the worker holds. None: this process does not use torch.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
+    os.chdir(ROOT)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        torch.set_num_threads(threads)
+        disable_progress_bar()
+
+
+def two_cores() -> tuple[int, int]:
+    """A core for the trainer and one for its server."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
+    return cores[0], cores[1]
+
+
+def train(recipe: str, output: Path, *options: Any, core: int | None = None, **env: str) -> list[dict[str, Any]]:
+    """Train a recipe in a process of its own. Returns the rows of its log, one per step.
+
+    Args:
+        recipe: Path of the recipe.
+        output: The run's folder.
+        options: Further words of the command line.
+        core: The core that it may use. None: all.
+        env: Variables of its environment, beside those of this process.
+
+    Raises:
+        RuntimeError: the run failed; the message has the end of its output.
+    """
+    place = [] if core is None else ["taskset", "-c", str(core)]
+    command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
+    command += ["--disable_tqdm", "true", *map(str, options)]
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, **said)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return [row for row in history if "reward" in row]
 
 
 def pyplot() -> Any:
@@ -219,6 +358,17 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save_picture(figure: Any, path: Path, grid: str = "both") -> None:
+    """Light grid lines, no frame above and at the right, into a file."""
+    for axis in figure.axes:
+        axis.grid(alpha=0.25, axis=grid)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot().close(figure)
 
 
 @contextlib.contextmanager

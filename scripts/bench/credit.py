@@ -39,7 +39,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
-from bench.common import write_section
+from bench.common import end_with_parent, rounded, write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
@@ -141,7 +141,7 @@ def run(job: Job) -> dict[str, Any]:
     row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
     row["exact_match"] = result["rewards"]["outcome"][outcome]
     row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
-    return {key: rounded(value) for key, value in row.items()}
+    return rounded(row, 6)
 
 
 def curve_figures(exact_match: list[float]) -> dict[str, float | None]:
@@ -170,13 +170,6 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def rounded(value: Any) -> Any:
-    """Numbers to six digits, so that the file of results stays readable."""
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,9 +186,9 @@ def name_of(job: Job) -> str:
 
 def code_digest(task: str) -> str:
     """Of everything that a run of the task depends on, the libraries' versions apart."""
-    import evaluate
+    import recipes
 
-    script_args, _, model_args = evaluate.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
+    script_args, _, model_args = recipes.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
     package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
     files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
              script_args.tools_script, script_args.reward_fn,
@@ -255,12 +248,9 @@ def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
 
 def work(jobs: Any, done: Any) -> None:
     """A process of one thread that takes runs until none is left."""
-    if sys.platform == "linux":  # end with the parent, however it ends
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:  # it has ended already
-            return
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() == 1:  # it has ended already
+        return
     import torch
 
     torch.set_num_threads(1)
@@ -460,15 +450,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 color=colours[method], alpha=0.13, linewidth=0,
             )  # fmt: skip
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     for row_of_axes in axes:
         row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
     axes[0][0].legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    common.save_picture(figure, path)
 
 
 def report() -> None:

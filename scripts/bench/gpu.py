@@ -28,11 +28,11 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, VLLMServer, machine, report, write_results, write_section
+from bench import common
+from bench.common import ROOT, Frame, VLLMServer, machine
 from bench.step import calculator_reward
 from bench.sync import TINY, build_model
 
-RESULTS, TINY_RESULTS = ROOT / "docs/results/gpu.json", ROOT / "runs/bench_gpu_tiny.json"
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 # Name -> (whose trainer, what it sets beside the settings of all).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,13 +146,8 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
 
 def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train the tiny recipe in bf16 by the script, and return its log."""
-    command = [sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir", folder, "--bf16", "true",
-               "--disable_tqdm", "true", "--report_to", "none"]  # fmt: skip
-    command += ["--use_cpu", str(not visible_gpus()).lower()]
-    command += ["--max_steps", "2"] if options.tiny else []
-    subprocess.run(command, cwd=ROOT, check=True)
-    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-    log = [row for row in history if "reward" in row]
+    on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
+    log = common.train(RECIPE, Path(folder), "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps)
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 
@@ -242,22 +237,20 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+FRAME = Frame("gpu", section)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--rollouts", type=int, default=None)
-    parser.add_argument("--tokens", type=int, default=None)
-    parser.add_argument("--report", action="store_true")
-    for name in ("--run", "--model", "--port", "--out"):  # of a case's own process
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    number, of_a_case = {"type": int}, {"help": argparse.SUPPRESS}  # of a case's own process
+    options = FRAME.parse(
+        __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
+        case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
+        run=of_a_case, model=of_a_case, port=of_a_case, out=of_a_case,
+    )  # fmt: skip
+    if options is None:
+        return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
-    if options.report:
-        report("gpu", RESULTS, section)
-        return 0
     if options.run:
         folder = str(Path(options.out).with_suffix(""))
         recipe = CASES[options.run][0] == "recipe"
@@ -276,7 +269,7 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path, folder = TINY_RESULTS if options.tiny else RESULTS, ROOT / "runs/bench_gpu"
+    path, folder = FRAME.short_results if options.tiny else FRAME.results, ROOT / "runs/bench_gpu"
     folder.mkdir(parents=True, exist_ok=True)
     model = TINY if options.tiny else build_model("0.6B", folder / "model", "float32")
     with torch.device("meta"):
@@ -291,12 +284,12 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     for case in options.case or CASES:
         reason = why_not(case, len(gpus))
         results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
-        write_results(path, results)
+        FRAME.keep(results, options.tiny)
         row = results["cases"][case]
         print(f"{case}: " + (reason or row.get("error") or f"{summary(row)['step']:.2f} s a step"), flush=True)
-    if not options.tiny:
-        write_section("gpu", section(results))
-    print(section(results))
+    FRAME.finish(results, options.tiny)
+    if options.tiny:
+        print(section(results))
     return int(any("error" in row for row in results["cases"].values()))
 
 

@@ -10,11 +10,8 @@ else. With it, it can be no shorter than the longer of them; the ratio to that i
 taking turns in one run. The last line reads `overlap 1.08x the longer half, 1.7x faster`.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,32 +20,27 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
+from bench import common
+from bench.common import ROOT, Frame, VLLMServer, machine, spread, two_cores
+from bench.tails import LAST, MATCH, MODEL, RECIPE, ROLLOUTS
 
-RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
-MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS = ROOT / "docs/results/overlap.json"
-ROLLOUTS = 64
 WARM_UP = 3  # steps at the beginning that are not timed
-LAST = 10  # steps whose mean reward says what was learned
+KEPT = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/staleness", "reward", MATCH,
+        "sampling/importance_sampling_ratio/mean")  # fmt: skip
 
 
-def train(server: VLLMServer, overlap: bool, seed: int, steps: int, core: int) -> list[dict[str, float]]:
-    """One run's log, a row per step. Raises `RuntimeError` with the end of its output if it fails."""
-    output = ROOT / f"runs/overlap/{'on' if overlap else 'off'}-{seed}"
-    command = [
-        "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config", RECIPE, "--output_dir",
-        str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps), "--seed", str(seed),
-        "--vllm_server_port", str(server.port), "--overlap_rollouts", str(overlap).lower(), "--disable_tqdm", "true",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    keys = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/staleness", "reward",
-            "rewards/exact_match_reward_func/mean", "sampling/importance_sampling_ratio/mean")  # fmt: skip
-    return [{key: row[key] for key in keys if key in row} for row in history if "reward" in row]
+def train(server: VLLMServer, overlap: bool, seed: int, steps: int, core: int) -> dict[str, Any]:
+    """One run: `overlap`, `seed`, and the `rows` of its log."""
+    rows = common.train(
+        RECIPE, ROOT / f"runs/overlap/{'on' if overlap else 'off'}-{seed}", "--per_device_train_batch_size", ROLLOUTS,
+        "--max_steps", steps, "--seed", seed, "--vllm_server_port", server.port, "--overlap_rollouts",
+        str(overlap).lower(), core=core, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    rows = [{key: row[key] for key in KEPT if key in row} for row in rows]
+    print(f"overlap {'on ' if overlap else 'off'} seed {seed}: "
+          f"{statistics.median(r['step_time'] for r in rows[WARM_UP:]):.2f} s per step, exact match "
+          f"{statistics.mean(r[MATCH] for r in rows[-LAST:]):.2f}", flush=True)  # fmt: skip
+    return {"overlap": overlap, "seed": seed, "rows": rows}
 
 
 def halves(rows: list[dict[str, float]]) -> tuple[float, float, float]:
@@ -78,11 +70,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     def learned(overlap: bool, key: str) -> list[float]:
         return [statistics.mean(r[key] for r in by[overlap, seed][-LAST:]) for seed in seeds]
 
-    key = "rewards/exact_match_reward_func/mean"
     staleness = sorted({r["rollout/staleness"] for seed in seeds for r in by[True, seed]})
     return {
         "ratio": spread(ratios), "gain": spread(gains), "seconds": parts, "staleness": staleness,
-        "exact_match": {"on": learned(True, key), "off": learned(False, key)},
+        "exact_match": {"on": learned(True, MATCH), "off": learned(False, MATCH)},
         "reward": {"on": learned(True, "reward"), "off": learned(False, "reward")},
     }  # fmt: skip
 
@@ -107,34 +98,24 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Exact match: mean of the last {LAST} steps, sampled at temperature 1."])
 
 
+FRAME = Frame("overlap", section)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--steps", type=int, default=None)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args(argv)
-    if options.report:
-        return report("overlap", RESULTS, section)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
+    if (options := FRAME.parse(__doc__, argv, "one seed of 12 steps", steps={"type": int})) is None:
+        return
+    trainers, servers = two_cores()
     seeds, steps = (1, 12) if options.short else (3, options.steps or 40)
-    began, runs = time.monotonic(), []
-    with VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
-                    cores={cores[1]}) as server:  # fmt: skip
-        for seed in range(seeds):
-            for overlap in (False, True) if seed % 2 == 0 else (True, False):
-                rows = train(server, overlap, seed, steps, cores[0])
-                runs.append({"overlap": overlap, "seed": seed, "rows": rows})
-                median = statistics.median(r["step_time"] for r in rows[WARM_UP:])
-                print(f"overlap {'on ' if overlap else 'off'} seed {seed}: {median:.2f} s per step, exact match "
-                      f"{statistics.mean(r['rewards/exact_match_reward_func/mean'] for r in rows[-LAST:]):.2f}",
-                      flush=True)  # fmt: skip
-    results = {"machine": machine(), "steps": steps, "minutes": (time.monotonic() - began) / 60,
-               "summary": summary(runs), "runs": runs}  # fmt: skip
-    path = ROOT / "runs/bench_overlap_short.json" if options.short else RESULTS
-    write_results(path, results)
-    total = results["summary"]
+    began, flags = time.monotonic(), ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
+    with VLLMServer(MODEL, *flags, cores={servers}) as server:
+        runs = [
+            train(server, overlap, seed, steps, trainers)
+            for seed in range(seeds) for overlap in ((False, True) if seed % 2 == 0 else (True, False))
+        ]  # fmt: skip
+    total = summary(runs)
+    minutes = (time.monotonic() - began) / 60
+    results = {"machine": machine(), "steps": steps, "minutes": minutes, "summary": total, "runs": runs}
+    FRAME.keep(results, options.short)
     print(json.dumps(total, indent=1))
     print(f"overlap {total['ratio']['median']:.2f}x the longer half, {total['gain']['median']:.2f}x faster")
 

@@ -24,7 +24,6 @@ Sharing of prompts: the first turns of 32 groups of 8 with long prompts, whose p
 prompt in one request with `n`.
 """
 
-import argparse
 import asyncio
 import functools
 import gc
@@ -46,11 +45,9 @@ import aiohttp
 import requests
 
 from bench import common
-from bench.common import PAGE, ROOT, VLLMServer, machine, report, spread, stopwatch, write_results
+from bench.common import Frame, VLLMServer, machine, median_text, prepare, spread, stopwatch
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
-RESULTS, SHORT_RESULTS = ROOT / "docs/results/rollout.json", ROOT / "runs/bench_rollout_short.json"
-PICTURE = ROOT / "docs/rollout.png"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
@@ -222,17 +219,6 @@ def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: A
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def reset_peak() -> None:
-    """Start anew what `peak_mib` reports."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mib() -> float:
-    """Most memory that this process held, in MiB, since `reset_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 def group_cpu(group: int) -> float:
     """CPU seconds so far of the living processes of a process group."""
     ticks = 0
@@ -261,6 +247,7 @@ class Bench:
 
     def __init__(self, server: VLLMServer, max_concurrent_tools: int | None = None):
         import evaluate
+        import recipes
         from transformers import AutoTokenizer
 
         import mt_grpo_trainer as mt
@@ -269,7 +256,7 @@ class Bench:
 
         self.mt, self.server = mt, server
         overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
-        self.recipe = evaluate.load_recipe(RECIPE, overrides)
+        self.recipe = recipes.load_recipe(RECIPE, overrides)
         script_args, self.args, model_args = self.recipe
         self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         card = mt.VLLMServerClient(base_url=server.url).model_card
@@ -312,7 +299,7 @@ class Bench:
         client, rollouts = self.fresh_client(), []
         self.reset()
         steps, server_cpu = self.counter("iteration_tokens_total_count"), group_cpu(self.server_group)
-        reset_peak()
+        common.start_of_peak()
         with stopwatch() as seconds:
             if shape == "bound":
                 self.mt.run_async(send(self.server.url, bodies))
@@ -330,7 +317,7 @@ class Bench:
             "tokens": sum(n for _, n in requests_made), "seconds": seconds["wall"] + (shape == "bound") * chain,
             "chain": chain, "tool_calls": len(slept), "slept": sum(slept), "client_cpu": seconds["cpu"],
             "server_cpu": server_cpu, "server_steps": int(self.counter("iteration_tokens_total_count") - steps),
-            "peak_mib": peak_mib(),
+            "peak_mib": common.peak_memory() / 2**20,
         }  # fmt: skip
 
     @property
@@ -454,10 +441,7 @@ def cell_text(values: list[float], form: str) -> str:
     >>> cell_text([1.0, 3.0, 2.5], ".1f"), cell_text([2.0], ".0f"), cell_text([], ".0f")
     ('2.5 (1.0 to 3.0)', '2', '-')
     """
-    if not values:
-        return "-"
-    s = {key: format(value, form) for key, value in spread(values).items()}
-    return f"{s['median']} ({s['min']} to {s['max']})" if len(values) > 1 else s["median"]
+    return median_text(values, form) if len(values) > 1 else format(values[0], form) if values else "-"
 
 
 def table(runs: list[Row]) -> list[str]:
@@ -512,7 +496,7 @@ def section(results: dict[str, Any]) -> str:
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
         "counts fully."
         + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "", f"![Conversations per second at {HEADLINE[0]} conversations]({PICTURE.name})", "", *table(runs),
+        "", f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)", "", *table(runs),
     ]  # fmt: skip
     if sharing := sharing_table(results["sharing"]):
         tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
@@ -540,29 +524,18 @@ def plot(runs: list[Row], path: Path) -> None:
     axis.set_xticks(range(len(WAITS)), [f"tool wait {wait:g} s" for wait in WAITS])
     axis.set(ylabel="conversations per second", ylim=(0, 1.15 * axis.get_ylim()[1]))
     axis.legend(frameon=False, fontsize=9, loc="upper right")
-    axis.grid(alpha=0.25, axis="y")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    common.save_picture(figure, path, grid="y")
 
 
-def write_report() -> None:
-    """The section of docs/speed.md and its picture, from the results file."""
-    report("rollout", RESULTS, section, PAGE)
-    plot(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"], PICTURE)
+FRAME = Frame("rollout", section, lambda results, path: plot(results["runs"], path))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="at most 10 minutes; docs/speed.md stays as it is")
-    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
-    parser.add_argument("--max_concurrent_tools", type=int, help="default: the recipe's")
-    options = parser.parse_args(argv)
-    if options.report:
-        return write_report()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.chdir(ROOT)
+    limit = {"type": int, "help": "default: the recipe's"}
+    what = "at most 10 minutes; docs/speed.md stays as it is"
+    if (options := FRAME.parse(__doc__, argv, what, max_concurrent_tools=limit)) is None:
+        return
+    prepare()
     model = "hf_recipes/tiny/calculator-model"
     with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
         bench = Bench(server, options.max_concurrent_tools)
@@ -571,11 +544,9 @@ def main(argv: list[str] | None = None) -> None:
     settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters",
                 "group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}  # fmt: skip
     results = {"machine": machine(), "settings": settings, **measured}
-    write_results(SHORT_RESULTS if options.short else RESULTS, results)
+    FRAME.finish(results, options.short)
     if options.short:
         print(f"\n{section(results)}\n\n{headline(measured['runs'])}")
-    else:
-        write_report()
 
 
 if __name__ == "__main__":

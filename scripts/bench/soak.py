@@ -36,7 +36,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
-from bench.common import ROOT, VLLMServer, machine, write_results
+from bench.common import ROOT, VLLMServer, machine
 from bench.fault_proxy import Fault, FaultProxy, Request
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
@@ -313,14 +313,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     below.set_ylim(bottom=0)
     below.legend(frameon=False, fontsize=9, loc="lower right")
     for axis in (above, below):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
         for i, down in enumerate(result["server_kills"]):
             axis.axvline(down["step"], color="#D55E00", linestyle=":", label=None if i else "server killed")
     above.legend(frameon=False, fontsize=9, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    common.save_picture(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -343,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.max_staleness:
         name, whole = "soak_staleness", 80
     folder = ROOT / ("docs" if options.steps >= whole else "runs")
-    write_results(folder / f"results/{name}.json", result)
+    common.write_json(folder / f"results/{name}.json", result)
     if result["samples"]:
         plot(result, folder / f"{name}.png")
     shown = {k: v for k, v in result.items() if k not in ("samples", "exact_match", "machine", "problems")}

@@ -31,7 +31,6 @@ turn with a call, which runs, and the answer. `generate` computes as ever. What 
 chosen before, as many in each turn, so that both sides sample, read and train on equally many tokens.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -53,11 +52,10 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import PAGE, ROOT, machine, report, spread, stopwatch, write_results, write_section
+from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
-RESULTS, SHORT_RESULTS = ROOT / "docs/results/step.json", ROOT / "runs/bench_step_short.json"
 SIDES = ("trl", "ours")
 LIMIT = 1.05  # of TRL's step
 WARM_UP = 3  # pairs that are not counted
@@ -412,18 +410,12 @@ def make_meter(connection: Any) -> Any:
             return figures
 
         def report(self) -> dict[str, Any]:
-            figures = {"peak_mib": status_mib("VmHWM"), "now_mib": status_mib("VmRSS")}
+            figures = {"peak_mib": memory("VmHWM") / 2**20, "now_mib": memory("VmRSS") / 2**20}
             if self.profiled_steps:
                 figures["profile"] = hot_functions(self.profile, self.profiled_steps)
             return figures
 
     return Meter()
-
-
-def status_mib(field: str) -> float:
-    """A figure of /proc/self/status in MiB: VmRSS (resident now) or VmHWM (the most that ever was)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
@@ -444,10 +436,7 @@ def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
 
 def serve(side: str, shape: Shape, conversations: list[Conversation], threads: int, connection: Any) -> None:
     """The child's whole life: build, then step by step until the parent closes the connection."""
-    if sys.platform == "linux":  # end with the parent, however it ends
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent(signal.SIGKILL)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -577,19 +566,6 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
             "memory": memory, "seconds": raw}  # fmt: skip
 
 
-def rounded(value: Any) -> Any:
-    """Floats to 5 significant digits, so that the results file is readable.
-
-    >>> rounded({"a": [1.0000049, 3]})
-    {'a': [1.0, 3]}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
     """`hot_functions` of our side over so many steps."""
     conversations = make_conversations(shape)
@@ -664,21 +640,24 @@ def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
             print(f"{row['own_ms']:8.3f} {row['all_ms']:9.3f} {row['calls']:7g}  {row['function']}, {row['line']}")
 
 
+FRAME = Frame("step", section)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all, with --short the quick ones")
-    parser.add_argument("--pairs", type=int, help="pairs of steps per shape, in place of the shape's own number")
-    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))), help="of each process")
-    parser.add_argument("--short", action="store_true", help="smaller, under 10 minutes; docs/speed.md is left alone")
-    parser.add_argument("--profile", type=int, metavar="STEPS", help="only profile our side over so many steps")
-    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
-    options = parser.parse_args(argv)
+    cores = min(2, len(os.sched_getaffinity(0)))
+    options = FRAME.parse(
+        __doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone",
+        shapes={"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"},
+        pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
+        threads={"type": int, "default": cores, "help": "of each process"},
+        profile={"type": int, "metavar": "STEPS", "help": "only profile our side over so many steps"},
+    )  # fmt: skip
+    if options is None:
+        return
     if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
         sys.exit("error: --threads, --pairs and --profile must be at least 1.")
     if (options.pairs or 0) % 2:
         sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
-    if options.report:
-        return report("step", RESULTS, section, PAGE)
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
@@ -691,13 +670,10 @@ def main(argv: list[str] | None = None) -> None:
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
         print_shape(name, rows[name])
-    results = rounded({
-        "machine": machine(), "threads": options.threads, "warm_up": WARM_UP,
-        "minutes": (time.perf_counter() - started) / 60, "shapes": rows,
-    })  # fmt: skip
-    write_results(SHORT_RESULTS if options.short else RESULTS, results)
-    if not options.short:
-        write_section("step", section(results), PAGE)
+    minutes = (time.perf_counter() - started) / 60
+    results = rounded({"machine": machine(), "threads": options.threads, "warm_up": WARM_UP, "minutes": minutes,
+                       "shapes": rows}, 5)  # fmt: skip
+    FRAME.finish(results, options.short)
     print(summary(results))
 
 

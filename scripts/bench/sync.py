@@ -13,11 +13,9 @@ the cache, resume) and `check` (comparison of logprobs, by default after every t
 of bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync.
 """
 
-import argparse
 import gc
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -28,11 +26,9 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, VLLMServer, machine, report, spread, write_results
+from bench.common import ROOT, Frame, VLLMServer, machine, peak_memory, prepare, rounded, spread, start_of_peak
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS, SHORT_RESULTS = Path("docs/results/sync.json"), Path("runs/bench_sync_short.json")
-PAGE = Path("docs/speed.md")
 QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
 # Size -> what its Qwen3 configuration has; None: the bundled model.
 SIZES: dict[str, dict[str, int] | None] = {
@@ -130,23 +126,6 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
     return pushes
 
 
-def start_of_peak() -> int:
-    """Start the count of `peak_memory` anew. Returns this process's memory in bytes."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
-
-
-def peak_memory() -> int:
-    """The most memory in bytes that this process has had since `start_of_peak`."""
-    return memory("VmHWM")
-
-
-def memory(key: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(key + ":"))
-
-
 def plain_seconds(folder: str, num_bytes: int, disk: bool = False) -> dict[str, float]:
     """Seconds to `write` a file of as many bytes into `folder`, and to `read` it back.
 
@@ -207,15 +186,6 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     row["times_plain"] = push / (row["plain"]["write"]["median"] + row["plain"]["read"]["median"])
     row["peak_multiple"] = max(push["peak"] for push in pushes) / model["bytes"]
     return rounded(row)
-
-
-def rounded(value: Any) -> Any:
-    """Numbers to four digits, so that the file of results stays readable."""
-    if isinstance(value, dict):
-        return {key: rounded(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [rounded(v) for v in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def measure(size: str, dtype: str, repetitions: int, sync_dir: str) -> dict[str, Any]:
@@ -305,50 +275,41 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+FRAME = Frame("sync", markdown)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--repetitions", type=int, help=f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}")
-    parser.add_argument("--sync_dir", default=default_sync_dir(), help="where the weights pass; as weight_sync_dir")
-    parser.add_argument("--short", action="store_true", help=f"a quick run, into {SHORT_RESULTS}")
-    parser.add_argument("--report", action="store_true", help="only write the section of docs/speed.md")
-    options = parser.parse_args(argv)
+    options = FRAME.parse(
+        __doc__, argv, "a quick run; docs/speed.md stays as it is",
+        sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
+        repetitions={"type": int, "help": f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}"},
+        sync_dir={"default": default_sync_dir(), "help": "where the weights pass; as weight_sync_dir"},
+    )  # fmt: skip
+    if options is None:
+        return
     repetitions = options.repetitions
     if repetitions is None:
         repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
     if repetitions < 1:
         sys.exit("error: expected --repetitions of at least 1.")
-    if options.report:
-        report("sync", RESULTS, markdown, PAGE)
-        return
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     import mt_grpo_trainer  # noqa: F401  a trainer that cannot be imported is told before a server is started
 
-    # As scripts/train.sh does on a CPU. The server's worker spins for a second after each request: a second thread
-    # here would wait for the core that it holds.
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # the server's group is ended too
-    disable_progress_bar()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    prepare(threads=1)
     jobs = [(size, "float32") for size in SIZES if size in options.sizes]
     if not options.short and "0.6B" in options.sizes:
         jobs.append(("0.6B", "bfloat16"))
     results: dict[str, Any] = {"machine": machine(), "sync_dir": options.sync_dir, "short": options.short, "rows": []}
-    path = SHORT_RESULTS if options.short else RESULTS
     for size, dtype in jobs:
         row = measure(size, dtype, repetitions, options.sync_dir)
         results["rows"].append(row)
-        write_results(path, results)
+        FRAME.keep(results, options.short)
         medians = ", ".join(f"{key} {short(value['median'])}" for key, value in row["seconds"].items())
         print(
             f"{size} {dtype}: {row['bytes'] / 1e6:.0f} MB: {medians} s; {row['times_plain']:.1f} times the plain "
             f"write and read; memory + {row['peak_multiple']:.1f} times",
             flush=True,
         )
-    if not options.short:
-        report("sync", RESULTS, markdown, PAGE)
+    FRAME.finish(results, options.short)
     print(last_line(results["rows"]))
 
 

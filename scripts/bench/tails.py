@@ -15,14 +15,12 @@ the same time, each with its server on one core, and those that wait for late gr
 they are k batches stale however long that is. This file is also the recipe's tool: `TOOL_FUNCTIONS`.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import queue
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -34,11 +32,11 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, VLLMServer, machine, report, write_results
+from bench import common
+from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, Frame, VLLMServer, machine, two_cores
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-RESULTS = ROOT / "docs/results/tails.json"
 MATCH = "rewards/exact_match_reward_func/mean"
 KEPT = ("step_time", "rollout/staleness", "rollout/staleness_p99", "rollout/staleness_max", MATCH)  # of each step
 ROLLOUTS = 64
@@ -84,20 +82,13 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed
     """One run: its case, seed and log, a row per step. Raises `RuntimeError` with its last output if it fails."""
     limit, late, old_logps = CASES[case]
     output = ROOT / f"runs/tails/{case.replace(' ', '-')}-{seed}"
-    command = [
-        "taskset", "-c", str(core), sys.executable, "mt_grpo_trainer.py", "--config",
-        RECIPE, "--output_dir", str(output), "--per_device_train_batch_size", str(ROLLOUTS), "--max_steps", str(steps),
-        "--seed", str(seed), "--vllm_server_port", str(server.port), "--max_staleness", str(limit), "--late_groups",
-        late, "--old_logps", old_logps, "--disable_tqdm", "true", "--tools_script", "scripts/bench/tails.py",
-        "--tool_timeout", "30",
-    ]  # fmt: skip
-    place = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_TAILS_SEED": str(seed), "PYTHONPATH": str(ROOT / "scripts"),
-             "BENCH_TAILS_SCALE": "1" if timed or late == "admit" else "0.1"}  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    rows = [row for row in history if "reward" in row]
+    rows = common.train(
+        RECIPE, output, "--per_device_train_batch_size", ROLLOUTS, "--max_steps", steps, "--seed", seed,
+        "--vllm_server_port", server.port, "--max_staleness", limit, "--late_groups", late, "--old_logps", old_logps,
+        "--tools_script", "scripts/bench/tails.py", "--tool_timeout", 30, core=core, OMP_NUM_THREADS="1",
+        BENCH_TAILS_SEED=str(seed), PYTHONPATH=str(ROOT / "scripts"),
+        BENCH_TAILS_SCALE="1" if timed or late == "admit" else "0.1",
+    )  # fmt: skip
     columns = {key: [round(row[key], 6) for row in rows] for key in KEPT}
     run = {"case": case, "seed": seed, "timed": timed, "columns": columns}
     of = summary([run])[case]
@@ -194,24 +185,20 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+FRAME = Frame("tails", section)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--seeds", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--long", action="store_true")
-    options = parser.parse_args(argv)
-    if options.report:
-        return report("tails", RESULTS, section)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
+    on, number = {"action": "store_true"}, {"type": int}
+    steps = {"type": int, "default": 40}
+    options = FRAME.parse(__doc__, argv, "the timed seed only", seeds=number, steps=steps, resume=on, long=on)
+    if options is None:
+        return
+    cores = two_cores()
     flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs")
-    path = ROOT / "runs/bench_tails_short.json" if options.short else RESULTS
     results = {"machine": machine(), "steps": options.steps, "minutes": 0.0, "runs": []}
     if options.resume or options.long:
+        path = FRAME.short_results if options.short else FRAME.results
         results = json.loads(path.read_text(encoding="utf-8"))
     of = results.setdefault("long", {"steps": LONG_STEPS, "runs": []}) if options.long else results
     there = {(run["case"], run["seed"]) for run in of["runs"]}
@@ -227,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         with lock:
             of["runs"].append(run)
             results["minutes"], began = results["minutes"] + (time.monotonic() - began) / 60, time.monotonic()
-            write_results(path, {**results, "summary": summary(results["runs"])})
+            FRAME.keep({**results, "summary": summary(results["runs"])}, options.short)
 
     with ExitStack() as stack:
         server = stack.enter_context(VLLMServer(MODEL, *flags, cores={cores[1]})) if timed else None

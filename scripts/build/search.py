@@ -23,7 +23,8 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from evaluate import evaluate, load_recipe, table
+from evaluate import evaluate, table
+from recipes import load_recipe
 from transformers import PreTrainedTokenizerFast
 
 from build import common

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from evaluate import load_recipe, option
+from recipes import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -34,7 +34,7 @@ from mt_grpo.recipe.checks import (
     longest_prompt,
     rows_of_environment,
 )
-from mt_grpo.recipe.data import check_no_data, load_rows
+from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
@@ -150,22 +150,14 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = mt.build_env(script_args, args, tools, tokenizer)
-    splits = [(script_args.dataset_train_split, script_args.dataset_size)]
-    if args.eval_strategy != "no":
-        splits.append((script_args.dataset_test_split, script_args.eval_dataset_size))
+    train, test = load_splits(script_args, whole.eval_strategy, env.environments is None)
+    train = rows_of_environment(env, whole) if train is None else train
     needed = 0
-    for number, (split, size) in enumerate(splits):
-        if script_args.dataset_name:
-            needs_prompt = env.environments is None
-            rows = load_rows(
-                script_args.dataset_name, split, size, script_args.dataset_config, needs_prompt,
-                script_args.dataset_drop_none,
-            )  # fmt: skip
-        else:
-            check_no_data(script_args, args.eval_strategy, env.environments is None)
-            rows = rows_of_environment(env, whole)
+    for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
+        if rows is None:
+            continue
         check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}", env)
-        if number == 0:
+        if rows is train:
             check_num_prompts(len(rows), whole)
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
@@ -237,6 +229,7 @@ def server_plan(
 def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     """The server alone for `--config recipe arguments...`, checked. Raises `ValueError` with what is wrong."""
     script_args, args, model_args = load_recipe(recipe, arguments)
+    args.eval_strategy = option(["--config", recipe, *arguments], "eval_strategy")  # load_recipe sets it to no
     if backend_of(args) != "server":
         raise ValueError(f"{recipe} trains without a vLLM server. Expected use_vllm: true and vllm_mode: server.")
     per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()

@@ -275,7 +275,7 @@ MUTATIONS = [
     Mutation(
         "a wait in silence",
         "mt_grpo/generation/connection.py",
-        "if time.monotonic() - said >= self.NOTICE_SECONDS:",
+        "if time.monotonic() - last_notice >= self.NOTICE_SECONDS:",
         "if False:",
         "tests/method/test_client.py::test_a_wait_says_what_it_waits_for",
     ),

@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "preflight: an optimizer step is taken",
         "mt_grpo/reports/preflight.py",
-        "            self.look()\n            raise PreflightOver",
-        "            self.look()",
+        "            self.gather_facts()\n            raise PreflightOver",
+        "            self.gather_facts()",
         "tests/reports/test_first_batch.py::test_it_changes_neither_the_weights_nor_the_random_state",
     ),
     Mutation(
@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "preflight: facts are of the last batch",
         "mt_grpo/reports/preflight.py",
-        "trainer.args, [rollout for batch in batches for rollout in batch]",
-        "trainer.args, batches[-1]",
+        "rollouts = [rollout for batch in batches for rollout in batch.rollouts]",
+        "rollouts = batches[-1].rollouts",
         "tests/reports/test_first_batch.py::test_facts_are_of_all_batches",
     ),
     Mutation(

@@ -279,13 +279,6 @@ MUTATIONS = [
         "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
     ),
     Mutation(
-        "generation_kwargs are left out of an evaluation",
-        "scripts/evaluate.py",
-        "return {**params, **(args.generation_kwargs or {})}",
-        "return params",
-        "tests/scripts/test_scripts.py::test_evaluation_samples_as_training_does",
-    ),
-    Mutation(
         "evaluate: a worked solution is looked for whole",
         "scripts/evaluate.py",
         "golds = [accepted_answers(answer)[0] for",
@@ -298,5 +291,12 @@ MUTATIONS = [
         "needs_prompt,\n        script_args.dataset_drop_none,\n",
         "needs_prompt,\n",
         "tests/scripts/test_scripts.py::test_rows_of_an_evaluation_are_as_in_training",
+    ),
+    Mutation(
+        "launch: the prompts of evaluations are not in the server's context",
+        "scripts/launch/launch_plan.py",
+        "needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)",
+        "needed = needed or longest_prompt(env, rows) + args.max_completion_length",
+        "tests/scripts/test_scripts.py::test_the_servers_context_holds_the_prompts_of_evaluations",
     ),
 ]

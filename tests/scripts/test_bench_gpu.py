@@ -61,7 +61,7 @@ def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_pat
 def test_its_cases_run_with_the_bundled_model(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
     results = tmp_path / "results.json"
-    monkeypatch.setattr(bench, "TINY_RESULTS", results)
+    monkeypatch.setattr(bench.FRAME, "short_results", results)
     cases = ["in process", "TRL, in process", "server, disk", "tiny recipe"]
     assert bench.main(["--tiny", *(word for case in cases for word in ("--case", case))]) == 0
     rows = json.loads(results.read_text())["cases"]

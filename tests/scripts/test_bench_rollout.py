@@ -18,7 +18,7 @@ from mt_grpo.rollout import Generation, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
 BEGIN, END = markers("rollout")
-TINY = bench.ROOT / "hf_recipes/tiny/calculator-model"
+TINY = bench.common.ROOT / "hf_recipes/tiny/calculator-model"
 
 
 def adder(a: int) -> str:
@@ -138,15 +138,15 @@ def results():
 
 
 def test_the_report_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(bench, "PICTURE", tmp_path / "rollout.png")
+    monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
+    monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
+    monkeypatch.setattr(bench.FRAME, "picture", tmp_path / "rollout.png")
     (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     with pytest.raises(SystemExit, match="Run without --report"):
         bench.main(["--report"])
-    bench.RESULTS.write_text(json.dumps(results()))
+    bench.FRAME.results.write_text(json.dumps(results()))
     bench.main(["--report"])
-    text = bench.PAGE.read_text()
+    text = bench.FRAME.page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\n") and text.endswith(f"\n\n{END}\nafter\n") and "old" not in text
     assert (
         "| 256 | 0.2 s | 64.0 (51.2 to 64.0) | 2,000 (1,600 to 2,000) | 0.90 (0.80 to 1.05) | 9.0 (8.0 to 10.0) x | "
@@ -154,7 +154,7 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
     )
     assert "| 1,024 | 0 s | 128.0 | 1,000 | - | - | 0.62 | 700 |" in text
     assert "| 8 | one request with `n: 8` | 2.00 | 25% | 3.0x |" in text
-    assert "](rollout.png)" in text and bench.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert "](rollout.png)" in text and bench.FRAME.picture.read_bytes().startswith(b"\x89PNG")
     assert "Prompts of 460 tokens" in text and "vLLM server (0.31.0)" in text
 
 
@@ -165,14 +165,14 @@ def test_the_headline():
 def test_memory_and_cpu_of_processes():
     # A new process, since not every kernel lets a process reset its peak: what it holds then is near its peak.
     program = """if True:
-        from bench import rollout as bench
-        bench.reset_peak()
-        before = bench.peak_mib()
+        from bench.common import peak_memory, start_of_peak
+        start_of_peak()
+        before = peak_memory()
         block = bytearray(256 << 20)
         block[:: 1 << 12] = b"x" * len(range(0, len(block), 1 << 12))
-        print(bench.peak_mib() - before)
+        print((peak_memory() - before) / 2**20)
     """
-    command, cwd = [sys.executable, "-c", program], bench.ROOT / "scripts"
+    command, cwd = [sys.executable, "-c", program], bench.common.ROOT / "scripts"
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert 150 < float(done.stdout) < 270

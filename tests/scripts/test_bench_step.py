@@ -22,9 +22,9 @@ def row(title, wall, cpu, memory):
 def folders(tmp_path, monkeypatch):
     """Results and page in a folder of their own."""
     begin, end = markers("step")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results/step.json")
-    monkeypatch.setattr(bench, "SHORT_RESULTS", tmp_path / "runs/short.json")
-    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(bench.FRAME, "results", tmp_path / "docs/results/step.json")
+    monkeypatch.setattr(bench.FRAME, "short_results", tmp_path / "runs/short.json")
+    monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
     (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     (tmp_path / "docs/results").mkdir(parents=True)
     return tmp_path
@@ -32,9 +32,9 @@ def folders(tmp_path, monkeypatch):
 
 def test_the_report_quotes_the_results_file(folders, capsys):
     shapes = {"recipe": row("tiny recipe", 1.01, 1.04, 0.99), "long": row("long completions", 1.02, 1.03, 1.0)}
-    bench.RESULTS.write_text(json.dumps({"machine": MACHINE, "threads": 2, "shapes": shapes}))
+    bench.FRAME.results.write_text(json.dumps({"machine": MACHINE, "threads": 2, "shapes": shapes}))
     bench.main(["--report"])
-    text = bench.PAGE.read_text()
+    text = bench.FRAME.page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| tiny recipe: 64 x 1,090 tokens | 1.00 s | 1.010 (1.01 to 1.01) | 1.040 (1.04 to 1.04) |" in text
     assert "| 0.990 of 1,000 MiB |" in text and "over 2 alternating pairs" in text and "2 threads" in text
@@ -52,13 +52,21 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
     monkeypatch.setattr(bench, "print_shape", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    before = bench.PAGE.read_text()
+    before = bench.FRAME.page.read_text()
     bench.main(["--short"])
     assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 16), (64, 8)]
     assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
-    assert bench.PAGE.read_text() == before and not bench.RESULTS.exists() and bench.SHORT_RESULTS.is_file()
+    assert (
+        bench.FRAME.page.read_text() == before
+        and not bench.FRAME.results.exists()
+        and bench.FRAME.short_results.is_file()
+    )
     bench.main(["--pairs", "20"])
-    assert bench.PAGE.read_text() != before and bench.RESULTS.is_file() and len(taken) == 3 + len(bench.SHAPES)
+    assert (
+        bench.FRAME.page.read_text() != before
+        and bench.FRAME.results.is_file()
+        and len(taken) == 3 + len(bench.SHAPES)
+    )
 
 
 def test_every_full_shape_has_enough_pairs():

@@ -411,6 +411,17 @@ def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
     assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
 
 
+def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("NUM_PROCESSES", raising=False)
+    for split, question in (("train", "2+2?"), ("test", "What is 2 + 2 + 2 + 2 + 2 + 2 + 2 + 2 + 2 + 2?")):
+        rows = [json.dumps({"question": f"{question} {i}", "answer": "4"}) for i in range(64)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows))
+    arguments, evaluates = ["--dataset_name", str(tmp_path)], ["--eval_strategy", "steps", "--eval_steps", "10"]
+    for plan in (launch_plan.make_plan, launch_plan.make_server_plan):
+        without = plan(recipe, arguments)["max_model_len"]
+        assert plan(recipe, [*arguments, *evaluates, "--eval_dataset_size", "8"])["max_model_len"] > without
+
+
 def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
     """As with `| head`: the reader of standard output leaves, then that of standard error."""
     tools = (ROOT / "tools/calculator.py").read_text() + "\nimport os\nos.chdir('/')\n"

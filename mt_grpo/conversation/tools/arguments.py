@@ -1,4 +1,4 @@
-"""A call's arguments, which are JSON, as the types that a tool's parameters have: pydantic reads them."""
+"""Reads a call's arguments, which are JSON, as the types of the tool's parameters, by pydantic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mt_grpo.conversation.tools.results import ADDRESS, error_text, json_form
 
 
 def strict_schema(schema: Any, in_model: bool = False) -> Any:
-    """pydantic's core schema without lazy iterators, and whose Literals and Enums do not take `True` or 1.0 for 1.
+    """pydantic's core schema without lazy iterators. Its Literals and Enums do not take `True` or 1.0 for 1.
 
     A model's own schema stays: pydantic has compiled it already. Raises `TypeError` for an iterator in it.
     """
@@ -59,7 +59,7 @@ def strict_schema(schema: Any, in_model: bool = False) -> Any:
 
 
 class ArgumentReader:
-    """Reads the arguments of one parameter. Raises pydantic's `ValidationError`, or what a validator raises."""
+    """Reads the arguments of one parameter. Raises pydantic's `ValidationError`, or the error of a validator."""
 
     def __init__(self, hint: Any):
         self.hint, self.plain = hint, is_json_type(hint)
@@ -73,7 +73,7 @@ class ArgumentReader:
 
 
 def cached_by_function(function: Callable) -> Callable:
-    """Cache what is known of a tool as long as it is there. A method is one tool, whatever it is bound to."""
+    """Cache the result per tool while the tool exists. A method is one tool, whatever object it is bound to."""
     of_functions, of_methods = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
@@ -87,7 +87,7 @@ def cached_by_function(function: Callable) -> Callable:
 
 
 def takes_none(hint: Any) -> bool:
-    """Whether a type says itself that it may be None."""
+    """Whether None is among the values of a type."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return takes_none(options[0])
@@ -99,7 +99,7 @@ def takes_none(hint: Any) -> bool:
 
 
 def hints_of(tool: Callable) -> dict[str, Any]:
-    """The types of a tool's parameters, and of its result as `return`. Where the default is None, None is taken."""
+    """The types of a tool's parameters, and of its result as `return`. A parameter with default None takes None."""
     hints = typing.get_type_hints(tool, include_extras=True)
     for name, parameter in inspect.signature(tool).parameters.items():
         if parameter.default is None and name in hints and not takes_none(hints[name]):
@@ -109,7 +109,7 @@ def hints_of(tool: Callable) -> dict[str, Any]:
 
 @cached_by_function
 def readers_of(tool: Callable) -> tuple[dict[str, ArgumentReader], ArgumentReader | None]:
-    """What reads each of a tool's parameters, and what reads any other name: the reader of `**rest`, if it has one."""
+    """(a reader per parameter of a tool, the reader of `**rest` for any other name or None)."""
     hints = hints_of(tool)
     parameters = inspect.signature(tool).parameters.values()
     readers = {p.name: ArgumentReader(hints.get(p.name, Any)) for p in parameters}
@@ -117,13 +117,14 @@ def readers_of(tool: Callable) -> tuple[dict[str, ArgumentReader], ArgumentReade
 
 
 def read_argument(tool: Callable, name: str, value: Any) -> Any:
-    """An argument as its parameter's type. A plain one stays the object that it is."""
+    """An argument as its parameter's type. A value of a JSON type is returned unchanged."""
     readers, rest = readers_of(tool)
     return (readers.get(name) or rest).read(value)
 
 
-# INVARIANT: these run in a tool's process as well, and use only what is imported here. Importing pydantic takes
-# tenths of a second, so a process of plain tools does without: the parent has checked its arguments.
+# INVARIANT: these functions also run in a tool's process, and use only the imports of this source. The import of
+# pydantic takes tenths of a second. A process whose tools have JSON types alone does without it: the trainer's process
+# has checked its arguments.
 PLAIN_SOURCE = """
 def readers_of(tool): pass
 def read_argument(tool, name, value): return value
@@ -152,13 +153,13 @@ ARGUMENTS_SOURCE = "\n".join(
 
 
 def arguments_source(tools: list[Callable]) -> str:
-    """What the process of these tools runs to read arguments."""
+    """The source with which the process of these tools reads arguments."""
     typed = any(not reader.plain for tool in tools for reader in readers_of(tool)[0].values())
     return ARGUMENTS_SOURCE if typed else PLAIN_SOURCE
 
 
 def without_links(text: str) -> str:
-    """What a validator said, without addresses and pydantic's links."""
+    """The text of a validator without addresses and pydantic's links."""
     return re.sub(rf"{ADDRESS}|\s+For further information visit \S+", "", text).rstrip(".")
 
 
@@ -168,7 +169,7 @@ def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseE
     if not isinstance(error, ValidationError):
         words = without_links(f"{type(error).__name__}: {error_text(error)}")
         return f"argument {name!r} must be {expected}, whose check raised {words}"
-    # Of a union's options, the one that fits best is the one that is wrong only further inside.
+    # The option of a union that fits best is the one whose error is deepest inside the value.
     wrong = max(error.errors(include_url=False, include_context=False), key=lambda wrong: len(wrong["loc"]))
     part, where = value, ""
     for key in wrong["loc"]:  # a key that is not in the value names an option of a union
@@ -184,7 +185,7 @@ def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseE
 
 
 def in_one_order(default: Any) -> Any:
-    """A default whose sets are sorted lists: a set's own order is another one in every process."""
+    """A default with its sets as sorted lists: the order of a set differs from process to process."""
     if isinstance(default, BaseModel):
         default = default.model_dump(warnings=False)
     if dataclasses.is_dataclass(default):
@@ -203,7 +204,7 @@ def default_text(default: Any) -> str:
 
 
 class ParameterSchema(GenerateJsonSchema):
-    """The JSON schema that the model reads: the same in every process, and none of what no JSON can be."""
+    """The JSON schema that the model reads. It is the same in every process, and holds nothing that JSON cannot be."""
 
     def is_subclass_schema(self, schema: core_schema.IsSubclassSchema) -> dict[str, Any]:
         return self.handle_invalid_for_json_schema(schema, "type[...]")
@@ -235,12 +236,15 @@ def without_titles(schema: Any) -> Any:
 
 
 def without_modules(text: str) -> str:
-    """A schema's text. For two classes of one name pydantic writes modules; a recipe's file has a folder's hash."""
+    """A schema's text without the modules of a recipe's files, whose names hold the hash of a folder.
+
+    pydantic writes modules where two classes have the same name.
+    """
     return re.sub(r"mt_grpo_[\w-]+?_[0-9a-f]{8}__", "", text)
 
 
 def json_schema(hint: Any, mode: Literal["validation", "serialization"] = "validation") -> str:
-    """The compact JSON schema of a type. Raises pydantic's errors for what cannot be read from JSON, or written."""
+    """The compact JSON schema of a type. Raises pydantic's errors for one that JSON cannot hold."""
     schema = TypeAdapter(hint).json_schema(mode=mode, schema_generator=ParameterSchema)
     return without_modules(json.dumps(without_titles(schema), ensure_ascii=False))
 
@@ -249,8 +253,8 @@ def json_schema(hint: Any, mode: Literal["validation", "serialization"] = "valid
 def parameters_schema(tool: Callable) -> dict[str, Any]:
     """The JSON schema of all parameters of a tool, as one object. It allows what `read_argument` reads.
 
-    Classes are written out where they stand, since few chat templates follow a reference; one that holds itself stays
-    a definition.
+    Classes are written out where they are used, since few chat templates follow a reference. A class that contains
+    itself stays a definition.
     """
     parameters = {p.name: p for p in inspect.signature(tool).parameters.values()}
     hints = [(name, "validation", TypeAdapter(reader.hint)) for name, reader in readers_of(tool)[0].items()]
@@ -273,7 +277,7 @@ def parameters_schema(tool: Callable) -> dict[str, Any]:
 
 
 def inlined(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its definitions where they are referred to. What holds itself stays in `$defs`."""
+    """A schema with its definitions in place of the references. One that contains itself stays in `$defs`."""
     left: dict[str, Any] = {}
 
     def written(part: Any) -> Any:

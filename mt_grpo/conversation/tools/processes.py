@@ -69,7 +69,7 @@ class ToolProcesses:
     """
 
     START_SECONDS = 600.0  # to import the tools file; a call's time limit does not include it
-    IDLE_SECONDS = 60.0  # after which an idle process is ended
+    IDLE_SECONDS = 60.0  # an idle process is ended after this time
     START_ATTEMPTS = 10  # if the system refuses a process, and no other process can take the call
 
     def __init__(self, path: str, tools: list[Callable]):

@@ -19,7 +19,7 @@ ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
 def json_form(value: Any) -> Any:
-    """The value in a form that is closer to JSON. Raises `TypeError` for an object that holds no data."""
+    """The value, one step closer to JSON. Raises `TypeError` for an object that holds no data."""
     nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")

@@ -36,8 +36,8 @@ from mt_grpo.rollout import ToolCall, ToolResult
 def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
     """A tool as the JSON schema that chat templates take. Its types are pydantic's, by which its calls are checked.
 
-    What a docstring in Google's style says of a parameter stands beside its type. A tool that is an object brings its
-    own schema.
+    The note that a docstring in Google's style has about a parameter stands beside the parameter's type. A tool that
+    is an object brings its own schema.
     """
     if given := getattr(tool, "json_schema", None):
         return {"type": "function", "function": {**given, "name": name}}
@@ -75,11 +75,11 @@ def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
 
 
 def result_schema(tool: Callable) -> dict[str, Any] | None:
-    """The JSON schema of what a tool returns; None where it says nothing, or what has none."""
+    """The JSON schema of a tool's result. None if the tool has no hint for it, or if the hint has no schema."""
     hints = typing.get_type_hints(tool, include_extras=True)
     if "return" not in hints:
         return None
-    if hints["return"] is ToolResult:  # what the model reads of it
+    if hints["return"] is ToolResult:  # the model reads its text
         return {"type": "string"}
     try:
         return json.loads(json_schema(hints["return"], "serialization"))
@@ -101,8 +101,8 @@ class Shown(str):
     __repr__ = str.__str__
 
 
-LEFT_OUT = Shown("...")  # the default of a parameter that may be left out, and whose schema has no default
-OTHERS = "others"  # stands in a signature for parameters whose names Python does not take
+LEFT_OUT = Shown("...")  # the default of an optional parameter whose schema has no default
+OTHERS = "others"  # the name in a signature for all parameters whose names Python does not take
 
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
@@ -117,7 +117,7 @@ def named_tools(tools: Iterable) -> dict[str, Callable]:
 
 
 def as_tool(tool: Any) -> Callable:
-    """A tool as a function; one that is a function already stays as it is.
+    """A tool as a function. A tool that is a function already is returned unchanged.
 
     Args:
         tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
@@ -159,8 +159,8 @@ def as_tool(tool: Any) -> Callable:
         return await tool.run(**arguments)
 
     made = call_async if inspect.iscoroutinefunction(tool.run) else call
-    told = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
-    notes = [f"    {name}: {note}" for name, note in told.items() if note]
+    notes = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
+    notes = [f"    {name}: {note}" for name, note in notes.items() if note]
     made.__name__, made.__qualname__ = tool.name, tool.name
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
     made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -171,7 +171,7 @@ def as_tool(tool: Any) -> Callable:
 
 
 def returned_by(run: Callable) -> Any:
-    """The type of what a function or another callable returns, without quotes where its names are known here."""
+    """The type of a callable's result. It is text, without quotes, if its names are not known here."""
     try:
         return typing.get_type_hints(run).get("return", inspect.Signature.empty)
     except (NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
@@ -180,17 +180,17 @@ def returned_by(run: Callable) -> Any:
 
 
 def schema_default(schema: Any) -> Any:
-    """The default of a parameter that may be left out, as a JSON schema says it."""
+    """The default that a JSON schema gives an optional parameter."""
     return schema.get("default", LEFT_OUT) if isinstance(schema, dict) else LEFT_OUT
 
 
 def is_name(name: str) -> bool:
-    """Whether Python takes it as a parameter's name. Others have, for example, `from` or `user-id`."""
+    """Whether Python takes the text as a parameter's name. It does not take `from` or `user-id`."""
     return name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS
 
 
 def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
-    """Raise `TypeError` for arguments that are unknown or missing, where Python takes not all of the names."""
+    """Raise `TypeError` for unknown or missing arguments of a tool with names that Python does not take."""
     if others := getattr(tool, "others", None):
         unknown = [name for name in arguments if name not in signature.parameters and name not in others]
         missing = [name for name, required in others.items() if required and name not in arguments]
@@ -201,7 +201,7 @@ def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[s
 
 
 def hint_of(schema: dict[str, Any]) -> Any:
-    """The type of a parameter that a JSON schema describes; `Any` for what Python's types do not say.
+    """The type of a parameter that a JSON schema describes; `Any` where Python has no type for it.
 
     >>> hint_of({"type": "array", "items": {"enum": ["a", "b"]}})
     list[typing.Literal['a', 'b']]
@@ -267,7 +267,7 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
 def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt.
 
-    With a tokenizer no text is a control token, and a name that holds one raises `ValueError`.
+    With a tokenizer the texts are made free of control tokens, and a name that holds one raises `ValueError`.
     """
     described = []
     for name, tool in tools.items():
@@ -289,7 +289,7 @@ def fill_in_tools(
 ) -> str:
     """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace.
 
-    Its own text stays as it is, and that of the tools is as `describe_tools` gives it.
+    The prompt's own text stays as it is. With a tokenizer the texts of the tools are free of control tokens.
     """
     described = describe_tools(tools, tokenizer)
     try:
@@ -324,7 +324,7 @@ def signature_of(tool: Callable) -> inspect.Signature:
 
 
 def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
-    """What is wrong with a call that is no call, and an example of the tool format."""
+    """Why the text of a call cannot be read, and an example of the tool format."""
     return f"{call.error}. Expected: {call_format}"
 
 
@@ -336,7 +336,7 @@ def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
 def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
     """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
 
-    It runs in the loop that all conversations share, and so do the validators of pydantic models: they must be quick.
+    This function and the validators of pydantic models run in the loop of all conversations: they must be quick.
     """
     if call.error:
         return {}, unreadable(call)

@@ -21,8 +21,8 @@ IDLE = "tool-idle"
 NO_SIGNALS = "signal only works in main thread"  # of Python's own error
 
 
-# Where a call that is given up at its time limit leaves the future that is done when it is over; None: nowhere. Its
-# thread cannot be stopped, and what it works on is not to be used before.
+# A call that is given up at its time limit appends a future to this list, if there is one. The future is done when the
+# call is over. Until then the call's thread works on, since it cannot be stopped, and what it works on is in use.
 GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.ContextVar("GIVEN_UP", default=None)
 
 
@@ -45,7 +45,7 @@ class ToolThreads:
     on the event loop, and they are no daemons if the loop runs in the main thread.
     """
 
-    IDLE_SECONDS = 60.0  # after which an idle thread ends
+    IDLE_SECONDS = 60.0  # an idle thread ends after this time
     WAIT_SECONDS = 60.0  # for a free thread, if the system refuses a new one
 
     def __init__(self):
