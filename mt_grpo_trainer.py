@@ -165,6 +165,7 @@ class MultiTurnToolEnv(Conversations):
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
+        max_completion_length: Tokens of the whole completion, tool results included.
         max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
@@ -173,7 +174,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
-        limits: The other fields of `Limits`, by their names: `max_completion_length`, `tool_timeout`, ...
+        limits: The other fields of `Limits`, by their names: `max_parallel_calls`, `tool_timeout`, ...
 
     Raises:
         ValueError: a tool without name, type hints or docstring; a class that is no environment.
@@ -188,6 +189,7 @@ class MultiTurnToolEnv(Conversations):
         max_steps: int = 2,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        max_completion_length: int = 1024,
         max_model_len: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
@@ -195,7 +197,7 @@ class MultiTurnToolEnv(Conversations):
         environment: type | dict[str, type] | None = None,
         **limits: Any,
     ):
-        super().__init__(max_steps, **limits)
+        super().__init__(max_steps, max_completion_length, **limits)
         self.tools = named_tools(tools)
         if tool_format != "xml" and system_prompt == DEFAULT_SYSTEM_PROMPT:
             system_prompt = None  # it teaches the xml format; in others the chat template shows the tools
@@ -1128,11 +1130,8 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
 
 
 @dataclass
-class MTGRPOConfig(ServerAndLogKeys, GRPOConfig, Limits):
-    """TRL's `GRPOConfig`, whose keys go first, plus what a conversation needs.
-
-    Raises `ValueError` for combinations that cannot train.
-    """
+class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
+    """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = key(
         "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit",
@@ -1225,7 +1224,7 @@ def build_env(
     return conversation(
         tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
         limits.pop("max_env_steps"), tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs,
-        tool_format=args.tool_format, environment=environment,
+        tool_format=args.tool_format, environment=environment, max_completion_length=args.max_completion_length,
         state_key=load_state_key(script_args.tools_script) if reads_state else None, **limits,
     )  # fmt: skip
 

@@ -21,6 +21,12 @@ logger = logging.getLogger(__name__)
 class Conversations(Limits):
     """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
 
+    def __init__(self, max_steps: int, max_completion_length: int, **limits: Any):
+        super().__init__(max_steps, **limits)
+        self.max_completion_length = max_completion_length
+        if (most := self.max_tool_response_tokens) < 10:
+            raise ValueError(f"max_tool_response_tokens={most}, expected at least 10: a cut needs a marker.")
+
     @property
     def max_steps(self) -> int:
         """`max_env_steps`, by the name of the argument."""

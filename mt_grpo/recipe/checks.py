@@ -146,8 +146,6 @@ def model_error(name: str, error: Exception) -> str:
 def check_env(args: GRPOConfig, env: Any) -> None:
     """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
     for key in (*limits_of(args), "tool_format"):
-        if key == "max_completion_length":  # its defaults differ: which of the two was set is not known
-            continue
         attribute = "max_steps" if key == "max_env_steps" else key
         if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
             raise ValueError(

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import RunError, on_main_process
-from mt_grpo.conversation.limits import Limits, limits_of
+from mt_grpo.conversation.limits import limits_of
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import backend_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
@@ -223,7 +223,8 @@ def facts_of_settings(trainer: Any) -> Facts:
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if name not in read]
     return {
-        **limits_of(args), "learning_rate": args.learning_rate, "num_generations": args.num_generations,
+        **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
+        "num_generations": args.num_generations,
         "optim": str(getattr(args.optim, "value", args.optim)),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
@@ -309,10 +310,10 @@ def facts_of_batches(
     }  # fmt: skip
 
 
-def cut_by_turn(rollout: Rollout, limits: Limits) -> bool:
+def cut_by_turn(rollout: Rollout, args: Any) -> bool:
     """Whether a turn was cut off, in its call or before it, where the completion had room left."""
-    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= limits.longest_turn]
-    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < limits.max_completion_length)
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
 
 
 def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
