@@ -71,10 +71,12 @@ from mt_grpo.conversation.environments import (
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
+from mt_grpo.conversation.limits import Limits, limits_of
 from mt_grpo.conversation.sampling import (
     check_conversations,
     check_sampling_params,
     sampling_defaults,
+    sampling_params,
 )
 from mt_grpo.conversation.tools.results import as_result, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
@@ -163,13 +165,7 @@ class MultiTurnToolEnv(Conversations):
         system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
         tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
-        max_completion_length: Tokens of the whole completion, tool results included.
-        max_turn_tokens: Tokens of one model turn. None: what remains of the completion.
-        max_tool_response_tokens: Tokens of one tool result; a longer one is cut with a visible marker.
         max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
-        tool_timeout: Seconds that one call may take.
-        max_concurrent_tools: Calls at the same time, of all conversations.
-        max_parallel_calls: Calls of one turn that run. Those beyond it are answered with an error.
         chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
         state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
@@ -177,7 +173,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
-        environment_timeout: Seconds that one call of a method of the environment may take; its tools have theirs.
+        limits: The other fields of `Limits`, by their names: `max_completion_length`, `tool_timeout`, ...
 
     Raises:
         ValueError: a tool without name, type hints or docstring; a class that is no environment.
@@ -192,43 +188,27 @@ class MultiTurnToolEnv(Conversations):
         max_steps: int = 2,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_completion_length: int = 1024,
-        max_turn_tokens: int | None = None,
-        max_tool_response_tokens: int = 512,
         max_model_len: int | None = None,
-        tool_timeout: float = 30.0,
-        max_concurrent_tools: int = 256,
-        max_parallel_calls: int = 8,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
         tool_format: str = "xml",
         environment: type | dict[str, type] | None = None,
-        environment_timeout: float = 120.0,
+        **limits: Any,
     ):
+        super().__init__(max_steps, **limits)
         self.tools = named_tools(tools)
-        if max_tool_response_tokens < 10:
-            raise ValueError(
-                f"max_tool_response_tokens={max_tool_response_tokens}, expected at least 10: a cut needs a marker."
-            )
         if tool_format != "xml" and system_prompt == DEFAULT_SYSTEM_PROMPT:
             system_prompt = None  # it teaches the xml format; in others the chat template shows the tools
         self._prompt_template = system_prompt
         self.system_prompt = system_prompt and fill_in_tools(system_prompt, self.tools)
-        self.max_steps = max_steps
         self.tokenizer = tokenizer
-        self.max_completion_length = max_completion_length
-        self.max_turn_tokens = max_turn_tokens
-        self.max_tool_response_tokens = max_tool_response_tokens
         self.max_model_len, self.context_limit = max_model_len, "max_model_len"  # what to raise, in words
-        self.tool_timeout = tool_timeout
-        self.max_concurrent_tools = max_concurrent_tools
-        self.max_parallel_calls = max_parallel_calls
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.state_key = state_key
         self.tool_format = tool_format
-        self.environments, self.environment_timeout = None, environment_timeout
+        self.environments = None
         if environment is not None:
-            self.environments = Environments(environment, environment_timeout, self.tools)
+            self.environments = Environments(environment, self.environment_timeout, self.tools)
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -297,7 +277,7 @@ class MultiTurnToolEnv(Conversations):
             if turn is None:
                 return
             tokenizer = self._tokenizer(llm)
-            if len(rollout.turns) <= self.max_steps:  # behind each turn but the last there was an observation
+            if len(rollout.turns) <= self.max_env_steps:  # behind each turn but the last there was an observation
                 turn.results = await self.run_calls(rollout, turn.calls, self.format_of(tokenizer).call_format)
             if turn.results and hasattr(rollout.environment, "respond"):  # `rollout.history` ends with the results
                 turn.messages = self.result_messages(turn, tokenizer)[1]
@@ -332,7 +312,7 @@ class MultiTurnToolEnv(Conversations):
             if not rollout.turns:  # no doing of the policy's: it has no reward
                 rollout.error = PromptTooLong(len(rollout.prompt_ids), -room.context, self.context_limit)
             return None
-        budget = min(room.tokens, self.max_turn_tokens or room.tokens)
+        budget = min(room.tokens, self.longest_turn)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
         key, generations = await self._state_key(rollout), []
         while True:
@@ -428,7 +408,7 @@ class MultiTurnToolEnv(Conversations):
             return StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
         if not turn.calls and not replied:
             return StopReason.NO_TOOL_CALL
-        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_steps else None
+        return StopReason.MAX_TURNS if len(rollout.turns) > self.max_env_steps else None
 
     def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
         """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.
@@ -1009,15 +989,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         # A base model's own end token need not be the one that ends a turn in its chat template.
         env.add_ends(self.eos_token_ids)
         self.eos_token_ids = env.end_of_turn_ids(tokenizer)
-        self._sampling_params = {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0,
-            "repetition_penalty": self.repetition_penalty, "stop_token_ids": list(self.eos_token_ids),
-            **(args.generation_kwargs or {}),
-        }  # fmt: skip
+        self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
         if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
             logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
-        first_ids = prompt_ids_of(env, train_dataset[0])[:256] if self.backend == "server" else []
-        self.llm = connect_backend(self, first_ids)
+        self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0])[:256])
 
 
 # =====================================================================================================================
@@ -1153,8 +1128,11 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
 
 
 @dataclass
-class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
-    """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
+class MTGRPOConfig(ServerAndLogKeys, GRPOConfig, Limits):
+    """TRL's `GRPOConfig`, whose keys go first, plus what a conversation needs.
+
+    Raises `ValueError` for combinations that cannot train.
+    """
 
     credit_assignment: str = key(
         "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit",
@@ -1175,22 +1153,7 @@ class MTGRPOConfig(ServerAndLogKeys, GRPOConfig):
     environment_reward_weight: float = key(
         1.0, "Weight of the rewards that the environment and the tools give", within="(-inf, inf)"
     )
-    max_env_steps: int = key(
-        2, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
-    )
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
-    max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
-    max_turn_tokens: int | None = key(None, "Tokens of one turn. None: what remains", within="[1, inf)")
-    max_tool_response_tokens: int = key(
-        512, "Tokens of one tool result; a longer one is cut with a visible marker", within="[10, inf)", of_tools=True
-    )
-    tool_timeout: float = key(30.0, "Seconds that one tool call may take", within="(0, inf)", of_tools=True)
-    environment_timeout: float = key(
-        120.0, "Seconds that one call of an environment's reset, respond, ... may take", within="(0, inf)"
-    )
-    max_concurrent_tools: int = key(
-        256, "Tool calls at the same time, per rank", within="[1, inf)", of_tools=True, trained=False
-    )
     isolate_tools: bool = key(
         False, "Run tools without async in processes, which are killed at tool_timeout", of_tools=True
     )
@@ -1258,15 +1221,12 @@ def build_env(
     """The environment that a recipe describes."""
     conversation, environment = load_conversation(script_args, args, MultiTurnToolEnv)
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+    limits = limits_of(args)
     return conversation(
         tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
-        args.max_env_steps, tokenizer=tokenizer, max_completion_length=args.max_completion_length,
-        max_turn_tokens=args.max_turn_tokens, max_tool_response_tokens=args.max_tool_response_tokens,
-        tool_timeout=args.tool_timeout, max_concurrent_tools=args.max_concurrent_tools,
-        chat_template_kwargs=args.chat_template_kwargs, tool_format=args.tool_format,
-        state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        max_parallel_calls=args.max_parallel_calls, environment=environment,
-        environment_timeout=args.environment_timeout,
+        limits.pop("max_env_steps"), tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs,
+        tool_format=args.tool_format, environment=environment,
+        state_key=load_state_key(script_args.tools_script) if reads_state else None, **limits,
     )  # fmt: skip
 
 

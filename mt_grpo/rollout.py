@@ -18,7 +18,7 @@ class StopReason(StrEnum):
     ANSWERED = "answered"  # a turn without a call gave an answer
     NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
     MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
-    MAX_TOKENS = "max_tokens"  # max_completion_length, or max_turn_tokens outside a call, is spent
+    MAX_TOKENS = "max_tokens"  # the tokens of the completion, or of a turn outside a call, are spent
     CONTEXT_LENGTH = "context_length"  # the model's context is full
     ENVIRONMENT_STOP = "environment_stop"  # the environment said so
     ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on

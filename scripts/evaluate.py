@@ -28,6 +28,7 @@ from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import prompts_of
+from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
@@ -74,13 +75,6 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
     """
     end = next((i for i, token in enumerate(token_ids) if token in eos_ids), len(token_ids))
     return token_ids[: end + 1]
-
-
-def sampling_params(args: mt.MTGRPOConfig) -> dict[str, Any]:
-    """The recipe's sampling parameters."""
-    params = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p or 0.0,
-              "repetition_penalty": args.repetition_penalty}  # fmt: skip
-    return {**params, **(args.generation_kwargs or {})}
 
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:

@@ -1,6 +1,7 @@
 """One conversation between a model, its tools and its environment. It stands on `base` alone: it knows no server.
 
 environments   one environment per conversation; what an environment says, checked
+limits         what bounds a conversation, as keys of a recipe
 sampling       the sampling parameters of a request, and its room
 conversations  the part of a class of conversations that no method changes
 formats/       how a model writes calls and reads results

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.sampling import Room, check_sampling_params
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.rollout import Rollout, ToolFormat
@@ -17,8 +18,13 @@ from mt_grpo.rollout import Rollout, ToolFormat
 logger = logging.getLogger(__name__)
 
 
-class Conversations:
+class Conversations(Limits):
     """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
+
+    @property
+    def max_steps(self) -> int:
+        """`max_env_steps`, by the name of the argument."""
+        return self.max_env_steps
 
     # -- what the conversation reads: its limits, its format, its state --
 

@@ -27,6 +27,12 @@ def sampling_defaults() -> dict[str, Any]:
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
+def sampling_params(args: Any) -> dict[str, Any]:
+    """How a recipe samples: TRL's settings, and `generation_kwargs`, which win."""
+    params = {name: getattr(args, name) for name in sampling_defaults()}
+    return {**params, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}
+
+
 SAMPLING_KEYS = {  # keys that a request may contain besides the prompt; a server silently ignores unknown keys
     *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
     "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",

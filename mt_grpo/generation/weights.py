@@ -130,9 +130,9 @@ class PolicyWeights(VLLMGeneration):
 
     @staticmethod
     def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:
-        """A merged copy of an adapted layer. `whole` has its whole parameters by their ids."""
+        """A merged copy of an adapted layer. `whole` maps the id of each of its parameters to the full tensor."""
         copies = {key: torch.nn.Parameter(tensor.clone(), requires_grad=False) for key, tensor in whole.items()}
-        merged = copy.deepcopy(layer, copies)  # which takes these in place of the parameters
+        merged = copy.deepcopy(layer, copies)  # which takes `copies` in place of the parameters
         merged.merge()
         return merged
 

@@ -21,6 +21,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
+from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
@@ -144,9 +145,10 @@ def model_error(name: str, error: Exception) -> str:
 
 def check_env(args: GRPOConfig, env: Any) -> None:
     """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
-    for key, attribute in (("max_env_steps", "max_steps"), *((k, k) for k in (
-        "max_turn_tokens", "max_tool_response_tokens", "tool_timeout", "max_concurrent_tools",
-        "max_parallel_calls", "tool_format", "environment_timeout"))):  # fmt: skip
+    for key in (*limits_of(args), "tool_format"):
+        if key == "max_completion_length":  # its defaults differ: which of the two was set is not known
+            continue
+        attribute = "max_steps" if key == "max_env_steps" else key
         if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
             raise ValueError(
                 f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "

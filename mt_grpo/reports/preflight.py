@@ -22,12 +22,15 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.conversation.limits import Limits, limits_of
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import backend_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def run_reports(trainer: Any) -> list[TrainerCallback]:
     """The callbacks that report on a run: the first batch, a line per log, warnings, the file of metrics."""
-    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer), MetricsLog()]
+    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer.reward_functions.main_outcome), MetricsLog()]
 
 
 # What a run will do, as text: model, data, prompt, tools, batches, context, memory, backend, versions.
@@ -127,7 +130,7 @@ def context_line(env: Any, train: Any, args: Any) -> str:
     return (
         f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
         f"{prompt + args.max_completion_length} tokens{context}; a turn has at most "
-        f"{args.max_turn_tokens or args.max_completion_length}, a result {args.max_tool_response_tokens}, a "
+        f"{args.longest_turn}, a result {args.max_tool_response_tokens}, a "
         f"conversation {args.max_env_steps} observations"
     )
 
@@ -197,7 +200,7 @@ def seconds_of_run(args: Any, steps: int, batch_seconds: float, step_seconds: fl
 
 
 def peak_memory() -> str | None:
-    """What was allocated on the GPU at most; None without one."""
+    """The largest memory that was allocated on the GPU, for people; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return size(torch.cuda.max_memory_allocated())
@@ -207,11 +210,11 @@ def peak_memory() -> str | None:
 
 
 MOST_SHOWN = 160  # characters of an error
-MOST_WEIGHTS = 2**16  # of a parameter, evenly spread, are looked at
+MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 
 
 def facts_of_settings(trainer: Any) -> Facts:
-    """What the recipe says, and whether the first prompt holds what the model must read."""
+    """Settings of the recipe, and whether the first prompt holds what the model must read."""
     args, env = trainer.args, trainer.env
     row = trainer.train_dataset[0]
     tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
@@ -219,10 +222,9 @@ def facts_of_settings(trainer: Any) -> Facts:
     system = "".join(m["content"] for m in messages if m["role"] == "system")
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if name not in read]
-    names = ("learning_rate", "max_completion_length", "max_turn_tokens", "max_tool_response_tokens", "max_env_steps",
-             "num_generations")  # fmt: skip
     return {
-        **{name: getattr(args, name) for name in names}, "optim": str(getattr(args.optim, "value", args.optim)),
+        **limits_of(args), "learning_rate": args.learning_rate, "num_generations": args.num_generations,
+        "optim": str(getattr(args.optim, "value", args.optim)),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
@@ -250,14 +252,23 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
     return stuck / max(total, 1)
 
 
-def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
+def facts_of_batches(
+    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
+) -> Facts:
     """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
 
-    INVARIANT: `batches` are all that were rolled out since training began, as the trainer's metrics are.
+    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
+
+    Args:
+        args: The settings of the run.
+        metrics: The trainer's, a value per batch.
+        functions: The reward functions.
+        unused: The names of those of which no number has moved an advantage.
+        batches: Of this rank, with their rollouts.
     """
-    args, rollouts = trainer.args, [rollout for batch in batches for rollout in batch]
-    facts = {name: mean(values) for name, values in trainer._metrics["train"].items() if values}
-    by_turn = [r for r in rollouts if cut_by_turn(r, args.max_turn_tokens, args.max_completion_length)]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    facts = {name: mean(values) for name, values in metrics.items() if values}
+    by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
     results = [result for r in rollouts for turn in r.turns for result in turn.results]
     reached: dict[str, list[ToolResult]] = {}  # by the tool
@@ -269,12 +280,11 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     worst = max(failed, key=failed.get, default=None)
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [group for batch in batches for group in whole_groups(batch, args.num_generations)]
-    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist()))
+    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
+    weights = dict(zip(functions.names, functions.weights))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
-    unused = trainer._reward_use.unused
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
@@ -299,10 +309,10 @@ def facts_of_batches(trainer: Any, batches: list[list[Rollout]]) -> Facts:
     }  # fmt: skip
 
 
-def cut_by_turn(rollout: Rollout, max_turn_tokens: int | None, max_completion_length: int) -> bool:
+def cut_by_turn(rollout: Rollout, limits: Limits) -> bool:
     """Whether a turn was cut off, in its call or before it, where the completion had room left."""
-    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= (max_turn_tokens or 0) > 0]
-    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < max_completion_length)
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= limits.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < limits.max_completion_length)
 
 
 def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
@@ -319,7 +329,7 @@ def sampled_ids(rollout: Rollout) -> list[int]:
 
 
 def share(flags: Any) -> float:
-    """Of what is true; 0 of nothing.
+    """The share of the flags that are true; 0 if there are none.
 
     >>> share([True, False, False, False]), share([])
     (0.25, 0.0)
@@ -334,7 +344,8 @@ def shown(results: Any) -> str:
     return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
 
 
-MOST_BATCHES = 4  # of a preflight in which no group has signal, as with a reward that one rollout of a hundred gets
+# A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.
+MOST_BATCHES = 4
 PHASES = {
     "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
     "_calculate_rewards": "rewards", "training_step": "training",
@@ -376,8 +387,13 @@ class FirstBatch(TrainerCallback):
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""
-        batches = [self.trainer.batch.rollouts]
-        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, batches)}
+        self.facts = {**facts_of_settings(self.trainer), **facts_so_far(self.trainer, [self.trainer.batch])}
+
+
+def facts_so_far(trainer: Any, batches: list[Batch]) -> Facts:
+    """`facts_of_batches` of a trainer that has rolled out these."""
+    metrics, unused = trainer._metrics["train"], trainer._reward_use.unused
+    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
 
 
 def summary(facts: Facts) -> str:
@@ -483,7 +499,7 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
     repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
     further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
-    batches = [trainer.batch.rollouts]
+    batches = [trainer.batch]
     for number in range(2, MOST_BATCHES + 1):
         if facts["credit/frac_groups_without_signal"] < 1.0:
             return facts if number > 2 else {}
@@ -492,8 +508,8 @@ def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
             break
         say(trainer, f"No group has signal. Rolling out batch {number} ...")
         trainer._generate_and_score_completions(rows)
-        batches.append(trainer.batch.rollouts)
-        facts = {**facts, **facts_of_batches(trainer, batches)}
+        batches.append(trainer.batch)
+        facts = {**facts, **facts_so_far(trainer, batches)}
     return facts
 
 

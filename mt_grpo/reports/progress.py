@@ -19,7 +19,7 @@ from mt_grpo.reports.rollout_log import write_rows
 logger = logging.getLogger(__name__)
 
 
-# The log of metrics: a row of JSON per log in `metrics.jsonl`, which a running job can be followed by.
+# The log of metrics: a row of JSON per log in `metrics.jsonl`, by which a running job can be followed.
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -63,9 +63,9 @@ def as_json(value: Any) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What a run in an output directory has logged, by step; of a step that was trained again the later row.
+    """The logs of a run in an output directory, by step. A step that was trained again has its later row alone.
 
-    Where there is no `metrics.jsonl`, the rows are those of `trainer_state.json`. What is no JSON is left out.
+    Without `metrics.jsonl` the rows are those of `trainer_state.json`. A line that is no JSON is left out.
     """
     logs: list[Any] = []
     with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
@@ -84,15 +84,15 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
-CLEAR = "\r\x1b[K"  # of a terminal: back to the beginning of the line, and nothing in it
+CLEAR = "\r\x1b[K"  # empties the line of a terminal, and puts the cursor at its beginning
 
 
 class ProgressLine(TrainerCallback):
     """Prints on rank 0, where `print_metrics` is `line`. With `all` transformers prints the whole dictionary.
 
-    A terminal shows what the run is doing in one line that is written again every second; the cursor stays at its
-    beginning, so that a warning is written over it. Elsewhere it is said once in
-    `QUIET_SECONDS` in which nothing else was printed, so that a log is not flooded and a long step is no silence.
+    A terminal shows what the run is doing in one line, which is written again every second. The cursor stays at the
+    beginning of this line, so that a warning is written over it. Elsewhere the line is printed after each
+    `QUIET_SECONDS` in which nothing else was printed: a log is not flooded, and a long step is not silent.
     """
 
     QUIET_SECONDS = 60.0
@@ -138,13 +138,13 @@ class ProgressLine(TrainerCallback):
         self.stop()
 
     def say(self, text: str, end: str = "\n") -> None:
-        """Print in place of what a terminal shows at the moment."""
+        """Print a text in place of the line that a terminal shows at the moment."""
         with self._lock:
             self.printed = time.monotonic()
             print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", end=end, flush=True)
 
     def stop(self) -> None:
-        """Say no more what the run is doing."""
+        """Print no further lines about what the run is doing."""
         if not self._over.is_set():
             self._over.set()
             if self._thread is not None:
@@ -199,9 +199,9 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
     Args:
         logs: Metrics by their names.
         step: The optimizer step.
-        steps: Of the whole run.
+        steps: The optimizer steps of the whole run.
         outcome: The name of the outcome reward to show.
-        seconds: Of a step; None where there was none.
+        seconds: The mean seconds of a step; None if no step was taken.
 
     >>> logs = {"reward": 0.86, "rewards/exact_match_reward_func/mean": 0.39, "turns/mean": 1.94, "grad_norm": 0.5,
     ...         "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25, "rollout/wait_seconds": 0.91}
@@ -235,7 +235,7 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
 
 
 def is_shown(value: Any) -> bool:
-    """Whether it is a number; NaN is none."""
+    """Whether a metric is a number. NaN is none."""
     return isinstance(value, (int, float)) and value == value
 
 

@@ -341,16 +341,20 @@ def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None) -> Facts:
 
 
 class Watch(TrainerCallback):
-    """Warns on rank 0 of a running job in trouble, once for each reading."""
+    """Warns on rank 0 of a running job in trouble, once for each reading.
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.logs, self.warned = trainer, [], set()
+    Args:
+        outcome: The name of the outcome reward that counts most; None where there is none.
+    """
+
+    def __init__(self, outcome: str | None):
+        self.outcome, self.logs, self.warned = outcome, [], set()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "reward" not in logs or not state.is_world_process_zero:
             return
         self.logs = [*self.logs, logs][-2 * WINDOW :]
-        for trouble in troubles(facts_of_logs(self.logs, self.trainer.reward_functions.main_outcome), of_logs=True):
+        for trouble in troubles(facts_of_logs(self.logs, self.outcome), of_logs=True):
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
                 logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
@@ -46,12 +47,12 @@ def pool_of(
     return ServerPool(clients)
 
 
-def connect_backend(trainer: Any, first_ids: list[int]) -> Any:
+def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     """What generates for a trainer. With servers it also sets `weight_sync`, which keeps their weights the policy's.
 
     Args:
         trainer: Whose `backend` says which kind. It has the model, and with servers the `client`.
-        first_ids: Of a prompt of the run, for the proof behind a push.
+        first_ids: Gives the ids of a prompt of the run, for the proof behind a push.
     """
     args, ends = trainer.args, trainer.eos_token_ids
     if trainer.backend == "server":
@@ -61,7 +62,7 @@ def connect_backend(trainer: Any, first_ids: list[int]) -> Any:
             trainer.model, trainer.accelerator, trainer.processing_class, mode="none"
         )
         trainer.weight_sync = WeightSync(
-            client, trainer.model, trainer.vllm_generation, trainer.accelerator, first_ids, args.weight_check_every
+            client, trainer.model, trainer.vllm_generation, trainer.accelerator, first_ids(), args.weight_check_every
         )
         return client
     if trainer.backend == "colocate":

@@ -162,8 +162,8 @@ class Probe:
         `scale` multiplies the final norm on the server.
         """
         pushed = ((n, (weights or {}).get(n, w)) for n, w in self.sync.weights.named_weights(scale))
-        self.sync.client.update_weights(pushed, f"probe-{next(self.numbers)}")
-        return self.sync._distance_to_server(self.sync._probe_logprobs())
+        self.sync.servers.update_weights(pushed, f"probe-{next(self.numbers)}")
+        return max(self.sync._distances(self.sync._probe_logprobs()).values())
 
 
 def what_the_check_sees(port: int, folder: str, steps: int) -> dict[str, Any]:

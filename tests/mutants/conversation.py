@@ -841,4 +841,25 @@ MUTATIONS = [
         "        return {",
         "tests/method/test_notebooks.py::test_unknown_sampling_parameters_are_refused",
     ),
+    Mutation(
+        "temperature is not sent",
+        "mt_grpo/conversation/sampling.py",
+        "params = {name: getattr(args, name) for name in sampling_defaults()}",
+        'params = {name: getattr(args, name) for name in sampling_defaults() if name != "temperature"}',
+        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
+    ),
+    Mutation(
+        "top_k is not sent",
+        "mt_grpo/conversation/sampling.py",
+        "params = {name: getattr(args, name) for name in sampling_defaults()}",
+        'params = {name: getattr(args, name) for name in sampling_defaults() if name != "top_k"}',
+        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
+    ),
+    Mutation(
+        "generation_kwargs are not sent",
+        "mt_grpo/conversation/sampling.py",
+        '"min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}',
+        '"min_p": args.min_p or 0.0}',
+        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
+    ),
 ]

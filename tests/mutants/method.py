@@ -103,9 +103,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the template's end of turn is not in stop_token_ids",
-        SCRIPT,
-        '"stop_token_ids": list(self.eos_token_ids),\n            **(args',
-        '"stop_token_ids": [tokenizer.eos_token_id],\n            **(args',
+        "mt_grpo_trainer.py",
+        '{"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}',
+        '{"stop_token_ids": [tokenizer.eos_token_id], **sampling_params(args)}',
         END_OF_TURN,
     ),
     Mutation(
@@ -156,27 +156,6 @@ MUTATIONS = [
         "            output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)\n",
         "            pass\n",
         "tests/training/test_records.py::test_a_loss_that_clips_around_the_sampled_logprobs",
-    ),
-    Mutation(
-        "temperature is not sent",
-        SCRIPT,
-        '"temperature": self.temperature, "top_p": self.top_p',
-        '"top_p": self.top_p',
-        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
-    ),
-    Mutation(
-        "top_k is not sent",
-        SCRIPT,
-        '"top_k": self.top_k, "min_p"',
-        '"min_p"',
-        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
-    ),
-    Mutation(
-        "generation_kwargs are not sent",
-        SCRIPT,
-        '"stop_token_ids": list(self.eos_token_ids),\n            **(args.generation_kwargs or {}),',
-        '"stop_token_ids": list(self.eos_token_ids),',
-        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
     ),
     Mutation(
         "text: a continuation is a control token",
@@ -335,15 +314,15 @@ MUTATIONS = [
     Mutation(
         "one more observation than max_env_steps",
         SCRIPT,
-        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
-        "MAX_TURNS if len(rollout.turns) > self.max_steps + 1 else",
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps else",
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps + 1 else",
         "tests/method/test_budgets.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(
         "a mistaken call does not count as an observation",
         SCRIPT,
-        "MAX_TURNS if len(rollout.turns) > self.max_steps else",
-        'MAX_TURNS if sum(t.error != "call" for t in rollout.turns) > self.max_steps else',
+        "MAX_TURNS if len(rollout.turns) > self.max_env_steps else",
+        'MAX_TURNS if sum(t.error != "call" for t in rollout.turns) > self.max_env_steps else',
         "tests/method/test_budgets.py::test_max_steps_counts_observations_and_leaves_a_turn_to_answer",
     ),
     Mutation(

@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "preflight: facts are of the last batch",
         "mt_grpo/reports/preflight.py",
-        "trainer.args, [rollout for batch in batches for rollout in batch]",
-        "trainer.args, batches[-1]",
+        "rollouts = [rollout for batch in batches for rollout in batch.rollouts]",
+        "rollouts = batches[-1].rollouts",
         "tests/reports/test_first_batch.py::test_facts_are_of_all_batches",
     ),
     Mutation(

@@ -279,13 +279,6 @@ MUTATIONS = [
         "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
     ),
     Mutation(
-        "generation_kwargs are left out of an evaluation",
-        "scripts/evaluate.py",
-        "return {**params, **(args.generation_kwargs or {})}",
-        "return params",
-        "tests/scripts/test_scripts.py::test_evaluation_samples_as_training_does",
-    ),
-    Mutation(
         "evaluate: a worked solution is looked for whole",
         "scripts/evaluate.py",
         "golds = [accepted_answers(answer)[0] for",

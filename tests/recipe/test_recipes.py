@@ -32,6 +32,7 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
@@ -382,7 +383,7 @@ def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
 
     check_read_back(trainer, {k: v for k, v in original.items() if k in VLLM_KEYS}, READ_BACK_VLLM)
-    assert isinstance(trainer.llm, mt.ServerPool if original["vllm_mode"] == "server" else InProcessBackend)
+    assert isinstance(trainer.llm, ServerPool if original["vllm_mode"] == "server" else InProcessBackend)
 
 
 # --- accelerate ------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from mt_grpo.reports.troubles import (  # fmt: skip
     troubles,
 )
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
@@ -164,11 +166,10 @@ def called(index, name, error=None):
 
 
 def facts_of(*batches, max_turn_tokens=None):
-    args = SimpleNamespace(max_turn_tokens=max_turn_tokens, max_completion_length=9, num_generations=2,
+    args = SimpleNamespace(longest_turn=max_turn_tokens or 9, max_completion_length=9, num_generations=2,
                            generation_batch_size=4, credit_assignment="mt_grpo")  # fmt: skip
-    trainer = SimpleNamespace(args=args, _metrics={"train": {}}, reward_func_names=[], reward_weights=torch.ones(0),
-                              _reward_use=SimpleNamespace(unused=[]))  # fmt: skip
-    return facts_of_batches(trainer, list(batches))
+    batches = [Batch([], 2, rollouts=rollouts) for rollouts in batches]
+    return facts_of_batches(args, {}, RewardFunctions([], [], 0), [], batches)
 
 
 def test_facts_are_of_all_batches():
@@ -246,7 +247,7 @@ def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(first_batch, "facts_of_batches", lambda trainer, batches: 1 / 0)
+    monkeypatch.setattr(first_batch, "facts_of_batches", lambda *batches: 1 / 0)
     mt.main(["--config", recipe_file(tmp_path, max_steps=1)])
     assert "The first batch cannot be reported on: ZeroDivisionError: division by zero" in caplog.text
     assert (tmp_path / "out/trainer_state.json").exists()

@@ -16,14 +16,13 @@ def match(**kwargs):
     return []
 
 
-TRAINER = SimpleNamespace(reward_functions=RewardFunctions([calls, match], [1.0, 2.0], 1))
 WELL = {"reward": 1.0, "rewards/match/mean": 0.5, "entropy": 0.3, "stop/max_turns": 0.2,
         "completions/clipped_ratio": 0.2, "credit/frac_groups_without_signal": 0.4}  # fmt: skip
 
 
 def watched(logs, caplog):
     """The metrics that were told of, in order."""
-    watch, caplog.records[:] = Watch(TRAINER), []
+    watch, caplog.records[:] = Watch(RewardFunctions([calls, match], [1.0, 2.0], 1).main_outcome), []
     for step, log in enumerate(logs, 1):
         watch.on_log(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None, logs=log)
     return [record.getMessage().split(":")[0].rpartition(", ")[2] for record in caplog.records]
