@@ -157,8 +157,8 @@ def check_ranges(config: Any) -> None:
 def make_absolute(config: Any) -> None:
     """Make the paths of a dataclass of settings absolute, as seen from the folder where the run starts."""
     for each in dataclasses.fields(config):
-        kind, value = fact_of(each, "path"), getattr(config, each.name)
-        if not kind or not value:
+        kind = fact_of(each, "path")
+        if not kind or not (value := getattr(config, each.name)):
             continue
         if kind is True:
             value = [absolute(path) for path in value] if isinstance(value, list) else absolute(value)

@@ -172,8 +172,8 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
     for each in dataclasses.fields(args):
-        allowed, value = fact_of(each, "one_of"), getattr(args, each.name)
-        if allowed and value not in allowed:
+        allowed = fact_of(each, "one_of")
+        if allowed and (value := getattr(args, each.name)) not in allowed:
             raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.")
     for key, reason in REFUSED_KEYS.items():
         if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):

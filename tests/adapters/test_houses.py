@@ -1,0 +1,58 @@
+"""Houses of adapters: each brings its keys and says which recipes are its own."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters import choose
+from mt_grpo.adapters.house import House
+from mt_grpo.base.fields import key
+
+
+@dataclasses.dataclass
+class PuppetKeys:
+    puppet: str | None = key(None, "Who plays", needs="the line environment: theatre")
+
+
+class Theatre(House):
+    """A house of one's own, as a folder's keys.py has it."""
+
+    keys, line = PuppetKeys, "environment: theatre"
+
+    def runs(self, script_args):
+        return script_args.environment == "theatre"
+
+    def conversation(self, script_args, args, base):
+        return type("Play", (base,), {"puppet": script_args.puppet}), None
+
+
+def settings(**keys):
+    plain = vars(choose.AdapterKeys()) | {"environment": None, "tools_script": None, "puppet": None}
+    return SimpleNamespace(**plain | keys)
+
+
+def load(**keys):
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+    return choose.load_conversation(settings(**keys), args, mt.MultiTurnToolEnv)
+
+
+def test_a_new_house_is_its_keys_and_its_place_in_the_list(monkeypatch):
+    monkeypatch.setattr(choose, "HOUSES", (*choose.HOUSES, Theatre()))
+    cls, environment = load(environment="theatre", puppet="Kasper")
+    assert issubclass(cls, mt.MultiTurnToolEnv) and (cls.puppet, environment) == ("Kasper", None)
+    assert load() == (mt.MultiTurnToolEnv, None)
+    with pytest.raises(ValueError, match="puppet has no effect without the line environment: theatre. Add it, or rem"):
+        load(puppet="Kasper")
+    with pytest.raises(ValueError, match="gym_text has no effect without the line environment: gym"):
+        load(environment="theatre", gym_text="a.py:B")
+    with pytest.raises(ValueError, match="mcp_tools has no effect without a conversation of this trainer's own"):
+        load(environment="theatre", mcp_tools=["a"])
+
+
+def test_no_two_houses_have_the_same_key():
+    """The later one would hide the other, with its default and its range."""
+    names = [each.name for house in choose.HOUSES for each in dataclasses.fields(house.keys)]
+    names += [each.name for each in dataclasses.fields(mt.MTGRPOConfig)]
+    assert len(names) == len(set(names))
