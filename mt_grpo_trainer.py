@@ -121,17 +121,17 @@ from mt_grpo.rollout import (
     ToolResult,
     Turn,
 )
-from mt_grpo.run.backend import connect_backend, pool_of
+from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes
+from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
-from mt_grpo.training.reward_runs import own_copy
-from mt_grpo.training.reward_use import RewardUse, numbers_that_count
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
+from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
 
 logger = logging.getLogger(__name__)
 

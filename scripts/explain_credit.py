@@ -30,7 +30,8 @@ import view_rollouts
 from evaluate import number
 from recipes import Recipe, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
-from viewer.index import as_item, question
+from viewer.index import as_item
+from viewer.rows import question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError

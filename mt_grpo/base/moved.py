@@ -46,15 +46,15 @@ generation.rollout_batch: prefetch
 training.tensors: tensors
 training.records: records
 training.rewards: scoring
-training.reward_calls: reward_calls
+training.reward_calls: reward_calls scoring
+training.reward_numbers: scoring
 training.reward_errors: reward_errors
-training.in_flight: admission checkpoints prefetch
 training.token_checks: text_check token_checks
 run.checkpoints: disk_room run_record checkpoints
 run.nodes: nodes
 run.snapshots: snapshots
 run.trainer: saving resume
-run.ahead: ahead
+run.in_flight: admission checkpoints prefetch ahead training.in_flight run.ahead
 recipe.keys: settings
 recipe.data: data
 recipe.refusals: off_policy refusals

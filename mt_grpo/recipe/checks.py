@@ -28,7 +28,7 @@ from mt_grpo.generation.weight_transfer import check_group_port, check_shared_di
 from mt_grpo.recipe.data import check_prompt, empty_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
-from mt_grpo.training.reward_runs import REWARD_COLUMNS
+from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
 

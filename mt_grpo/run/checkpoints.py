@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.training_args import OptimizerNames
 
 from mt_grpo.base.files import absolute, read_json
-from mt_grpo.training.in_flight import IN_FLIGHT
+from mt_grpo.run.in_flight import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 

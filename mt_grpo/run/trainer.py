@@ -27,8 +27,6 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.generation.rollout_batch import RolloutBatch
-from mt_grpo.run.ahead import BetweenBatches, InFlight
-from mt_grpo.run.backend import start_rollouts, sync_weights
 from mt_grpo.run.checkpoints import (
     LORA_KEYS,
     RUN_RECORD,
@@ -44,6 +42,8 @@ from mt_grpo.run.checkpoints import (
     trained_settings,
     weights_not_finite,
 )
+from mt_grpo.run.connect import start_rollouts, sync_weights
+from mt_grpo.run.in_flight import BetweenBatches, InFlight
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,

@@ -15,9 +15,9 @@ import torch
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.reward_calls import rollout_columns, run_rewards
 from mt_grpo.training.reward_errors import RewardError
 from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
-from mt_grpo.training.reward_runs import rollout_columns, run_rewards
 from mt_grpo.training.tensors import pad_rows
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@
 Both run 256 conversations of the calculator's task, at most three completions each, on the bundled Hermes model. The
 tool waits 0.2 s or 1 s (`asyncio.sleep`). *own*: the conversation of `MultiTurnToolEnv`. *agent*: an async function
 with the `openai` package, in this process, over HTTP to the endpoint. They alternate, and the first of a pair changes.
-What is told is ours as conversations per second, and the CPU seconds of this process per completion. Client and server
-share the cores.
+The report has conversations per second, and the CPU seconds of this process per completion. Client and server share
+the cores.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ from mt_grpo.adapters.verl import paths as verl_paths
 from mt_grpo.adapters.verl.config import load_function_tools, load_tools_config
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Turn
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 
 PLUGINS = Path(__file__).resolve().parents[2] / "../shared/data/plugins/ms_swift"
 needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")

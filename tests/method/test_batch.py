@@ -18,8 +18,8 @@ from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
 from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.reward_runs import run_rewards
-from mt_grpo.training.reward_use import RewardUse
+from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.unused_rewards import RewardUse
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 

@@ -8,8 +8,8 @@ import torch
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training.reward_numbers import check_advantages
-from mt_grpo.training.reward_use import numbers_that_count as numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
+from mt_grpo.training.unused_rewards import numbers_that_count as numbers_that_move
 from mt_grpo_trainer import (
     CREDIT_ASSIGNMENTS,
     RewardTable,

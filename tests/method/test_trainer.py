@@ -28,8 +28,8 @@ from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import state_numbers
-from mt_grpo.training.reward_runs import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -577,7 +577,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.training.reward_runs.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.reward_calls.BLOCKED_SECONDS", 0.2)
     try:
         with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks

@@ -196,7 +196,7 @@ MUTATIONS = [
     ),
     Mutation(
         "viewer: what a further record read is not searched",
-        "scripts/viewer/index.py",
+        "scripts/viewer/rows.py",
         "for message in [*messages, *read] if isinstance(message, dict)]",
         "for message in messages if isinstance(message, dict)]",
         "tests/scripts/test_view_rollouts.py::test_what_a_further_record_read_can_be_searched",

@@ -41,7 +41,7 @@ from mt_grpo.reports.preflight import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 

@@ -28,8 +28,8 @@ from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult
 from mt_grpo.run.checkpoints import source_sha256
 from mt_grpo.run.trainer import ResumableTrainer
-from mt_grpo.training import reward_runs as scoring
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training import reward_calls as scoring
+from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ HARD = """
 import collections, itertools, sqlite3, sys
 import torch
 from mt_grpo.training import reward_calls
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 reward_calls.GRACE = 1.0
 
 def stays_in_c(**kwargs):  # SQLite lets other threads run, and asks for no signal
@@ -294,7 +294,7 @@ ENDS = """
 import time
 import torch
 from mt_grpo.training import reward_calls
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 reward_calls.GRACE = 0.2
 run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
 time.sleep(1.0)
@@ -403,7 +403,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from mt_grpo.base.ranks import RunError, raise_on_all_ranks
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 
 RANK = PartialState(cpu=True).process_index
 

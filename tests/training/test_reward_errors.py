@@ -10,7 +10,7 @@ from test_trainer import settings
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.training.reward_runs import run_rewards
+from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 REWARDS = """

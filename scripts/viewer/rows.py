@@ -1,0 +1,127 @@
+"""What a row of the log of rollouts says: the columns of the index, and the text to search in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from typing import Any
+
+LARGEST = 2**63  # of SQLite's whole numbers
+
+
+class Unreadable(ValueError):
+    """A row of which nothing can be shown."""
+
+
+def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """(a rollout's columns of the index, its text to search in). Raises `Unreadable` where it is no rollout."""
+    turns, messages = row.get("turns"), row.get("messages")
+    if not isinstance(turns, list) or not isinstance(messages, list) or not all(isinstance(t, dict) for t in turns):
+        raise Unreadable("expected turns and messages")
+    calls = [call for turn in turns for call in turn.get("calls") or []]
+    results = [result for turn in turns for result in turn.get("results") or []]
+    errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
+    prompt = question(row)
+    rewards = {clean(k): v for k, v in (row.get("rewards") or {}).items() if v is None or is_number(v)}
+    total = number_or_none(row.get("reward"))
+    if row.get("reward") is None:  # logs from before there was this column
+        given = [value for value in rewards.values() if value is not None]
+        total = sum(given) if given else None
+    values = {
+        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": clean(row.get("mode") or "train"),
+        "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],
+        "stop": clean(row.get("stop_reason")), "reward": total, "rewards": json.dumps(rewards), "turns": len(turns),
+        "tokens": whole(row.get("num_tokens")),
+        "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
+        "tools": names(call.get("name") for call in calls), "errors": names(errors),
+        "version": whole(row.get("policy_version")),
+    }  # fmt: skip
+    contexts = [turn.get("context") for turn in turns]  # before further records
+    read = [message for context in contexts if isinstance(context, list) for message in context]
+    said = [text_of(message.get("content")) for message in [*messages, *read] if isinstance(message, dict)]
+    said += [text_of(call.get("arguments")) for call in calls] + [text_of(result.get("text")) for result in results]
+    return values, "\n".join([*said, text_of(row.get("answer")), clean(row.get("error") or "")])
+
+
+def clean(value: Any) -> str:
+    """Text that UTF-8 has: a model may write half of a character in JSON."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def text_of(content: Any) -> str:
+    """A message's content, or a call's arguments, as text.
+
+    >>> text_of([{"type": "text", "text": "What is it?"}, {"type": "image"}]), text_of({"a": 1}), text_of(None)
+    ('What is it?\\n[image]', '{"a": 1}', '')
+    """
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "\n".join(text_of(part.get("text") or f"[{part.get('type')}]") for part in content)
+    if content is None or isinstance(content, str):
+        return clean(content or "")
+    return clean(json.dumps(content, ensure_ascii=False, default=str))
+
+
+def number_or_none(value: Any) -> float | None:
+    """A number that SQLite and JSON have; of text, where it spells one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, or None."""
+    return value is None or not isinstance(value, (bool, str)) and number_or_none(value) is not None
+
+
+def whole(value: Any) -> int:
+    """A whole number; 0 where there is none.
+
+    >>> whole(3), whole(7.0), whole("12"), whole("x"), whole(2**70), whole(None)
+    (3, 7, 12, 0, 0, 0)
+    """
+    number = number_or_none(value)
+    return int(number) if number is not None and number == int(number) and abs(number) < LARGEST else 0
+
+
+def names(values: Any) -> str:
+    """Different names in lines of their own, a line break before and behind each; empty where there are none.
+
+    >>> names(["b", None, "a", "b"]), names([])
+    ('\\nb\\na\\n', '')
+    """
+    found = [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
+    return "".join(f"\n{name}" for name in found) + "\n" if found else ""
+
+
+def team(row: dict[str, Any], prompt: str) -> str:
+    """What tells a group from others of its batch: its number, or the prompt in logs that have none."""
+    group = row.get("group")
+    return str(group) if isinstance(group, int) else hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+def question(row: dict[str, Any]) -> str:
+    """The last user message of a row's prompt.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> question({"messages": messages, "turns": [{"text": "4"}]})
+    '2+2?'
+    """
+    given = [message for message in row["messages"][: prompt_length(row)] if isinstance(message, dict)]
+    asked = [message for message in given if message.get("role") == "user"] or given[:1]
+    return text_of(asked[-1].get("content")) if asked else ""
+
+
+def prompt_length(row: dict[str, Any]) -> int:
+    """How many of a row's messages stand before its first turn. INVARIANT: viewer.js counts the same way."""
+    messages, turns = row["messages"], row["turns"]
+    if isinstance(row.get("num_prompt_messages"), int):
+        return row["num_prompt_messages"]
+    said = [m for m, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant"]
+    text = turns[0].get("text") if turns else None
+    if text is None:
+        return len(messages)
+    return next((m for m in said if messages[m].get("content") == text), said[0] if said else len(messages))
