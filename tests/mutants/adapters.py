@@ -70,4 +70,11 @@ MUTATIONS = [
         '    if side == "right":',
         "tests/adapters/test_verl.py::test_function_tools",
     ),
+    Mutation(
+        "houses: a key that has no effect is taken",
+        "mt_grpo/adapters/choose.py",
+        "        house.check(script_args, runner)",
+        "        pass",
+        "tests/adapters/test_houses.py::test_a_new_house_is_its_keys_and_its_place_in_the_list",
+    ),
 ]

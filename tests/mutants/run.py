@@ -524,4 +524,11 @@ MUTATIONS = [
         "if False:",
         "tests/run/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
     ),
+    Mutation(
+        "a run record has settings that change no training",
+        "mt_grpo/run/checkpoints.py",
+        'if not each.metadata.get("trained", True)}',
+        "if False}",
+        "tests/run/test_checkpoints.py::test_a_record_has_what_changes_training_and_nothing_else",
+    ),
 ]

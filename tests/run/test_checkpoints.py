@@ -32,6 +32,7 @@ from mt_grpo.run.checkpoints import (
     check_tensors,
     checkpoint_damage,
     checkpoint_to_resume,
+    trained_settings,
     weights_not_finite,
 )
 from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save
@@ -278,6 +279,16 @@ def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
 def test_a_batch_of_another_size_changes_the_order():
     (line,) = changed_settings({"world_size": 2, "beta": 0.0}, {"world_size": 4, "beta": 0.0})
     assert line.startswith("world_size: 2 -> 4 (the order of the prompts is another one")
+
+
+def test_a_record_has_what_changes_training_and_nothing_else(tmp_path):
+    """Ours by what their fields say, TRL's by a table."""
+    found = trained_settings(MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)).keys()
+    assert {"credit_assignment", "max_turn_tokens", "tool_timeout", "max_staleness", "beta", "learning_rate"} <= found
+    assert not found & {
+        "weight_sync", "weight_sync_dir", "print_metrics", "log_rollouts", "max_concurrent_tools", "reward_timeout",
+        "output_dir", "logging_steps", "save_steps",
+    }  # fmt: skip
 
 
 # =====================================================================================================================
