@@ -293,6 +293,8 @@ class Bench:
 
     def run(self, shape: str, conversations: int, wait: float) -> Row:
         """One measured run; `bound` replays the last `engine`. Seconds, MiB, tokens."""
+        from mt_grpo.base.event_loop import run_async
+
         env, prompts = self.envs[wait], self.prompts(conversations)
         requests_made, chain = self.replayable or ([], 0.0)
         bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "bound" else []
@@ -302,7 +304,7 @@ class Bench:
         common.start_of_peak()
         with stopwatch() as seconds:
             if shape == "bound":
-                self.mt.run_async(send(self.server.url, bodies))
+                run_async(send(self.server.url, bodies))
             else:
                 rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
         server_cpu = group_cpu(self.server_group) - server_cpu
@@ -355,6 +357,8 @@ class Bench:
 
     def share(self, way: str, prompts: list[list[int]], num_tokens: int) -> Row:
         """First turns of GROUP rollouts per prompt, all sent at once."""
+        from mt_grpo.base.event_loop import run_async
+
         body = functools.partial(replay_body, self.model)
         bodies = {
             "apart": lambda: [
@@ -366,7 +370,7 @@ class Bench:
         self.reset()
         before, server_cpu = self.prefilled(), group_cpu(self.server_group)
         with stopwatch() as seconds:
-            self.mt.run_async(send(self.server.url, bodies))
+            run_async(send(self.server.url, bodies))
         return {
             "way": way, "max_tokens": num_tokens, "prompt_tokens": sum(map(len, prompts)) * GROUP,
             "seconds": seconds["wall"], "client_cpu": seconds["cpu"],

@@ -385,7 +385,7 @@ MUTATIONS = [
         "a fork's tool format is no choice of a recipe",
         SCRIPT,
         "one_of=TOOL_FORMATS",
-        "one_of=tuple(TOOL_FORMATS)",
+        'one_of=("xml", "hermes", "native")',
         "tests/method/test_forks.py::test_the_choices_of_a_fork_have_its_format",
     ),
     Mutation(
