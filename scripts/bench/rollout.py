@@ -297,12 +297,14 @@ class Bench:
         requests_made, chain = self.replayable or ([], 0.0)
         bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "bound" else []
         client, rollouts = self.fresh_client(), []
+        from mt_grpo.base.event_loop import run_async
+
         self.reset()
         steps, server_cpu = self.counter("iteration_tokens_total_count"), group_cpu(self.server_group)
         common.start_of_peak()
         with stopwatch() as seconds:
             if shape == "bound":
-                self.mt.run_async(send(self.server.url, bodies))
+                run_async(send(self.server.url, bodies))
             else:
                 rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
         server_cpu = group_cpu(self.server_group) - server_cpu
@@ -363,10 +365,12 @@ class Bench:
             "together": lambda: [body(ids, num_tokens) for ids in prompts for _ in range(GROUP)],
             "n": lambda: [body(ids, num_tokens, n=GROUP) for ids in prompts],
         }[way]()
+        from mt_grpo.base.event_loop import run_async
+
         self.reset()
         before, server_cpu = self.prefilled(), group_cpu(self.server_group)
         with stopwatch() as seconds:
-            self.mt.run_async(send(self.server.url, bodies))
+            run_async(send(self.server.url, bodies))
         return {
             "way": way, "max_tokens": num_tokens, "prompt_tokens": sum(map(len, prompts)) * GROUP,
             "seconds": seconds["wall"], "client_cpu": seconds["cpu"],

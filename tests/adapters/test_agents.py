@@ -30,7 +30,7 @@ from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, enviro
 from mt_grpo.adapters.agents.prompts import AgentPrompts
 from mt_grpo.adapters.agents.responses_api import read_items
 from mt_grpo.adapters.agents.session import AgentSession
-from mt_grpo.base.event_loop import start_in_background
+from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.records import trained_records
@@ -84,10 +84,10 @@ def run(agent, *turns, seconds=0.0, timeout=20.0, max_model_calls=8, row=None, l
     row = {"question": "What?", **(row or {})}
     (rollout,) = env.start([[]], rows=[row])
     try:
-        mt.run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+        run_async(env.converse(rollout, llm, {"temperature": 1.0}))
     finally:
         for server, _ in env._servers.values():
-            mt.run_async(server.stop())
+            run_async(server.stop())
     verify(rollout, llm)
     return rollout, llm
 
@@ -1977,7 +1977,7 @@ def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tm
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    mt.run_async(cancelled_twice())
+    run_async(cancelled_twice())
     assert ends(int((tmp_path / "pid").read_text()))
 
 
@@ -2199,7 +2199,7 @@ def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_p
 
     def note(inputs):
         batch = generate(inputs)
-        further = [row for rows in batch[mt.FURTHER] for row in rows]
+        further = [row for rows in batch[mt.FURTHER_RECORDS] for row in rows]
         sampled = sum(len(turn.token_ids) for rollout in trainer.batch.rollouts for turn in rollout.turns)
         masks = [int((batch["completion_mask"] * batch["tool_mask"]).sum())]
         masks += [int((row["completion_mask"] * row["tool_mask"]).sum()) for row in further]

@@ -34,6 +34,7 @@ from mt_grpo.adapters.ms_swift.schedulers import (
     RolloutScheduler,
     ThinkingModelTipsScheduler,
 )
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Generation, StopReason
@@ -97,7 +98,7 @@ def run(cls, *turns, row=None, llm=None, messages=None, checked=True, **settings
     env, llm = conversations(cls, **settings), llm or Scripted(*turns)
     prompt = messages or [user("What?")]
     (rollout,) = env.start([prompt], rows=[{"prompt": prompt, **(row or {})}])
-    mt.run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+    run_async(env.converse(rollout, llm, {"temperature": 1.0}))
     if rollout.error is not None:
         raise rollout.error
     if checked:
@@ -824,7 +825,7 @@ def test_a_failure_is_the_environments_and_says_why(cls, said):
     timeout = 1.0 if cls in (Blocks, Hangs) else 60.0
     env, llm = conversations(cls, max_turns=2, environment_timeout=timeout), Scripted("It is 2.")
     (rollout,) = env.start([[user("What?")]], rows=[{"prompt": [user("What?")]}])
-    mt.run_async(env.converse(rollout, llm))
+    run_async(env.converse(rollout, llm))
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
     with pytest.raises(SchedulerFailure, match=said):
         raise rollout.error
@@ -845,7 +846,7 @@ def test_a_slow_method_stalls_no_other_conversation():
     async def all_of_them():
         await asyncio.gather(*(env.converse(rollout, llm) for rollout in rollouts))
 
-    mt.run_async(all_of_them())
+    run_async(all_of_them())
     assert [(len(rollout.turns), rollout.error) for rollout in rollouts] == [(2, None)] * 16
     assert len({rollout.environment.request_id for rollout in rollouts}) == 16
 
@@ -944,7 +945,7 @@ def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):
     assert [func.__name__ for func in turn_funcs] == ["environment", "tool"]
     assert [func.__name__ for func in outcome_funcs] == ["counts"]
     (rollout,) = env.start([[]], rows=[{"goal": 2, "env_config": {"goal": 2}}])
-    mt.run_async(env.converse(rollout, Scripted("1", "2")))
+    run_async(env.converse(rollout, Scripted("1", "2")))
     columns = {"environments": [rollout.environment], "environment_rewards": [rollout.reward]}
     assert outcome_funcs[0](**columns) == [2.0] and turn_funcs[0](rollout_turns=[rollout.turns]) == [[1.0, 1.0]]
 
@@ -1240,7 +1241,7 @@ def test_requests_of_a_shared_worker_reach_their_own_conversation():
 
     env, llm = conversations(Worker), Scripted("It is 2.")
     for rollout in env.start([[user("What?")]] * 3, rows=[{"prompt": [user("What?")]}] * 3):
-        mt.run_async(env.converse(rollout, llm))
+        run_async(env.converse(rollout, llm))
         assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True]
 
 
@@ -1449,7 +1450,7 @@ def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
 
     env, llm = conversations(Encodes, max_turns=1), Scripted("It is 2.")
     (rollout,) = env.start([[]], rows=[{"messages": [user("What?")]}])
-    mt.run_async(env.converse(rollout, llm))
+    run_async(env.converse(rollout, llm))
     assert rollout.error is None and rollout.completion_ids == ids("It is 2.") + END
 
 
@@ -1499,7 +1500,7 @@ def test_a_scheduler_that_asks_on_and_on_is_ended(after):
 
     env, llm = conversations(Insists, max_model_calls=2, environment_timeout=1.0), Scripted("It is 2.")
     (rollout,) = env.start([[user("What?")]], rows=[{"prompt": [user("What?")]}])
-    mt.run_async(env.converse(rollout, llm), timeout=30)
+    run_async(env.converse(rollout, llm), timeout=30)
     if after == "the end":
         assert rollout.stop_reason == StopReason.MAX_TURNS and [t.trained for t in rollout.turns] == [True, True]
     else:

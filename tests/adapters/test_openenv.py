@@ -16,6 +16,7 @@ from test_ms_swift import Scripted, conversations, run, user
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.ms_swift.gym import OpenEnvScheduler, OpenEnvWrapper
 from mt_grpo.adapters.ms_swift.paths import multi_turns
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.environments import EnvironmentFailure
 from mt_grpo.recipe.data import load_rows
 
@@ -156,7 +157,7 @@ def test_so_many_sessions_open_at_a_time(sessions, monkeypatch):
     env, llm = conversations(Counting), Scripted("1")
     prompts = [[user("What?")]] * 7
     rollouts = env.start(prompts, rows=[{"prompt": prompt} for prompt in prompts])
-    mt.run_async(mt.gather_all([let_go(), *(env.converse(rollout, llm, {}) for rollout in rollouts)]))
+    run_async(mt.gather_all([let_go(), *(env.converse(rollout, llm, {}) for rollout in rollouts)]))
     assert max(most) == room and len(most) == 7 and all(rollout.error is None for rollout in rollouts)
 
 
@@ -207,7 +208,7 @@ def test_a_null_that_a_row_of_json_says_arrives(sessions, tmp_path):
     env = conversations(Counting)
     for row in data:
         (rollout,) = env.start([[user("What?")]], rows=[row])
-        mt.run_async(env.converse(rollout, Scripted("1", "2"), {}))
+        run_async(env.converse(rollout, Scripted("1", "2"), {}))
         assert rollout.error is None
     assert [session.env_config for session in sessions.opened] == [
         {"goal": 2, **written[0]}, {"goal": 2, "system_message": "Count.", "reset_kwargs": None}
@@ -316,6 +317,7 @@ from test_ms_swift import Scripted, conversations, user
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.ms_swift.gym import OpenEnvScheduler
+from mt_grpo.base.event_loop import run_async
 
 sys.path.append(sys.argv[2])
 env, llm = conversations(OpenEnvScheduler, environment_timeout=60.0), Scripted('{"answer": 2}')
@@ -323,7 +325,7 @@ url = f"http://127.0.0.1:{sys.argv[1]}"
 rows = [{"env_config": {"base_url": url, "reset_kwargs": {"start": start}}} for start in (0, 1, 2)]
 rows.append({"env_config": {"base_url": "http://127.0.0.1:9"}})
 rollouts = env.start([[user("What?")]] * 4, rows=rows)
-mt.run_async(mt.gather_all([env.converse(rollout, llm, {}) for rollout in rollouts]))
+run_async(mt.gather_all([env.converse(rollout, llm, {}) for rollout in rollouts]))
 print(json.dumps([[[turn.reward for turn in r.turns], r.prompt_messages, str(r.error or "")] for r in rollouts]))
 """
 
