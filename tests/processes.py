@@ -10,12 +10,10 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).resolve().parent
-IMPORTS = os.pathsep.join(  # as PYTHONPATH: what a test can import (pyproject.toml's pythonpath)
-    map(
-        str,
-        [TESTS.parent, TESTS.parent / "scripts", TESTS, *sorted(each for each in TESTS.iterdir() if each.is_dir())],
-    )
-)
+# As PYTHONPATH: what a test can import (pyproject.toml's pythonpath). The modules of a package stay out: those of
+# `mutants` are called as frameworks are.
+FOLDERS = sorted(each for each in TESTS.iterdir() if each.is_dir() and not (each / "__init__.py").exists())
+IMPORTS = os.pathsep.join(map(str, [TESTS.parent, TESTS.parent / "scripts", TESTS, *FOLDERS]))
 
 
 def alive(pid: int) -> bool:
