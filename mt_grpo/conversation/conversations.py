@@ -32,6 +32,10 @@ class Conversations(Limits):
         """`max_env_steps`, by the name of the argument."""
         return self.max_env_steps
 
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.max_env_steps = value
+
     # -- what the conversation reads: its limits, its format, its state --
 
     def _room(self, rollout: Rollout, llm: Any) -> Room:

@@ -93,6 +93,13 @@ def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     assert rollout.turns[2].tool_call.name == "count" and rollout.turns[2].observation is None
 
 
+def test_max_steps_is_the_recipes_max_env_steps():
+    env = MultiTurnToolEnv(max_steps=3)
+    assert (env.max_steps, env.max_env_steps) == (3, 3)
+    env.max_steps = 5  # as an argument of this name may be set later
+    assert (env.max_steps, env.max_env_steps) == (5, 5)
+
+
 def test_max_completion_length_counts_tool_results():
     limit = len(ADD) + ENVELOPE + 1 + 30  # the call, its result "5", 30 tokens to answer
     rollout, backend = converse(ADD, "x" * 31, max_completion_length=limit)
