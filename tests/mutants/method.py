@@ -134,7 +134,7 @@ MUTATIONS = [
         SCRIPT,
         'lambda table: self._advantages(table, "none")',
         'lambda table: turn_advantages(table, "merged", self._group_size, 1.0, "none")',
-        "tests/method/test_credit.py::test_numbers_that_count_by_hand",
+        "tests/method/test_batch.py::test_a_reward_that_moves_nothing_is_said_once",
     ),
     Mutation(
         "a reward per rollout goes to the turn after the result too",
