@@ -144,8 +144,8 @@ class Turn:
         """What the model got to read after this turn: the results without their tags, else the messages."""
         if not self.messages:
             return None
-        said = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
-        return "\n".join(said)
+        texts = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
+        return "\n".join(texts)
 
     @property
     def observed(self) -> bool:
@@ -325,8 +325,8 @@ class Rollout(TurnTokens):
         for turn in self.turns:
             content, calls = turn.text + (turn.continuation or ""), turn.tool_calls
             if goes_on:
-                said = messages.pop()
-                content, calls = said["content"] + content, [*said.get("tool_calls", []), *calls]
+                before = messages.pop()
+                content, calls = before["content"] + content, [*before.get("tool_calls", []), *calls]
             messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
             messages += turn.messages_with_results
             goes_on = turn.continuation is not None

@@ -40,7 +40,7 @@ FAULTS_AND_STOPPING = {
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
-    "squeezed", "pieces", "said", "add", "copy", "digest",
+    "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "check_others", "signature_of", "hints_of", "readers_of", "read_argument", "read", "call_tool",

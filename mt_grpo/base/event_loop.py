@@ -38,7 +38,7 @@ def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
-async def run_aside(coroutine: Coroutine, thread: str) -> Any:
+async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
     """Run a coroutine on the event loop of another thread. A caller that is cancelled cancels the coroutine."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
 

@@ -82,12 +82,12 @@ class RewardCall:
     def _watch(self) -> None:
         if self._over.wait(self.timeout):
             return
-        self.late, told = True, time.monotonic() + GRACE / 2
+        self.late, warns_at = True, time.monotonic() + GRACE / 2
         while not self._over.is_set():
             signal.pthread_kill(threading.main_thread().ident, WAKE)
             self._over.wait(min(AGAIN, GRACE / 4))
-            if time.monotonic() > told and not self._over.is_set():
-                told = float("inf")
+            if time.monotonic() > warns_at and not self._over.is_set():
+                warns_at = float("inf")
                 logger.error(
                     f"Reward {self.name} took longer than reward_timeout={self.timeout:g} s, and nothing interrupts "
                     f"it: it is in C code, or catches everything. In {GRACE / 2:g} s this process ends, with a "

@@ -59,7 +59,7 @@ def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
     written = env.format_of(tokenizer)
     parts = [(tokenizer.decode(record.prompt_ids), False)]
     for turn in record.turns:
-        parts += [(said(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
+        parts += [(text_of_turn(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
     # Behind a turn without such ids nothing was read in this record.
     turns = [turn if turn.observation_ids else dataclasses.replace(turn, messages=[]) for turn in record.turns]
     arguments = written.prompt(with_turns(start, turns), tools)
@@ -72,7 +72,7 @@ def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
     return compare(parts, rendered, written.thinking, ends)
 
 
-def said(turn: Turn, written: Any) -> str:
+def text_of_turn(turn: Turn, written: Any) -> str:
     """A turn's text. Where it ended by another token than the template's, that one stands in its place."""
     ids = list(turn.token_ids)
     if ids and ids[-1] in written.ends and written._closing and ids[-1] not in written._closing:
@@ -221,7 +221,7 @@ def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollou
 
 CHECKS = ("ids", "mask", "text")
 COMPARED = 8  # rollouts per batch and rank whose texts are compared: it takes milliseconds for each
-told: set[tuple] = set()
+reported: set[tuple] = set()
 
 
 # -- ids and mask --
@@ -291,8 +291,8 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
         raise RunError(errors[0])
     for each in found:
         kind = each[:3] if each.check == "text" else each[:2]
-        if kind not in told:
-            told.add(kind)
+        if kind not in reported:
+            reported.add(kind)
             logger.warning(f"{text_of(each)} Differences of this kind are not told again; tokens/* counts them.")
     return {
         f"tokens/{check}_differ": sum(own[check] for own, _, _ in reports)
@@ -303,7 +303,7 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
 
 def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dict, list[Difference]]:
     """(rollouts with a difference by check, rollouts that were compared by check, what was found)."""
-    counts, told_of = dict.fromkeys(CHECKS, 0), []
+    counts, found_here = dict.fromkeys(CHECKS, 0), []
     # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
     # A format of a fork's own may lack what renders conversations to compare with.
@@ -321,8 +321,8 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
             ]  # fmt: skip
         for check in {each.check for each in found}:
             counts[check] += 1
-        told_of += found
-    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, told_of
+        found_here += found
+    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, found_here
 
 
 def text_of(found: Difference) -> str:

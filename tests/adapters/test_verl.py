@@ -57,7 +57,7 @@ def fresh_verl(monkeypatch):
 
     forget()
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(verl_environment, "told", set())
+    monkeypatch.setattr(verl_environment, "warned_of", set())
     yield
     forget()
 

@@ -181,7 +181,7 @@ MUTATIONS = [
     Mutation(
         "completions: calls of a message that went on are lost",
         "mt_grpo/rollout.py",
-        '[*said.get("tool_calls", []), *calls]',
+        '[*before.get("tool_calls", []), *calls]',
         "calls",
         "tests/method/test_rollouts.py::test_a_turn_that_goes_on_is_one_message_with_all_its_calls",
     ),

@@ -327,7 +327,7 @@ MUTATIONS = [
     Mutation(
         "tokens: a kind is told each time",
         "mt_grpo/training/token_checks.py",
-        "            told.add(kind)\n",
+        "            reported.add(kind)\n",
         "",
         "tests/training/test_token_checks.py::test_a_kind_is_told_once_and_raised_where_asked",
     ),
@@ -411,7 +411,7 @@ MUTATIONS = [
     Mutation(
         "the process ends without the reward's name",
         "mt_grpo/training/reward_calls.py",
-        "            if time.monotonic() > told and not",
+        "            if time.monotonic() > warns_at and not",
         "            if False and not",
         "tests/training/test_reward_calls.py::test_what_nothing_interrupts_ends_the_process_by_its_name",
     ),

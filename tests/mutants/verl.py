@@ -142,8 +142,8 @@ MUTATIONS = [
     Mutation(
         "verl: tools run on the loop of the conversations",
         "mt_grpo/adapters/verl/base.py",
-        'run_aside(coroutine, "mt-grpo-verl")',
-        'run_aside(coroutine, "mt-grpo-rollouts")',
+        'run_on_thread(coroutine, "mt-grpo-verl")',
+        'run_on_thread(coroutine, "mt-grpo-rollouts")',
         "tests/adapters/test_verl.py::test_a_tool_that_hangs_or_blocks_delays_no_conversation",
     ),
     Mutation(

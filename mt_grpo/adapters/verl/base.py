@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.base.event_loop import run_aside
+from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.conversation.tools.results import as_text
 from mt_grpo.conversation.tools.signature import as_tool
@@ -110,9 +110,9 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Callable:
     return decorate(name) if callable(name) else decorate
 
 
-async def aside(coroutine: Coroutine) -> Any:
+async def on_own_loop(coroutine: Coroutine) -> Any:
     """Run a coroutine of verl's tools on their own event loop. Who stops waiting for it cancels it."""
-    return await run_aside(coroutine, "mt-grpo-verl")
+    return await run_on_thread(coroutine, "mt-grpo-verl")
 
 
 def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
@@ -128,7 +128,7 @@ def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResu
 
         @functools.wraps(tool.fn)
         async def run(*args: Any, **kwargs: Any) -> ToolResult:
-            return finish(read_result(await aside(tool.fn(*args, **kwargs))))
+            return finish(read_result(await on_own_loop(tool.fn(*args, **kwargs))))
     else:
 
         @functools.wraps(tool.fn)

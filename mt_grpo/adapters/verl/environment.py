@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.adapters.house import cut_characters
-from mt_grpo.adapters.verl.base import aside, read_result, response_text
+from mt_grpo.adapters.verl.base import on_own_loop, read_result, response_text
 from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import as_tool
@@ -237,7 +237,7 @@ class VerlEnvironment:
         tools_kwargs, interaction_kwargs, self.tool_selection = self.kwargs_of(row)
         self.agent_data = AgentData(uuid.uuid4().hex, tools_kwargs, interaction_kwargs)
         self.outcome_rewards = {}
-        said = await aside(self._begin(interaction_kwargs))
+        said = await on_own_loop(self._begin(interaction_kwargs))
         return "\n" + said if said else None
 
     async def _begin(self, interaction_kwargs: dict[str, Any]) -> str:
@@ -316,8 +316,8 @@ class VerlEnvironment:
         """Keep an outcome reward. verl's search tools give a list of texts there, which is none."""
         if is_number(value):
             self.outcome_rewards[name] = float(value)
-        elif value is not None and name not in told:
-            told.add(name)
+        elif value is not None and name not in warned_of:
+            warned_of.add(name)
             logger.warning(f"calc_reward of {name} gave {type(value).__name__}, which is no number: not counted.")
 
     async def close(self) -> None:
@@ -325,7 +325,7 @@ class VerlEnvironment:
 
         They run to their end where nobody waits for them any more, as behind a tool that blocks.
         """
-        await asyncio.shield(aside(self._end()))
+        await asyncio.shield(on_own_loop(self._end()))
 
     async def _end(self) -> None:
         ids, interaction = self._ids, self._interaction
@@ -349,7 +349,7 @@ class AnsweringEnvironment(VerlEnvironment):
             return None
         kwargs = self.agent_data.interaction_kwargs
         respond, messages = self._interaction.generate_response, copy.deepcopy(self.agent_data.messages)
-        answer = await aside(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
+        answer = await on_own_loop(respond(self._interaction_id, messages, **with_given(respond, kwargs, {})))
         if not isinstance(answer, tuple) or len(answer) != 4:
             raise TypeError(
                 f"generate_response gave {answer!r:.100}, expected (whether it is over, text, score, dict)"
@@ -366,11 +366,11 @@ class ScoredEnvironment(VerlEnvironment):
 
     async def get_reward(self) -> float | None:
         """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""
-        await aside(self._finish())
+        await on_own_loop(self._finish())
         return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
 
 
-told: set[str] = set()
+warned_of: set[str] = set()
 
 
 def environment_class(name: str, tools: dict[str, Any], interactions: dict[str, Any], **settings: Any) -> type:
@@ -397,7 +397,7 @@ def method_of(name: str, schema: dict[str, Any]) -> Callable:
     """A tool as a method of the environment."""
 
     async def run(self, **arguments: Any) -> ToolResult:
-        return await aside(self._call(name, arguments))
+        return await on_own_loop(self._call(name, arguments))
 
     as_written = as_tool(Described(name, schema))
     signature = inspect.signature(as_written)

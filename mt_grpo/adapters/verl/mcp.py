@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_grpo.adapters.verl.base import BaseTool
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.base.event_loop import run_aside
+from mt_grpo.base.event_loop import run_on_thread
 
 
 class MCPBaseTool(BaseTool):
@@ -52,7 +52,7 @@ async def ask_server(tool: Any, instance_id: str, parameters: dict[str, Any]) ->
     from mt_grpo.adapters.mcp.servers import LOOP, McpToolError
     from mt_grpo.adapters.mcp.tools import result_text
 
-    result = await run_aside(tool.server.call(tool.name, parameters), LOOP)
+    result = await run_on_thread(tool.server.call(tool.name, parameters), LOOP)
     if result.is_error:
         raise McpToolError(result_text(result))  # as it is: a class may read nothing but answers
     return tool._parse_tool_result(result.content)

@@ -143,8 +143,8 @@ class HermesFormat(ChatFormat):
         self.check_results(list(self.probes[: 1 + self.several]))
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
-        said = "" if self.describes_tools else str([message["content"] for message in messages])
-        if missing := [name for name in tools if not self.describes_tools and name not in said]:
+        shown = "" if self.describes_tools else str([message["content"] for message in messages])
+        if missing := [name for name in tools if not self.describes_tools and name not in shown]:
             raise ValueError(
                 f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
