@@ -137,7 +137,7 @@ def test_what_a_template_does_itself_is_not_told(name):
 
 
 def test_a_kind_is_told_once_and_raised_where_asked(monkeypatch, caplog):
-    monkeypatch.setattr(token_checks, "warned_of", set())
+    monkeypatch.setattr(token_checks, "reported", set())
     rollouts, env = conversation(FAULTS["a lost end of line"][0])
     args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
     for _ in range(2):

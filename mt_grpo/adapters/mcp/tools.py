@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
-from mt_grpo.base.event_loop import background_loop, gather_all, run_aside
+from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import as_tool
 
@@ -82,7 +82,7 @@ def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Call
     """One tool of a server, which checks its arguments. Raises `ValueError` for names that Python does not take."""
 
     async def run(**arguments: Any) -> str:
-        result = await run_aside(server.call(tool.name, arguments), LOOP)
+        result = await run_on_thread(server.call(tool.name, arguments), LOOP)
         text = finish(result_text(result))
         if result.is_error:
             raise McpToolError(text)
