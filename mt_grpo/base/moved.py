@@ -66,7 +66,7 @@ reports.progress: metrics_log progress
 reports.troubles: readings watch
 reports.preflight: run_plan batch_facts first_batch watch
 adapters.choose: adapter_keys
-adapters.house: adapter_keys
+adapters.house: adapter_keys adapters.recipe_checks
 adapters.session: adapters.policy_time adapters.agent_session adapters.agent_prompts
 adapters.agents.messages: adapters.chat_messages
 adapters.agents.chains: adapters.chains
