@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import itertools
+import json
 import logging
 import math
+import re
 import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +30,7 @@ from mt_grpo.conversation.limits import limits_of
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import backend_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
-from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
+from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts, Trouble, Watch, troubles
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
 from mt_grpo.training.batch import Batch
@@ -115,12 +119,17 @@ def epoch_line(num_rows: int, args: Any) -> str:
     ...                   steps_per_generation=4, num_iterations=2, max_steps=300, num_train_epochs=3))
     '8 batches = 768 rollouts = 16 optimizer steps; the run: 300 optimizer steps'
     """
-    batches = num_rows // (args.generation_batch_size // args.num_generations)
-    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
-    whole = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+    batches, steps, whole = steps_of(num_rows, args)
     rollouts = batches * args.generation_batch_size
     counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
     return f"{counts}; the run: {whole} optimizer steps"
+
+
+def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
+    """(batches of an epoch, its optimizer steps, those of the run)."""
+    batches = num_rows // (args.generation_batch_size // args.num_generations)
+    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+    return batches, steps, args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
 
 
 def context_line(env: Any, train: Any, args: Any) -> str:
@@ -211,6 +220,7 @@ def peak_memory() -> str | None:
 
 MOST_SHOWN = 160  # characters of an error
 MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
+WORD = r"[\w-]+"  # a tool's name is one
 
 
 def facts_of_settings(trainer: Any) -> Facts:
@@ -221,8 +231,9 @@ def facts_of_settings(trainer: Any) -> Facts:
     messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
     system = "".join(m["content"] for m in messages if m["role"] == "system")
     read = env.tokenizer.decode(prompt_ids_of(env, row))
-    lacking = [name for name in tools if name not in read]
+    lacking = [name for name in tools if not stands_in(name, read)]
     return {
+        **facts_of_data(trainer.train_dataset, args, env.environments is not None),
         **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
         "num_generations": args.num_generations,
         "optim": str(getattr(args.optim, "value", args.optim)),
@@ -231,7 +242,46 @@ def facts_of_settings(trainer: Any) -> Facts:
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
         "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
+        "prompt/nearest": "".join(nearest(name, re.findall(WORD, read)) for name in lacking[:1]),
     }  # fmt: skip
+
+
+def stands_in(name: str, text: str) -> bool:
+    """Whether a tool's name stands in a text as a word of its own.
+
+    >>> stands_in("search", "Call wiki_search or web-search."), stands_in("search", "Call `search(query)`.")
+    (False, True)
+    """
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
+
+
+def nearest(name: str, words: Iterable[str]) -> str:
+    """A sentence about the word that is most like a tool's name; empty where none is.
+
+    >>> nearest("search", ["Call", "wiki_search"]), nearest("search", ["Call", "add"])
+    (" It says 'wiki_search'.", '')
+    """
+    close = difflib.get_close_matches(name, sorted(set(words)), n=1)
+    return f" It says {close[0]!r}." if close else ""
+
+
+def facts_of_data(train: Any, args: Any, has_environment: bool) -> Facts:
+    """How many rows are different, and how often the run goes through them; nothing where no row says anything.
+
+    Rows are counted until there are so many that a run goes through them fewer than `REPEATED` times.
+    """
+    batches = steps_of(len(train), args)[2] * args.gradient_accumulation_steps
+    prompts = batches / (args.steps_per_generation * args.num_iterations)
+    prompts *= args.generation_batch_size // args.num_generations
+    columns = list(train.column_names) if has_environment else ["prompt"]
+    seen = set()
+    for row in train.select_columns(columns) if columns else []:
+        if columns == ["prompt"] and not any(message["content"] for message in row.get("prompt") or []):
+            return {}  # the environment brings the prompts
+        seen.add(hash(json.dumps(row, sort_keys=True, default=str)))
+        if len(seen) * REPEATED > prompts:
+            break
+    return {"data/different": len(seen), "data/passes": prompts / max(len(seen), 1)}
 
 
 @torch.no_grad()
@@ -280,12 +330,14 @@ def facts_of_batches(
     failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
     worst = max(failed, key=failed.get, default=None)
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
+    environment_errors = [str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
     groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
     weights = dict(zip(functions.names, functions.weights))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
+    outcome = functions.main_outcome
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
@@ -293,16 +345,20 @@ def facts_of_batches(
         "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
         if groups else None,
         "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,
+        "calls/failed": share(result.error is not None for result in uncut) if len(uncut) >= MIN_CALLS else None,
+        "prompt/ends_with_assistant": share(
+            bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant" for r in rollouts
+        ),
         "credit_assignment": args.credit_assignment,
         "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
         "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
         "tools/broken": failed.get(worst), "tools/all_broken": min(failed.values(), default=0.0),
         "tools/broken_name": f"the tool {worst}",
-        "first/tool_error": shown(result for result in reached.get(worst, ()) if result.error is not None),
-        "first/call_error": shown(r for r in results if r.error == "call"),
-        "first/environment_error": next(
-            (str(r.error)[:MOST_SHOWN] for r in rollouts if r.stop_reason in FAILURES and r.error is not None), ""
-        ),
+        "frequent/tool_error": most_frequent(r.text for r in reached.get(worst, ()) if r.error is not None),
+        "frequent/call_error": most_frequent(r.text for r in results if r.error == "call"),
+        "frequent/environment_error": most_frequent(environment_errors),
+        "outcome/name": outcome, "outcome/mean": given.get(outcome),
+        "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
         "rewards/varied": varied, "rewards/unused": ", ".join(unused),
         "rewards/varied_and_used": [name for name in varied if name not in unused],
@@ -339,10 +395,30 @@ def share(flags: Any) -> float:
     return sum(flags) / len(flags) if flags else 0.0
 
 
-def shown(results: Any) -> str:
-    """The text of the first of some results, in one line."""
-    first = next(iter(results), None)
-    return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
+def most_frequent(errors: Iterable[str]) -> str:
+    """The error of the most frequent kind, in one line, with how many are of its kind.
+
+    >>> most_frequent(["the call is no JSON (char 3)", "unknown tool 'a'. Known tools: b", "unknown tool 'c'"])
+    "unknown tool 'a'. Known tools: b (2 of 3 errors)"
+    >>> most_frequent(["Error: no room."]), most_frequent([])
+    ('Error: no room.', '')
+    """
+    lines = [" ".join(text.split()) for text in errors]
+    if not lines:
+        return ""
+    kind, count = Counter(map(kind_of_error, lines)).most_common(1)[0]
+    text = next(line for line in lines if kind_of_error(line) == kind)[:MOST_SHOWN]
+    return text if len(lines) == 1 else f"{text.rstrip('.')} ({count} of {len(lines)} errors)"
+
+
+def kind_of_error(text: str) -> str:
+    """What an error says before its details: without quoted words and numbers, up to its first sentence's end.
+
+    >>> kind_of_error("Error: argument 'a' must be str, got int. Usage: f(a: str)")
+    'argument * must be str, got int'
+    """
+    blank = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\d+", "*", text.removeprefix("Error: "))
+    return re.split(r"[(:;]|\.(?:\s|$)", blank, maxsplit=1)[0].strip() or blank
 
 
 # A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.

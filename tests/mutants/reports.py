@@ -91,6 +91,13 @@ MUTATIONS = [
         "tests/reports/test_rollout_log.py::test_a_row_holds_what_every_record_read",
     ),
     Mutation(
+        "preflight: the first error is shown, and not the most frequent one",
+        "mt_grpo/reports/preflight.py",
+        "    kind, count = Counter(map(kind_of_error, lines)).most_common(1)[0]\n",
+        "    kind, count = kind_of_error(lines[0]), 1\n",
+        "tests/reports/test_first_batch.py::test_the_most_frequent_kind_of_error_is_shown",
+    ),
+    Mutation(
         "preflight: an optimizer step is taken",
         "mt_grpo/reports/preflight.py",
         "            self.gather_facts()\n            raise PreflightOver",
