@@ -17,7 +17,8 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.recipe.data import empty_prompts
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports import preflight as first_batch
-from mt_grpo.reports.preflight import FirstBatch, facts_of_batches, facts_of_data, whole_groups
+from mt_grpo.reports.facts import facts_of_batches, facts_of_data, whole_groups
+from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
     CUT,
