@@ -33,6 +33,7 @@ LOGGING = {
     "_mode",
     "_note_end",
 }
+ALTERED = {"converse_whole", "keep_whole", "check_turns", "first_unknown", "place", "__setattr__"}  # by an environment
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
@@ -46,8 +47,8 @@ TEXTS = {  # calls, results and control tokens as text
     "read_call", "check_others", "signature_of", "hints_of", "readers_of", "read_argument", "read", "call_tool",
     "run_tool", "as_text", "submit", "_free_thread", "_take", "_start", "_run", "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
-    "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control", "pattern_of",
-    "message_tokens", "around_messages", "added_tokens",
+    "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
+    "pattern_of", "message_tokens", "around_messages", "added_tokens",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
@@ -159,7 +160,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
-    aside |= ROWS | MAIN_THREAD
+    aside |= ROWS | MAIN_THREAD | ALTERED
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
