@@ -10,6 +10,13 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "what is unused is counted over the last batch",
+        "mt_grpo/training/unused_rewards.py",
+        "self.given[f] + given, self.moved[f] + moved\n",
+        "given, moved\n",
+        "tests/method/test_batch.py::test_a_reward_that_gives_nothing_is_not_unused",
+    ),
+    Mutation(
         "records: a rank with further ones has more rows than the others",
         "mt_grpo/training/batch.py",
         "(num_further - len(further))",
