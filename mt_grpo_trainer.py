@@ -99,6 +99,7 @@ from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges, 
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -1245,6 +1246,7 @@ def main(argv: list[str] | None = None) -> None:
         if script_args.preflight:
             sys.exit(run_preflight(trainer))
         train_or_save(trainer)
+        say_last_lines(trainer, script_args, argv)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

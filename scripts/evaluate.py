@@ -37,6 +37,7 @@ from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 
+OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ def evaluate(
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
-        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call), `result_found` (share
+        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
+        tool), `result_found` (share
         whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
         that the recipe's rewards cannot tell are None.
     """
@@ -149,7 +151,10 @@ def evaluate(
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     answers = [row.get("answer") for row in repeated]
-    if found is None and all(isinstance(answer, str) for answer in answers):
+    has_tools = any(rollout.tools or env.tools for rollout in rollouts) or any(
+        t.calls for r in rollouts for t in r.turns
+    )
+    if found is None and has_tools and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
@@ -164,7 +169,7 @@ def evaluate(
         },
         "exact_match": exact and mean([v and float(v > 0) for v in exact]),
         "pass_at_k": solved and mean(solved),
-        "tool_executed": mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
+        "tool_executed": None if not has_tools else mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
         "result_found": found and mean([v and float(v > 0) for v in found]),
         "mean_turns": mean([len(r.turns) for r in rollouts]),
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
@@ -263,6 +268,15 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def without_unused(rewards: dict[str, float | None]) -> dict[str, float | None]:
+    """Turn rewards by their functions, without those of environments and tools that gave none.
+
+    >>> without_unused({"environment": None, "tool": 0.5, "right_call": None})
+    {'tool': 0.5, 'right_call': None}
+    """
+    return {name: value for name, value in rewards.items() if value is not None or name not in OF_ENVIRONMENTS}
+
+
 def table(result: dict[str, Any]) -> str:
     """What `evaluate` returned, for people."""
     seeded = "" if result["seed"] is None else f", seed {result['seed']}"
@@ -275,9 +289,11 @@ def table(result: dict[str, Any]) -> str:
     ]
     rows = [("exact match (pass@1)", result["exact_match"])]
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
-    rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"]),
-             ("mean turns", result["mean_turns"])]  # fmt: skip
-    rows += [(f"turn reward: {name}", value) for name, value in result["rewards"]["turn"].items()]
+    rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
+    rows = [(label, value) for label, value in rows if value is not None]  # what this task has
+    rows.append(("mean turns", result["mean_turns"]))
+    turn_rewards = without_unused(result["rewards"]["turn"])
+    rows += [(f"turn reward: {name}", value) for name, value in turn_rewards.items()]
     rows += [(f"outcome reward: {name}", value) for name, value in result["rewards"]["outcome"].items()]
     rows += [(f"stop: {reason}", value) for reason, value in result["stop_reasons"].items()]
     width = max(len(label) for label, _ in rows)

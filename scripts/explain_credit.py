@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import view_rollouts
-from evaluate import number
+from evaluate import number, without_unused
 from recipes import Recipe, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
 from viewer.index import as_item
@@ -295,7 +295,7 @@ def reward_lines(rollout: RolloutCredit) -> list[tuple[str, str]]:
     """
     outcome, turn = (
         ", ".join(f"{name} {number(reward, 2)}" for name, reward in functions)
-        for functions in (rollout.outcome_rewards, rollout.turn_rewards)
+        for functions in (rollout.outcome_rewards, without_unused(dict(rollout.turn_rewards)).items())
     )
     lines = [("outcome", f"{number(rollout.outcome, 2)} = {outcome}" if outcome else number(rollout.outcome, 2))]
     per_turn = [turn.reward for turn in rollout.turns if turn.reward is not None]
