@@ -66,7 +66,8 @@ def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
 
 
 def test_results_of_mcp_are_cut_as_those_of_verl(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mt_grpo.adapters.mcp.tools", SimpleNamespace(load_mcp_tools=lambda *given: given))
+    tools = SimpleNamespace(load_mcp_tools=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "mt_grpo.adapters.mcp.tools", tools)
     keys = dict(mcp_config_file="g.json", max_tool_response_length=4, tool_response_truncate_side="left")
     path, names, seconds, calls, finish = choose.load_adapter_tools(settings(**keys))
     assert (path, names, seconds, calls) == ("g.json", None, 60.0, 16)
