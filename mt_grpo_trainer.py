@@ -911,7 +911,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None
             self._evaluation.add(self._metrics["eval"], batch, total)
-        self._rollout_log.add(batch, output, advantages, self.state.global_step)
+        outcome = norm(batch.rewards.outcome, batch.group_size, self.scale_rewards)  # (N,), of the outcome alone
+        self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):

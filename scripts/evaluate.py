@@ -151,9 +151,7 @@ def evaluate(
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     answers = [row.get("answer") for row in repeated]
-    has_tools = any(rollout.tools or env.tools for rollout in rollouts) or any(
-        t.calls for r in rollouts for t in r.turns
-    )
+    has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
     if found is None and has_tools and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
