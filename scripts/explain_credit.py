@@ -319,7 +319,7 @@ def render_text(group: GroupCredit, width: int = 119, colour: bool = False) -> s
     """The group for a terminal of `width` columns."""
     head = [("question", group.question), *settings(group), *(("note", note) for note in group.notes)]
     lines = [f"{label:<15}" + hanging(one_line(text), width, 15) for label, text in head]
-    titles = "turn  reward  advantage  outcome    turn  text, and what the environment answered"
+    titles = "turn  reward  advantage  outcome    turn  text, and what the environment said"
     lines += ["", ink(titles, "dim", colour)]
     for index, rollout in enumerate(group.rollouts):
         lines += ["", *rollout_lines(index, rollout, width, colour)]
