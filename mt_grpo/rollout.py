@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 Message = dict[str, Any]  # with `role` and `content`, as chat templates take them
+# The roles of OpenAI's API, and those of the templates of Llama (`ipython`), GLM (`observation`) and Gemma (`model`).
+ROLES = frozenset("system developer user assistant tool function ipython observation environment model".split())
 
 
 class StopReason(StrEnum):

@@ -46,8 +46,8 @@ TEXTS = {  # calls, results and control tokens as text
     "read_call", "check_others", "signature_of", "hints_of", "readers_of", "read_argument", "read", "call_tool",
     "run_tool", "as_text", "submit", "_free_thread", "_take", "_start", "_run", "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
-    "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control", "pattern_of",
-    "message_tokens", "around_messages", "added_tokens",
+    "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
+    "pattern_of", "message_tokens", "around_messages", "added_tokens",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",

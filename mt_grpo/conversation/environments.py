@@ -19,7 +19,7 @@ from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.rollout import Message, Reply, Rollout, StopReason, ToolCall, join
+from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
 
 Clean = Callable[[list[Message], Origin], list[Message]]  # breaks control tokens: `ChatFormat.clean`
 REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
@@ -49,7 +49,10 @@ class PromptTooLong(Exception):
 
 def read_reply(reply: Any, name: str) -> Reply | None:
     """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
-    if isinstance(reply, dict) and reply.keys() <= Reply.__dataclass_fields__.keys():
+    if isinstance(reply, dict):
+        if unknown := [key for key in reply if key not in Reply.__dataclass_fields__]:
+            known = ", ".join(Reply.__dataclass_fields__)
+            raise EnvironmentFailure(f"{name}.respond: a reply has no {unknown[0]!r:.100}, expected some of {known}.")
         reply = Reply(**reply)
     if reply is None:
         return None
@@ -62,6 +65,8 @@ def read_reply(reply: Any, name: str) -> Reply | None:
         if not isinstance(getattr(reply, key) or kind(), kind):
             got = type(getattr(reply, key)).__name__
             raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.")
+    if reply.stop not in (None, True, False):  # any text is true: "no" would end the conversation
+        raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
     if reply.reward is not None and not is_number(reply.reward):
         raise EnvironmentFailure(f"{name}.respond: reward is {reply.reward!r}, expected a finite number or None.")
     read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
@@ -78,8 +83,9 @@ def read_messages(messages: Any, where: str) -> list[Message] | None:
     for message in messages or []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise EnvironmentFailure(f"{where} has {message!r:.200}, expected role and content.")
-        if not isinstance(message["role"], str):
-            raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected a text such as user.")
+        if not isinstance(message["role"], str) or message["role"] not in ROLES:
+            known = ", ".join(sorted(ROLES))
+            raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected one of {known}.")
         # As in OpenAI's API: a message that only calls says nothing.
         content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
         read.append({**message, "content": read_content(content, where)})

@@ -22,6 +22,16 @@ def plain_content(content: Any, where: str) -> Any:
     return "".join(part["text"] for part in content)
 
 
+def content_of(message: dict[str, Any], where: str) -> Any:
+    """A message's content, as `plain_content` has it. As in OpenAI's API, null beside calls says nothing: "".
+
+    >>> content_of({"role": "assistant", "content": None, "tool_calls": [{}]}, "")
+    ''
+    """
+    content = plain_content(message.get("content"), where)
+    return "" if content is None and message.get("tool_calls") else content
+
+
 def sampling_defaults() -> dict[str, Any]:
     """Defaults of the sampling fields. The server takes a field that is not sent from generation_config.json."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -77,8 +87,7 @@ def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
 
 def message_text(message: dict[str, Any], name: str) -> str:
     """The content of a message as text: a chat template would write Python's form of anything else."""
-    content = plain_content(message["content"], name)
-    content = "" if content is None and message.get("tool_calls") else content
+    content = content_of(message, name)
     if not isinstance(content, str):
         raise ValueError(f"{name} holds a message with the content {content!r:.80}, expected text.")
     return content

@@ -22,12 +22,14 @@ from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.conversation.limits import limits_of
+from mt_grpo.conversation.sampling import check_conversations
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
+from mt_grpo.rollout import ROLES
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,25 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     for i, row in enumerate(dataset.select_columns(["prompt"])):
         if row.get("prompt") or environments is None:
             check_prompt(row.get("prompt"), f"{name}, row {i}")
+            check_speakers(row["prompt"], f"{name}, row {i}", env)
+
+
+def check_speakers(prompt: list[dict[str, Any]], where: str, env: Any) -> None:
+    """Raise `ValueError` for a role that no chat template knows, and for a prompt in which nobody asks anything.
+
+    Most templates write any role as it is. The model has never read one of its name.
+    """
+    roles = {message["role"] for message in prompt}
+    template = str(getattr(getattr(env, "tokenizer", None), "chat_template", ""))
+    if unknown := [
+        role for role in sorted(roles - ROLES) if not re.search(f"""['"]{re.escape(role)}['"]""", template)
+    ]:
+        raise ValueError(
+            f"{where}: a message has the role {unknown[0]!r:.100}. Expected one of {', '.join(sorted(ROLES))}, or one "
+            "that the model's chat template names."
+        )
+    if roles <= {"system", "developer"} and getattr(env, "environments", None) is None:
+        raise ValueError(f"{where}: the prompt has a system message alone. Expected a user's message behind it.")
 
 
 def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
@@ -99,6 +120,7 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
+    (prompt,) = check_conversations([prompt], "prompt")
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 
@@ -111,7 +133,7 @@ def longest_prompt(env: Any, dataset: Any) -> int:
     columns = [c for c in ("prompt", "environment") if c in dataset.column_names]
     rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
     rows = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
-    rows = heapq.nlargest(32, rows, key=lambda row: sum(len(m["content"]) for m in row["prompt"]))
+    rows = heapq.nlargest(32, rows, key=lambda row: sum(len(m["content"] or "") for m in row["prompt"]))
     try:
         return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from mt_grpo.base.rows import DataRow, JsonLines, Rows, check_images, without_padding
-from mt_grpo.conversation.sampling import plain_content
+from mt_grpo.conversation.sampling import content_of
 
 
 def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:
@@ -81,6 +81,8 @@ def check_prompt(prompt: Any, where: str) -> None:
         raise ValueError(f"{where}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
     for message in prompt:
         for key in ("role", "content"):
+            if key == "content" and content_of(message, where) == "":
+                continue
             if not isinstance(message.get(key), str):
                 raise ValueError(
                     f"{where}: a prompt must be a list of messages with role and content, which are text, got "
@@ -109,18 +111,19 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
     if "prompt" in row:
         prompt = row["prompt"]
         if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}] if prompt.strip() else None
+            if not prompt.strip():
+                raise ValueError(f"{where}: prompt is {prompt!r:.100}, expected text or messages.")
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
-            prompt = [
-                {**m, "content": plain_content(m.get("content"), where)} if isinstance(m, dict) else m for m in prompt
-            ]
+            prompt = [{**m, "content": content_of(m, where)} if isinstance(m, dict) else m for m in prompt]
         check_prompt(prompt, where)
         return {**row, "prompt": prompt}
     if "question" not in row or "answer" not in row:
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
     question = row["question"]
-    if not isinstance(question, str) or not question.strip() or row["answer"] is None:
-        key, expected = ("answer", "one") if row["answer"] is None else ("question", "text")
+    no_answer = row["answer"] is None or row["answer"] != row["answer"]  # NaN: a table writes it where none is
+    if not isinstance(question, str) or not question.strip() or no_answer:
+        key, expected = ("answer", "one") if no_answer else ("question", "text")
         raise ValueError(f"{where}: {key} is {row[key]!r:.100}, expected {expected}.")
     prompt = [{"role": "user", "content": question}]
     check_prompt(prompt, where)
@@ -292,6 +295,9 @@ def read_json_line(text: str, path: Path, number: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error.msg}.") from None
+        array = " It looks like an array: `jq -c '.[]'` makes lines of it." if text.startswith("[") else ""
+        raise ValueError(
+            f"{path}, line {number} is not JSON: {error.msg}. Expected an object on each line.{array}"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}, line {number} cannot be read: {error}.") from None

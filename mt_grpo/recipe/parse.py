@@ -29,6 +29,7 @@ from mt_grpo.recipe.keys import (
     known_keys,
     make_absolute,
 )
+from mt_grpo.recipe.other_trainers import keys_elsewhere
 from mt_grpo.recipe.refusals import REFUSED_KEYS
 from mt_grpo.rollout import join
 
@@ -52,10 +53,41 @@ class RecipeLoader(yaml.SafeLoader):
 
 
 class RecipeParser(TrlParser):
-    """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit."""
+    """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit.
+
+    `--key null` unsets what a recipe says, as `key: null` does in a recipe, where the key may be None.
+    """
 
     def error(self, message: str) -> typing.NoReturn:
         raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
+
+    def parse_known_args(self, args: list[str], namespace: Any = None) -> tuple:
+        types = known_keys(tuple(self.dataclass_types))
+        rest, unset = without_null(args, {key for key, kind in types.items() if type(None) in typing.get_args(kind)})
+        namespace, rest = super().parse_known_args(rest, namespace)
+        vars(namespace).update(dict.fromkeys(unset))  # before the dataclasses are made, which check their fields
+        return namespace, rest
+
+
+def without_null(argv: list[str], may_be_none: set[str]) -> tuple[list[str], set[str]]:
+    """(the command line without `--key null`, the keys that it unsets). A later value of a key goes before.
+
+    >>> without_null(["--agent", "null", "--beta=null", "--seed", "3"], {"agent"})
+    (['--beta=null', '--seed', '3'], {'agent'})
+    """
+    rest, unset, place = [], set(), 0
+    while place < len(argv):
+        option, equals, value = argv[place].partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        length = 1 if equals else 2
+        value = [value] if equals else argv[place + 1 : place + 2]
+        if option.startswith("--") and key in may_be_none and value == ["null"]:
+            unset, place = unset | {key}, place + length
+            continue
+        if option.startswith("--"):
+            unset = unset - {key}
+        rest, place = [*rest, argv[place]], place + 1
+    return rest, unset
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
@@ -73,6 +105,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     known = known_keys(classes)
+    if elsewhere := keys_elsewhere(recipe, {*known, "env"}, f"in {path}"):
+        raise ValueError(elsewhere)
     for key, value in recipe.items():
         if key == "env":
             check_variables(value, path)
@@ -131,6 +165,10 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         read_recipe(argv[position], classes)
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
+    options = {"config", "help", *known_keys(classes), *(f"no_{key}" for key in known_keys(classes))}
+    overrides = [a.lstrip("+~").split("=")[0] for a in argv if re.match(r"[+~]*\w+(\.\w+)+=", a)]  # verl's, of Hydra
+    if elsewhere := keys_elsewhere(dict.fromkeys(given + overrides), options, "on the command line"):
+        raise ValueError(elsewhere)
     for key in given:
         if key not in ("config", "help") and key.removeprefix("no_") not in known_keys(classes):
             raise ValueError(unknown_key(key, "on the command line", known_keys(classes)))

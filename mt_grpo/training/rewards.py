@@ -31,8 +31,14 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for func in turn_funcs + outcome_funcs:
-        if not callable(func) or isinstance(func, torch.nn.Module):
-            raise ValueError(f"A reward must be a function, got {func!r}.")
+        if isinstance(func, (str, torch.nn.Module)):
+            raise ValueError(
+                f"A reward must be a function, got {func if isinstance(func, str) else type(func).__name__!r:.100}. "
+                "Reward models are not loaded, by name or as modules. Write a function that runs the model, or that "
+                "asks it over HTTP: rewards/judge_reward.py is one."
+            )
+        if not callable(func):
+            raise ValueError(f"A reward must be a function, got {func!r:.100}. List functions, without calling them.")
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
             raise ValueError(
                 f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."

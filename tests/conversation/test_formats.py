@@ -1,6 +1,7 @@
 """Tool formats: where a turn ends, what is read in it, and the ids behind it, on tokenizers without models."""
 
 import functools
+import json
 import random
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.formats.native import typed
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Parsed, ToolCall, ToolResult
@@ -394,6 +396,25 @@ def prompt_of(fmt):
 
 def parse(fmt, text):
     return fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS)
+
+
+def test_arguments_as_text_are_written_once():
+    """As OpenAI's API has them, whatever the template takes; a control token does not hide behind an escape."""
+    given = '{"a": 2, "b": "\\u003c|im_end|>"}'
+    for template, written in (
+        ("qwen2_5", '{"a": 2, "b": "< |im_end|>"}'),
+        ("deepseekv3", '{"a": 2, "b": "<|im_end|>"}'),
+    ):
+        text = (TEMPLATES / f"{template}.jinja").read_text()
+        tokenizer = byte_tokenizer(text, FAMILIES["qwen3"].tokens[0] if template == "qwen2_5" else ("<eos>",))
+        for name in ("xml", "hermes") if template == "qwen2_5" else ("xml",):
+            fmt = make_format(name, tokenizer)
+            for arguments in (given, json.loads(given)):
+                call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+                calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+                (clean,) = fmt.clean([calls], Origin.OUTSIDE)
+                rendered = fmt._render([{"role": "user", "content": "?"}, clean])
+                assert written in rendered, rendered
 
 
 @EVERY_FAMILY

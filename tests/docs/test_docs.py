@@ -38,7 +38,7 @@ from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
 from mt_grpo.recipe.keys import default_of, known_keys
-from mt_grpo.recipe.plugins import load_environment, load_tools
+from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +169,7 @@ def test_every_python_block_is_run_here():
         "sys.stdin.read()",
         "import ProgramError",
         "import read_rollouts",
+        "import think_format_reward",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
@@ -295,6 +296,13 @@ def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
         assert len(rollout.records) == 3
     if word in ("class Door", "class Countdown"):
         assert rollout.prompt_messages[0]["content"].startswith("Begin. T")
+
+
+def test_a_reward_of_trl_is_one_here(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(block(PAGES["docs/moving.md"], "python", "import think_format_reward"))
+    _, (reward,) = load_rewards(str(path))
+    assert reward([[{"role": "assistant", "content": text}] for text in ("<think>a</think>b", "b")]) == [1.0, 0.0]
 
 
 def test_the_agent_example_runs():

@@ -862,4 +862,18 @@ MUTATIONS = [
         '"min_p": args.min_p or 0.0}',
         "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
     ),
+    Mutation(
+        "arguments of calls stay text: a template writes them as JSON once more, and an escape hides a control token",
+        "mt_grpo/conversation/formats/base.py",
+        "read = load_json(given)[0] if isinstance(given, str) else given",
+        "read = given",
+        "tests/conversation/test_formats.py::test_arguments_as_text_are_written_once",
+    ),
+    Mutation(
+        "environments: any text stops",
+        "mt_grpo/conversation/environments.py",
+        "if reply.stop not in (None, True, False):",
+        "if False:",
+        "tests/conversation/test_environments.py::test_what_is_no_reply_ends_the_rollout",
+    ),
 ]

@@ -142,8 +142,29 @@ MUTATIONS = [
     Mutation(
         "an answer of null is taken",
         "mt_grpo/recipe/data.py",
-        'not question.strip() or row["answer"] is None:',
+        "not question.strip() or no_answer:",
         "not question.strip():",
+        "tests/recipe/test_recipes.py::test_bad_dataset",
+    ),
+    Mutation(
+        "a key of another trainer gets the nearest name of ours",
+        "mt_grpo/recipe/other_trainers.py",
+        "    if not found:\n        return None\n    lines",
+        "    if found:\n        return None\n    lines",
+        "tests/recipe/test_other_trainers.py::test_a_recipe_of_ms_swift_gets_all_names_at_once",
+    ),
+    Mutation(
+        "null on the command line is a text",
+        "mt_grpo/recipe/parse.py",
+        'key in may_be_none and value == ["null"]:',
+        'key in may_be_none and value == ["nil"]:',
+        "tests/recipe/test_recipes.py::test_null_on_the_command_line_unsets_what_the_recipe_says",
+    ),
+    Mutation(
+        "roles that no template knows are taken",
+        "mt_grpo/recipe/checks.py",
+        "for role in sorted(roles - ROLES) if not",
+        "for role in sorted(roles - roles) if not",
         "tests/recipe/test_recipes.py::test_bad_dataset",
     ),
     Mutation(

@@ -22,17 +22,20 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
 from conftest import data_file
+from datasets import Dataset
 from safetensors.torch import save_file
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp import servers as mcp_servers
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
+from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.recipe.checks import check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
@@ -971,6 +974,18 @@ def test_what_is_given_twice_on_the_command_line_is_said(caplog):
     assert "--beta is" not in caplog.text
 
 
+def test_null_on_the_command_line_unsets_what_the_recipe_says(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text((ROOT / "hf_recipes/tiny/agent.yaml").read_text() + "mcp_tools: [a, b]\n")
+    flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--mcp_tools", "null"]
+    script_args, args, _ = mt.parse_arguments(["--config", str(path), *flags])
+    assert (script_args.agent, script_args.agent_command, args.max_turn_tokens) == (None, "./agent.sh", None)
+    assert script_args.mcp_tools is None
+    assert mt.parse_arguments(["--config", str(path), *flags, "--agent", "a.py:b"])[0].agent == "a.py:b"
+    with pytest.raises(ValueError, match="Argument --max_steps.*: invalid int value: 'null'"):
+        mt.parse_arguments(["--config", str(path), "--max_steps", "null"])
+
+
 def test_batch_that_is_no_whole_groups(build, monkeypatch):
     with pytest.raises(ValueError, match="num_generations=7 does not divide the 8 rollouts") as error:
         build(num_generations=7, per_device_train_batch_size=8)
@@ -1217,6 +1232,14 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
         ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
         (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
+        (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value. Expected an object on each line. .* `jq -c '.\[\]'`"),
+        (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected one"),
+        (
+            '{"prompt": [{"role": "wizard", "content": "?"}]}',
+            "row 0: a message has the role 'wizard'. Expected one of",
+        ),
+        ('{"prompt": [{"role": 5, "content": "?"}]}', "row 0: .* which are text, got role: 5 in"),
+        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: the prompt has a system message alone"),
         (f"[{ROW.strip()}]", r"data.jsonl, line 1 is \[.*, expected an object on each line"),
         (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text: .* Save the file as UTF-8"),
         ((ROW + '{"question": "Grüße", "answer": "2"}').encode("latin-1"), "data.jsonl, line 2 is not UTF-8 text"),
@@ -1230,7 +1253,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         ),
         (
             '{"prompt": " ", "answer": "2"}',
-            "row 0: a prompt must be a list of messages with role and content, got None",
+            "row 0: prompt is ' ', expected text or messages",
         ),
         ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
         (
@@ -1268,6 +1291,30 @@ def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
     rows = load_rows(str(tmp_path / "data.jsonl"), "train")
     assert rows["prompt"] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
     assert (rows["answer"], rows["level"]) == (["2", None], [None, 3])
+
+
+def test_a_history_of_openais_api_is_read(random_model, tmp_path):
+    """A message that only calls has null as its content, and its arguments are text."""
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    calls = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    prompt = [{"role": "user", "content": "1+1?"}, calls, result, {"role": "user", "content": "And?"}]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": prompt}))
+    (row,) = load_rows(str(path), "train")
+    assert [message["content"] for message in row["prompt"]] == ["1+1?", "", "2", "And?"]
+    env = mt.MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
+    table = Dataset.from_list([{"prompt": prompt}])  # as a notebook has it; a table has tool_calls: None elsewhere
+    for rows in ([row], table):
+        rows = rows if rows is table else Rows(rows)
+        check_dataset(rows, "train_dataset", env)
+        assert longest_prompt(env, rows) > 20
+    with pytest.raises(ValueError, match="which are text, got content: None in"):
+        check_dataset(Rows([{"prompt": [{"role": "assistant", "content": None}]}]), "train_dataset", env)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import Callable, Iterable
@@ -144,8 +145,38 @@ class ChatFormat:
             **self.chat_template_kwargs,
         }  # fmt: skip
 
+    @functools.cached_property
+    def arguments(self) -> Callable[[dict], Any]:
+        """How the chat template takes a call's arguments: `dict`, or `json.dumps` where it takes them as text."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            self._render([{"role": "user", "content": "."}, calls])
+        except Exception:  # whatever a template raises
+            return json.dumps
+        return dict
+
+    def with_arguments(self, message: Message) -> Message:
+        """A message whose calls have their arguments as the chat template takes them. In OpenAI's API they are text.
+
+        A template that writes arguments as JSON would write such a text as JSON once more.
+        """
+        if not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [self._taken(call) for call in message["tool_calls"]]}
+
+    def _taken(self, call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        given = function.get("arguments") if isinstance(function, dict) else None
+        read = load_json(given)[0] if isinstance(given, str) else given
+        if not isinstance(read, dict):
+            return call
+        function = {**function, "arguments": self.arguments(read)}
+        return {**call, "function": function} if "function" in call else function
+
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
-        """Messages without the control tokens that those of this origin may not hold."""
+        """Messages without the control tokens that those of this origin may not hold, also inside arguments."""
+        messages = [self.with_arguments(message) for message in messages]  # JSON text can hide a token by an escape
         return neutralise_messages(messages, self.tokenizer, origin, self.ends)
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
