@@ -147,7 +147,7 @@ def evaluate(
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
-    batch = Batch(repeated, k, mode="eval", data=rows, rollouts=rollouts)
+    batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
         scores = score(functions, batch, args.reward_timeout)
     finally:

@@ -16,7 +16,7 @@ class Vocabulary(SimpleNamespace):
 
 
 def test_ids_may_have_gaps():
-    """By hand: three tokens, the greatest id is 7. A length of 3 would call 7 unknown. A token that comes later counts."""
+    """By hand: three tokens, the greatest id is 7. A length of 3 would call 7 unknown. What is added later counts."""
     tokenizer = Vocabulary(vocab={"a": 0, "b": 1, "<end>": 7})
     assert num_ids(tokenizer) == 8 and first_unknown([0, 7, 1], 8) is None and first_unknown([0, 8], 8) == 8
     tokenizer.vocab["<tool>"] = 11
