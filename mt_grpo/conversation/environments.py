@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import DataRow, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -374,7 +374,7 @@ class Environments:
             rollout.abandoned = True
             raise EnvironmentFailure(f"{name} took longer than environment_timeout={self.timeout:g} s.") from error
         except Exception as error:
-            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+            raise EnvironmentFailure(f"{name} raised {error_line(error)}") from error
 
     async def reward(self, rollout: Rollout) -> float | None:
         """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""

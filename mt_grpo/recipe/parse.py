@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
@@ -182,7 +183,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     try:
         script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
-        raise ValueError(f"The settings cannot be used: {type(error).__name__}: {error}") from error
+        raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:
         raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
     check_ranges(script_args)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
@@ -52,7 +53,7 @@ def import_file(path: str, key: str) -> types.ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the run without a word
-        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error_text(error)}") from error
+        raise ValueError(f"{key}: {path!r} fails to import: {error_line(error)}") from error
     return module
 
 
@@ -149,7 +150,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the run without a word
-        text = error_text(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error_text(error)}"
+        text = error_text(error) if isinstance(error, Exception) else error_line(error)
         raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
     if isolate:
         processes = ToolProcesses(path, tools)

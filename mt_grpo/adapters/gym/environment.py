@@ -19,8 +19,8 @@ import gymnasium
 
 from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
 from mt_grpo.adapters.house import check_tool_format, check_unset
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
 
@@ -212,7 +212,7 @@ def check_game(cls: type[GymEnvironment], reference: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the game raises, SystemExit with it
-        why = f"{type(error).__name__}: {error_text(error)}"
+        why = error_line(error)
         raise ValueError(f"gym_env: {reference!r} cannot begin: {why}") from error
     longest = getattr(episode.env.spec, "max_episode_steps", None)
     if longest is not None and longest > cls.most_turns:

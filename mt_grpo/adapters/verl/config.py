@@ -17,6 +17,7 @@ from mt_grpo.adapters.plugin_imports import PlaceholderType, check_plugin_import
 from mt_grpo.adapters.verl.base import FunctionTool, declared, schema_dict
 from mt_grpo.adapters.verl.mcp import load_mcp_entry
 from mt_grpo.adapters.verl.paths import MODULES, VerlPaths, install, tool_schema_class, use_built_in
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.recipe.plugins import import_file, load_class
@@ -56,7 +57,7 @@ def make_tool(entry: dict[str, Any], cls: type, where: str) -> Any:
         # What the file says: an installed verl drops what its classes do not list.
         tool.json_schema = schema if schema else schema_dict(tool.tool_schema)
     except Exception as error:
-        raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+        raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
     return tool
 
 
@@ -75,7 +76,7 @@ def load_interactions(path: str) -> dict[str, Any]:
         try:
             interactions[name] = cls({**(entry.get("config") or {}), "name": name})
         except Exception as error:
-            raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+            raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
         interactions[name].interaction_kwargs_from = columns_of(entry, "interaction_kwargs_from", where)
     return interactions
 
