@@ -263,7 +263,7 @@ class Rollout(TurnTokens):
 
     prompt_messages: list[Message]
     prompt_ids: list[int]
-    index: int = 0  # position in the whole batch: rank * B + i
+    index: int = 0  # position in the whole batch: rank * B + i; only `place` changes it
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason | None = None  # None: still open
     policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that it began with
@@ -276,6 +276,19 @@ class Rollout(TurnTokens):
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A rollout with another one's index would wait for ever where a process generates for all of them at once.
+        if name == "index" and "index" in self.__dict__:
+            raise AttributeError(
+                f"rollout.index is the trainer's: it is {self.index}, got {value!r:.100}. Expected that it stays. "
+                "Keep numbers of your own elsewhere, such as in the reply's `info`."
+            )
+        super().__setattr__(name, value)
+
+    def place(self, index: int) -> None:
+        """Give the rollout its position in the batch. Only the trainer does."""
+        self.__dict__["index"] = index
 
     @property
     def failed(self) -> bool:

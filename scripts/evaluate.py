@@ -199,7 +199,7 @@ def roll_out(
     rollouts = env.start(prompts_of(rows), rows=rows)
 
     async def converse(rollout: Rollout) -> None:
-        await env.converse(rollout, backend, sampling)
+        await env.converse_whole(rollout, backend, sampling)
         bar.update()
 
     in_process = isinstance(backend, InProcessBackend)

@@ -13,6 +13,7 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.sampling import Room, check_sampling_params
+from mt_grpo.conversation.turn_lists import keep_whole
 from mt_grpo.rollout import Rollout, ToolFormat
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,14 @@ class Conversations(Limits):
     @max_steps.setter
     def max_steps(self, value: int) -> None:
         self.max_env_steps = value
+
+    async def converse_whole(
+        self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
+    ) -> Rollout:
+        """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
+        rollout = await self.converse(rollout, llm, sampling_params)
+        keep_whole(rollout, len(self._tokenizer(llm)))
+        return rollout
 
     # -- what the conversation reads: its limits, its format, its state --
 
@@ -92,7 +101,7 @@ class Conversations(Limits):
         sampling_params = self._with_stops(sampling_params, llm)
         states = self.start(prompts, llm, rows)
         try:
-            run_async(gather_all([self.converse(state, llm, sampling_params) for state in states]))
+            run_async(gather_all([self.converse_whole(state, llm, sampling_params) for state in states]))
         finally:
             self.close(states)
         return {

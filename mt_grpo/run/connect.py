@@ -106,10 +106,10 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
         if not rollouts and isinstance(trainer.llm, InProcessBackend):
             trainer.llm.serve([])  # other ranks may be in a collective generate
     for i, rollout in zip(indices, rollouts):
-        rollout.index = trainer.accelerator.process_index * len(rows) + i
+        rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
     return RolloutBatch(
-        rollouts, lambda rollout, llm: trainer.env.converse(rollout, llm, trainer._sampling_params), trainer.llm,
+        rollouts, lambda rollout, llm: trainer.env.converse_whole(rollout, llm, trainer._sampling_params), trainer.llm,
         trainer.weight_sync and trainer.weight_sync.pushed, trainer._group_size,
     )  # fmt: skip
 

@@ -253,7 +253,7 @@ class ChosenGroups(AwaitedGroups):
         self.waited = waited
         self.rows = [row for group in groups for row in group.rows]
         for index, rollout in enumerate(self.rollouts, first):
-            rollout.index = index
+            rollout.place(index)
         self.seconds = max((batch.seconds for batch in self.batches), default=0.0)
 
     def wait(self) -> list[Rollout | None]:

@@ -1,6 +1,7 @@
 """Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -1097,6 +1098,7 @@ BAD = [
             ({"anyOf": ["x"]}, "schemas that are objects"),
             ({"items": {"enum": 3}}, "an enum that is a list"),
             ({"properties": {"b": 1}}, "schemas that are objects"),
+            (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(100), {}), "on more than 64 levels"),
         )
     ),
     ({"stop": "\ud800"}, 400, "stop"),

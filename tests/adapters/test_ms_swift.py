@@ -754,6 +754,12 @@ def returns(value):
     return type("Returns", (GoesOnAnyway,), {"step": step})
 
 
+class Offers(GoesOnAnyway):
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]
+        return {"infer_request": infer_request}
+
+
 class Raises(Asks):
     def step(self, infer_request, response_choice, current_turn):
         raise KeyError("solution")
@@ -813,6 +819,12 @@ class Hangs(Asks):
         (returns({"response_token_ids": [1], "response_loss_mask": [1]}), "is 1 for id 1 at 0, which the policy did"),
         (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [-1.0]}),
          "rollout_logprobs has 1 values, expected 0"),
+        (returns({"response_token_ids": [len(TOKENIZER)]}),
+         f"has the id {len(TOKENIZER)} behind what was sampled, expected numbers from 0 to {len(TOKENIZER) - 1}"),
+        (returns({"response_token_ids": [-1]}), "has the id -1 behind what was sampled"),
+        (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [float("nan")]}),
+         "rollout_logprobs has nan, expected finite numbers"),
+        (Offers, "A request's tools has .*: got a schema of type 5, expected the name of a type"),
         (Nothing, "Nothing.run returned 'text', expected a RolloutOutput"),
         (Invents, "response_token_ids has 9 at 0, expected 43: the ids that were sampled"),
         (Misaligned, "has a list .* for which there is no response"),

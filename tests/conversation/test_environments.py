@@ -32,7 +32,7 @@ from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.recipe.checks import check_env
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import Scored, rollout_rows
-from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.rollout import Context, Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
@@ -954,6 +954,7 @@ def test_objects_are_the_tools_of_one_conversation():
         ("lookup", "Tool lookup has the schema 'lookup', expected that of a function"),
         ({"parameters": {"properties": ["word"]}}, "Tool lookup has the schema"),
         ({"parameters": {"properties": {"a": {"type": "string"}}}}, "Tool lookup has no docstring"),
+        ({"parameters": {"properties": {"a": {"type": 5}}}}, "and parameters: got a schema of type 5"),
     ],
 )
 def test_an_object_without_a_functions_schema_is_refused(schema, message):
@@ -1040,6 +1041,59 @@ def test_a_step_with_environments(random_model, tmp_path):
     kept = [i for i in range(4) if i != row]
     assert sorted(rewards[kept, 3].tolist()) == [1.0, 2.0, 4.0]
     assert sorted(round(v, 4) for v in rewards[kept, 0].tolist()) == [0.1, 0.2, 0.4]
+
+
+def alters(change):
+    """An environment that alters its second conversation."""
+
+    class Alters:
+        def reset(self, n, **row):
+            self.n = n
+
+        def respond(self, rollout, turn):
+            if self.n == 1:
+                change(rollout, turn)
+
+        def get_reward(self):
+            return float(self.n)
+
+    return Alters
+
+
+ALTERED = [
+    (lambda r, t: setattr(t, "mask", [1]), r"turn 0: mask is \[1\] with 1 values, expected None, or a 0 or a 1"),
+    (lambda r, t: setattr(t, "mask", [2, 1]), r"turn 0: mask is \[2, 1\]"),
+    (lambda r, t: t.token_ids.append(65), "turn 0 has 2 logprobs, expected one for each of the 3 tokens"),
+    (lambda r, t: r.turns.append("a turn"), "turns\\[1\\] is 'a turn', expected a Turn"),
+    (lambda r, t: t.observation_ids.append(10**6), "observation_ids has the id 1000000, expected numbers from 0 to"),
+    (lambda r, t: setattr(t, "context", Context([], [-1])), "context has the id -1"),
+    (lambda r, t: r.turns.append(Turn([65], [-1.0], "", "stop", after=7)), "its turns make no records"),
+    (lambda r, t: setattr(r, "index", 0), "rollout.index is the trainer's: it is 1, got 0. Expected that it stays"),
+]
+
+
+@pytest.mark.parametrize("change, message", ALTERED)
+def test_an_environment_that_alters_its_rollout_fails_and_ends_no_run(random_model, tmp_path, change, message):
+    """Whether tokens are logged or not. The three others are trained as if it had not been there."""
+    rows = [{"prompt": [{"role": "user", "content": "go"}], "n": n} for n in range(4)]
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None, environment=alters(change)), [], [],
+        args=settings(tmp_path, num_generations=4, max_steps=1, log_rollouts=4, log_rollout_tokens=True),
+        train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    trainer.llm = Scripted([[[65, END]]] * 4, tokenizer=trainer.processing_class)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer._generate_and_score_completions(rows)
+    assert [rollout.failed for rollout in trainer.batch.rollouts] == [False, True, False, False]
+    with pytest.raises(EnvironmentFailure, match=message):
+        raise trainer.batch.rollouts[1].error
+    trained = (batch["tool_mask"] * batch["completion_mask"]).sum(1)
+    assert trained.tolist() == [2, 0, 2, 2] and trainer.batch.logged[1].isnan().all()
+    rewards = torch.tensor([0.0, 2.0, 3.0])
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert torch.allclose(batch["advantages"][[0, 2, 3], 0], expected)
+    assert "rollout" in json.loads((tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()[1])["error"]
 
 
 def settings(folder, **changes):

@@ -863,6 +863,20 @@ MUTATIONS = [
         "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
     ),
     Mutation(
+        "a turn's mask of another length reaches the loss",
+        "mt_grpo/conversation/turn_lists.py",
+        "if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):",
+        "if turn.mask is not None and not set(turn.mask) <= {0, 1}:",
+        "tests/conversation/test_environments.py::test_an_environment_that_alters_its_rollout_fails_and_ends_no_run",
+    ),
+    Mutation(
+        "a schema of any depth is let in",
+        "mt_grpo/conversation/tools/schemas.py",
+        "if level > MOST_LEVELS:",
+        "if False:",
+        "tests/adapters/test_agents.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
+    ),
+    Mutation(
         "arguments of calls stay text: a template writes them as JSON once more, and an escape hides a control token",
         "mt_grpo/conversation/formats/base.py",
         "read = load_json(given)[0] if isinstance(given, str) else given",

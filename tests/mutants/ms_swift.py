@@ -307,4 +307,11 @@ MUTATIONS = [
         'infos = {"num_turns": len(choices), **infos}',
         "tests/adapters/test_ms_swift_plugins.py::test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_columns",
     ),
+    Mutation(
+        "swift: an id that is none is read behind a response",
+        "mt_grpo/adapters/ms_swift/samples.py",
+        "if (unknown := first_unknown(ids[same:], size)) is not None:",
+        "if (unknown := first_unknown([], size)) is not None:",
+        "tests/adapters/test_ms_swift.py::test_a_failure_is_the_environments_and_says_why",
+    ),
 ]

@@ -485,8 +485,8 @@ MUTATIONS = [
     Mutation(
         "a rollout's index is that within its rank",
         "mt_grpo/run/connect.py",
-        "rollout.index = trainer.accelerator.process_index * len(rows) + i",
-        "rollout.index = i",
+        "rollout.place(trainer.accelerator.process_index * len(rows) + i)",
+        "rollout.place(i)",
         RANKS,
     ),
     Mutation(
@@ -506,7 +506,7 @@ MUTATIONS = [
     Mutation(
         "admission: rollouts keep the places of the batch they began in",
         "mt_grpo/run/in_flight.py",
-        "            rollout.index = index\n",
+        "            rollout.place(index)\n",
         "            pass\n",
         "tests/run/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
     ),

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import Message
 
 logger = logging.getLogger(__name__)
@@ -164,28 +165,12 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
         properties = expect(parameters.get("properties") or {}, dict, "tools", "properties that are an object")
         if not all(isinstance(schema, dict) for schema in properties.values()):
             raise refuse("tools", f"got properties {properties!r:.100}, expected a schema of each.")
-        check_schema(parameters)
+        try:
+            check_schema(parameters)
+        except ValueError as error:
+            raise refuse("tools", f"{error}.") from None
         read.append(tool)
     return read
-
-
-def check_schema(schema: dict[str, Any]) -> None:
-    """Raise `ApiError` for what cannot be read as a JSON schema: the calls of a turn are read by it."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, bool):
-            continue
-        expect(each, dict, "tools", "schemas that are objects")
-        kinds = each.get("type", [])
-        if not all(isinstance(kind, str) for kind in (kinds if isinstance(kinds, list) else [kinds])):
-            raise refuse("tools", f"got a schema of type {kinds!r:.100}, expected the name of a type, or names.")
-        expect(each.get("enum", []), list, "tools", "an enum that is a list")
-        for key in ("anyOf", "oneOf", "allOf"):
-            waiting += expect(each.get(key, []), list, "tools", f"{key} that is a list of schemas")
-        for key in ("properties", "$defs"):
-            waiting += expect(each.get(key) or {}, dict, "tools", f"{key} that are an object").values()
-        waiting += [each[key] for key in ("items", "additionalProperties") if isinstance(each.get(key), dict)]
 
 
 def read_tool_choice(choice: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, is_ids, remove_response
-from mt_grpo.conversation.environments import EnvironmentFailure
+from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.threads import run_tool
 
 
@@ -92,6 +92,8 @@ def segment_of(given: dict[str, Any], sampled: list[int]) -> tuple[list[int], li
             f"response_loss_mask has {len(mask)} values, {sorted(set(mask))}. Expected a 0 or a 1 for each of the "
             f"{len(ids)} response_token_ids."
         )
+    if wrong := [value for value in logprobs or [] if not is_number(value)]:
+        raise SchedulerFailure(f"rollout_logprobs has {wrong[0]!r}, expected finite numbers.")
     if logprobs is not None and len(logprobs) != sum(mask):
         raise SchedulerFailure(
             f"rollout_logprobs has {len(logprobs)} values, expected {sum(mask)}: one for each id with mask 1."

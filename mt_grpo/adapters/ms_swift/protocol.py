@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from mt_grpo.conversation.tools.schemas import check_schema
+
 Messages = list[dict[str, Any]]
 
 
@@ -179,6 +181,12 @@ def listed_tools(given: Any) -> list[dict[str, Any]] | None:
         tools = given
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"tools is {given!r:.200}, expected a list of tools, or JSON text of such a list.")
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        try:
+            check_schema((function.get("parameters") if isinstance(function, dict) else function) or {})
+        except ValueError as error:
+            raise ValueError(f"tools has {tool!r:.200}: {error}.") from None
     return tools or None
 
 

@@ -1,6 +1,7 @@
 """Functions as tools.
 
 signature     what the model reads of a tool; a call's arguments checked against it
+schemas       whether a JSON schema can be read
 arguments     a call's arguments as the types of a tool's parameters
 results       a result or an error as text
 math_limits   math-verify in threads: without its time limits by signals

@@ -30,6 +30,7 @@ from mt_grpo.conversation.tools.arguments import (
     readers_of,
 )
 from mt_grpo.conversation.tools.results import ADDRESS, error_text
+from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import ToolCall, ToolResult
 
 
@@ -132,6 +133,7 @@ def as_tool(tool: Any) -> Callable:
     try:
         function = dict(schema.get("function", schema))
         described = function.get("parameters") or {}
+        check_schema(described)
         properties, required = described.get("properties", {}), described.get("required", [])
         parameters = [
             inspect.Parameter(

@@ -1,0 +1,78 @@
+"""The lists of a rollout's turns, as the loss reads them: checked once a conversation is over.
+
+An environment gets the rollout itself. It may change what it should not, by mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_grpo.conversation.environments import EnvironmentFailure, failures_end, is_number
+from mt_grpo.rollout import Rollout, Turn, join
+
+
+def keep_whole(rollout: Rollout, vocab_size: int) -> None:
+    """End a rollout as its environment's failure where `check_turns` raises. Its turns, which nobody can read, go."""
+    if rollout.failed:
+        return
+    with failures_end(rollout):
+        try:
+            check_turns(rollout, vocab_size)
+        except EnvironmentFailure:
+            rollout.turns, rollout.edited = [], None
+            raise
+
+
+def check_turns(rollout: Rollout, vocab_size: int) -> None:
+    """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
+
+    Args:
+        rollout: It is over.
+        vocab_size: Ids that were read and not sampled are below it: the tokenizer gave them.
+    """
+    for number, turn in enumerate(rollout.turns):
+        if not isinstance(turn, Turn):
+            raise altered(f"rollout.turns[{number}] is {turn!r:.100}, expected a Turn")
+        size, where = len(turn.token_ids), f"turn {number}"
+        if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):
+            raise altered(
+                f"{where}: mask is {turn.mask!r:.100} with {len(turn.mask)} values, expected None, or a 0 or a 1 for "
+                f"each of the {size} tokens"
+            )
+        if turn.logprobs is not None and len(turn.logprobs) != size:
+            raise altered(f"{where} has {len(turn.logprobs)} logprobs, expected one for each of the {size} tokens")
+        if turn.reward is not None and not is_number(turn.reward):
+            raise altered(f"{where}: reward is {turn.reward!r:.100}, expected a finite number or None")
+        context = [] if turn.context is None else turn.context.ids
+        for name, ids in (("observation_ids", turn.observation_ids), ("context", context)):
+            if (wrong := first_unknown(ids, vocab_size)) is not None:
+                raise altered(
+                    f"{where}: {name} has the id {wrong!r:.100}, expected numbers from 0 to {vocab_size - 1}, the "
+                    "tokenizer's"
+                )
+    try:
+        found = join(record.turns for record in rollout.records)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise altered(f"its turns make no records ({type(error).__name__}: {error})") from error
+    if len(found) != len(rollout.turns):
+        raise altered(f"its records have {len(found)} turns, expected {len(rollout.turns)}")
+
+
+def first_unknown(ids: list[int], vocab_size: int) -> Any:
+    """The first of these ids that no tokenizer of this size gives; None if all are known.
+
+    >>> first_unknown([0, 7], 8), first_unknown([0, 8, -1], 8), first_unknown([1, -1], 8), first_unknown([1.5], 8)
+    (None, 8, -1, 1.5)
+    """
+    # In C, for whole batches: the first one is looked for only where there is one.
+    if not ids or (set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size):
+        return None
+    return next(each for each in ids if type(each) is not int or not 0 <= each < vocab_size)
+
+
+def altered(what: str) -> EnvironmentFailure:
+    """The error for a rollout that somebody has altered."""
+    return EnvironmentFailure(
+        f"The rollout cannot be trained: {what}. An environment gets the rollout to read it. Expected that it leaves "
+        "the rollout and its turns as they are, and says what follows by its reply."
+    )
