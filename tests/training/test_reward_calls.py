@@ -554,6 +554,10 @@ def test_rewards_of_one_name_are_told_apart_over_all_lists():
     assert turn == [a, a_2] and a.__name__ == "a"
 
 
+def test_the_main_outcome_is_the_one_that_counts_most_also_against():
+    assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
+
+
 @pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])
 def test_what_is_no_reward_is_refused(reward):
     with pytest.raises(ValueError, match="A reward must be a function") as error:
