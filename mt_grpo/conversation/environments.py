@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import functools
 import inspect
+import json
 import numbers
 import threading
 import time
@@ -69,6 +70,10 @@ def read_reply(reply: Any, name: str) -> Reply | None:
         raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
     if reply.reward is not None and not is_number(reply.reward):
         raise EnvironmentFailure(f"{name}.respond: reward is {reply.reward!r}, expected a finite number or None.")
+    try:
+        json.dumps(reply.info, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
+        raise EnvironmentFailure(f"{name}.respond: info holds itself, or is nested too deeply.") from None
     read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
     if read["history"] and read["history"][-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
@@ -196,7 +201,10 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     `ValueError` for two of one name, and for an unknown one in the selection.
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
-    listed = getattr(environment, "tools", [])
+    listed = getattr(environment, "tools", None) or []
+    if not callable(listed) and not isinstance(listed, (list, tuple)):
+        name = type(environment).__name__
+        raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     listed = named_tools([] if callable(listed) else listed).values()
     tools = merged(type(environment).__name__, others.values(), methods, listed)
