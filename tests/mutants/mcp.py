@@ -7,6 +7,13 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "results of MCP servers are as long as they like",
+        "mt_grpo/adapters/mcp/keys.py",
+        "lambda text: cut_characters(text, most, side)",
+        "lambda text: text",
+        "tests/adapters/test_houses.py::test_results_of_mcp_are_cut_as_those_of_verl",
+    ),
+    Mutation(
         "mcp: an address without a type is of the newer transport alone",
         "mt_grpo/adapters/mcp/servers.py",
         '["http", "sse"]',

@@ -41,7 +41,7 @@ from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
-from mt_grpo.reports.preflight import facts_of_settings
+from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
@@ -1406,9 +1406,7 @@ def test_prompts_that_leave_no_room_at_all(random_model):
     env = mt.MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=8))
     args = SimpleNamespace(max_completion_length=1, use_vllm=False)
-    with pytest.raises(
-        ValueError, match="and the model's context 8: there is no room for a turn"
-    ):
+    with pytest.raises(ValueError, match="and the model's context 8: there is no room for a turn"):
         check_context(env, config, Rows([{"prompt": [{"role": "user", "content": "1 + 1?" * 9}]}]), args)
 
 
