@@ -52,6 +52,7 @@ from mt_grpo.run.nodes import (
     is_lost_peer,
     save_weights_on_each_node,
 )
+from mt_grpo.run.saved_states import CheckpointError, check_optimizer, load_on_all_ranks
 from mt_grpo.run.snapshots import EpochOrder, StepEndSnapshot, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
@@ -170,9 +171,38 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """`Trainer`'s, for models, too, whose weights are saved under other names."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self._is_sharded:
-            load_as_saved(Path(resume_from_checkpoint), self.model)
+
+        def load() -> None:
+            super(ResumableTrainer, self)._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self._is_sharded:
+                load_as_saved(Path(resume_from_checkpoint), self.model)
+
+        load_on_all_ranks(resume_from_checkpoint, "the model", load)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """`Trainer`'s, for states that fit the parameters. Raises `CheckpointError` on all ranks."""
+
+        def load() -> None:
+            super(ResumableTrainer, self)._load_optimizer_and_scheduler(checkpoint)
+            if not self._is_sharded:
+                check_optimizer(self.optimizer)
+
+        if checkpoint is not None:
+            load_on_all_ranks(checkpoint, "the state of the optimizer (optimizer.pt) or of what goes with it", load)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """`Trainer`'s. Raises `CheckpointError` on all ranks."""
+        if checkpoint is not None:
+            load = super()._load_rng_state
+            load_on_all_ranks(checkpoint, "the state of the random numbers (rng_state*.pth)", lambda: load(checkpoint))
+
+    def _load_callback_state(self) -> None:
+        """`Trainer`'s. Raises `CheckpointError` on all ranks."""
+        load_on_all_ranks(
+            str(self.args.resume_from_checkpoint),
+            "stateful_callbacks of trainer_state.json",
+            super()._load_callback_state,
+        )
 
     # -- numbers that are none --
 
@@ -570,6 +600,9 @@ def train_or_save(trainer: ResumableTrainer) -> None:
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        except CheckpointError as error:  # nothing was trained, and what is there is no state to save
+            logger.error("the run cannot be resumed", exc_info=error if error.__cause__ else None)
+            sys.exit(f"error: {error}")
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
