@@ -198,7 +198,7 @@ def checkpoint_damage(folder: Path) -> str | None:
     `.distcp` files, or `.bin`) and DeepSpeed (`latest` names a folder with model, optimizer and scheduler).
     """
     record = read_json(folder / RUN_RECORD) or {}
-    if (folder / RUN_RECORD).is_file() and not is_record(record):
+    if not is_record(record):  # one that is missing, or is no object, is told by the trainer, and the run goes on
         return f"{RUN_RECORD} cannot be read"
     if wrong := state_damage(folder):
         return wrong
@@ -250,10 +250,9 @@ def is_record(record: dict[str, Any]) -> bool:
     """Whether what a resumed run reads of a `RUN_RECORD` is of its types.
 
     >>> is_record({"world_size": 2}), is_record({"world_size": "two"}), is_record({})
-    (True, False, False)
+    (True, False, True)
     """
-    counts = [record.get(name, 0) for name in ("world_size", "max_staleness")]
-    return bool(record) and all(isinstance(count, int) for count in counts)
+    return all(isinstance(record.get(name) or 0, int) for name in ("world_size", "max_staleness"))
 
 
 def check_tensors(folder: Path, model: Any) -> None:

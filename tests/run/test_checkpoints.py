@@ -689,7 +689,6 @@ REFUSED_BEFORE = {  # before a model is loaded
     "history": (edit("trainer_state.json", log_history=[3]), r"trainer_state.json has 3 in log_history"),
     "callbacks": (edit("trainer_state.json", stateful_callbacks=[3]), r"stateful_callbacks: \[3\], expected a dict"),
     "record": (edit("mt_grpo_run.json", world_size="two"), "mt_grpo_run.json cannot be read"),
-    "record, no JSON": (put("mt_grpo_run.json", b"{"), "mt_grpo_run.json cannot be read"),
     "index": (edit("model.safetensors.index.json", weight_map=["a"]), "model.safetensors.index.json cannot be read"),
     "config": (put("config.json", b"none"), "config.json cannot be read"),
     "latest": (put("latest", b"\xff"), "has no states of the model and the optimizer"),
