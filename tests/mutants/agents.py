@@ -546,4 +546,18 @@ MUTATIONS = [
         "pass",
         "tests/adapters/test_agents.py::test_a_developer_says_what_a_system_says",
     ),
+    Mutation(
+        "agents: commands see each other's keys",
+        "mt_grpo/adapters/agents/programs.py",
+        "self.arguments = [*apart(), *shlex.split(command)]",
+        "self.arguments = shlex.split(command)",
+        "tests/adapters/test_agents.py::test_commands_of_one_run_do_not_see_each_other",
+    ),
+    Mutation(
+        "agents: a daemon outlives its command",
+        "mt_grpo/adapters/agents/launcher.py",
+        "            end_inherited()\n            code",
+        "            code",
+        "tests/adapters/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it",
+    ),
 ]
