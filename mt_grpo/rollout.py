@@ -218,9 +218,17 @@ class TurnTokens:
         return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
 
 
-def with_turns(messages: list[Message], turns: list[Turn]) -> list[Message]:
-    """Messages, and behind them those of the turns. A turn that goes on where the last one ended is of its message."""
-    messages, goes_on = list(messages), True  # the messages may end with the beginning of a turn
+def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True) -> list[Message]:
+    """Messages, and behind them those of the turns. A turn that goes on where the last one ended is of its message.
+
+    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn. At the end of
+    a prompt it is a message of its own: the generation prompt stands behind it.
+
+    >>> prompt = [{"role": "assistant", "content": "So"}]
+    >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
+    [['So 4'], ['So', ' 4']]
+    """
+    messages, goes_on = list(messages), begun
     for turn in turns:
         content = turn.text + (turn.continuation or "")
         if messages and messages[-1]["role"] == "assistant" and goes_on:
@@ -355,7 +363,7 @@ class Rollout(TurnTokens):
         edits = [k for k, turn in enumerate(self.turns) if turn.context is not None]
         first = edits[-1] if edits else 0
         start = self.turns[first].context.messages if edits else self.prompt_messages
-        return with_turns(start, self.turns[first:])
+        return with_turns(start, self.turns[first:], begun=bool(edits))
 
     @property
     def history_ids(self) -> list[int]:

@@ -140,7 +140,7 @@ def evaluate(
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         rollouts = roll_out(backend, env, repeated, sampling_params(args), seed, batch_size, bar)
-    batch = Batch(repeated, k, mode="eval", data=rows, rollouts=rollouts)
+    batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
         scores = score(functions, batch, args.reward_timeout)
     finally:

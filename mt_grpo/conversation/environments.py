@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import functools
 import inspect
+import itertools
 import numbers
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mt_grpo.base.rows import DataRow, with_own_keys
+from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
@@ -165,6 +166,12 @@ def class_tools(cls: type) -> dict[str, Callable]:
     return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
 
 
+def needs_of(signature: inspect.Signature) -> list[str]:
+    """The parameters without a default that are given by name."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in signature.parameters.values() if p.kind in named and p.default is p.empty]
+
+
 def check_environment(cls: Any, where: str) -> None:
     """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
     if not isinstance(cls, type):
@@ -284,7 +291,9 @@ class Environments:
         """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
 
         A class method `check_row(row)` refuses rows. It returns the names of tools that the row has, or None.
+        `reset` must take the columns of each row, and must need no other.
         """
+        self._check_columns(dataset)
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
         columns = [c for c in dataset.column_names if c == "environment" or (checks and c != "prompt")]
         for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
@@ -295,6 +304,37 @@ class Environments:
                     selected({**self.tools, **self.tools_of_class(row)}, names)
             except ValueError as error:
                 raise ValueError(f"Row {number}: {error}") from None
+
+    def _check_columns(self, dataset: Any) -> None:
+        """Raise `ValueError` for a row that `reset` would not take. A decorated `reset` may take anything."""
+        signatures = {
+            cls: inspect.signature(types.MethodType(cls.reset, cls), follow_wrapped=False)
+            for cls in set(self.by_name.values())
+        }
+        needed = {name for each in signatures.values() for name in needs_of(each)}
+        takes_all = all(any(p.kind == p.VAR_KEYWORD for p in each.parameters.values()) for each in signatures.values())
+        if takes_all and not needed:
+            return
+        same = len(self.by_name) == 1 and not isinstance(dataset, Rows)  # a table's rows all have its columns
+        seen: set[tuple] = set()
+        for number, row in enumerate(itertools.islice(dataset, 1) if same else dataset):
+            cls = self.class_of(row)
+            given = self.arguments_of(row)
+            if (cls, *given) in seen:
+                continue
+            seen.add((cls, *given))
+            try:
+                signatures[cls].bind(**given)
+            except TypeError as error:
+                raise ValueError(
+                    f"Row {number}: {cls.__name__}.reset cannot begin with this row: {error}. The row has: "
+                    f"{', '.join(given) or 'no column'}. Rename the argument or the column, give the argument a "
+                    "default, or add **row, which takes all other columns."
+                ) from None
+
+    def arguments_of(self, row: DataRow) -> dict[str, Any]:
+        """What `reset` gets of a row: all of it, without the column that names one of several classes."""
+        return {k: v for k, v in self.own_row(row).items() if k != "environment" or None in self.by_name}
 
     def own_row(self, row: DataRow) -> DataRow:
         """A row as its environment takes it (`with_own_keys`).
@@ -319,9 +359,15 @@ class Environments:
             self._open[id(rollout)] = rollout
         else:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
-        row = self.own_row(rollout.row)
-        row = {k: v for k, v in row.items() if k != "environment" or None in self.by_name}
-        observation = await self.call(rollout, "reset", **row)
+        row = self.arguments_of(rollout.row)
+        try:
+            observation = await self.call(rollout, "reset", **row)
+        except EnvironmentFailure as error:
+            cause = error.__cause__
+            if not isinstance(cause, KeyError) or not cause.args or cause.args[0] in row:
+                raise
+            columns = ", ".join(row) or "none"
+            raise EnvironmentFailure(f"{error}. The row has no such column. It has: {columns}") from cause
         return joined(rollout.prompt_messages, observation, clean)
 
     def _make(self, rollout: Rollout, cls: type) -> None:

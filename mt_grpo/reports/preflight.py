@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import logging
-import math
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -22,16 +20,13 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import RunError, on_main_process
-from mt_grpo.conversation.limits import limits_of
-from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
-from mt_grpo.recipe.refusals import backend_of, text_of_cuts
+from mt_grpo.recipe.checks import longest_prompt
+from mt_grpo.recipe.refusals import backend_of
+from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
-from mt_grpo.reports.troubles import MIN_CALLS, Facts, Trouble, Watch, troubles
-from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
+from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +110,7 @@ def epoch_line(num_rows: int, args: Any) -> str:
     ...                   steps_per_generation=4, num_iterations=2, max_steps=300, num_train_epochs=3))
     '8 batches = 768 rollouts = 16 optimizer steps; the run: 300 optimizer steps'
     """
-    batches = num_rows // (args.generation_batch_size // args.num_generations)
-    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
-    whole = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+    batches, steps, whole = steps_of(num_rows, args)
     rollouts = batches * args.generation_batch_size
     counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
     return f"{counts}; the run: {whole} optimizer steps"
@@ -204,145 +197,6 @@ def peak_memory() -> str | None:
     if not torch.cuda.is_available():
         return None
     return size(torch.cuda.max_memory_allocated())
-
-
-# Facts of a recipe and of its first rollouts, for `troubles`.
-
-
-MOST_SHOWN = 160  # characters of an error
-MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
-
-
-def facts_of_settings(trainer: Any) -> Facts:
-    """Settings of the recipe, and whether the first prompt holds what the model must read."""
-    args, env = trainer.args, trainer.env
-    row = trainer.train_dataset[0]
-    tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
-    messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
-    system = "".join(m["content"] for m in messages if m["role"] == "system")
-    read = env.tokenizer.decode(prompt_ids_of(env, row))
-    lacking = [name for name in tools if name not in read]
-    return {
-        **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
-        "num_generations": args.num_generations,
-        "optim": str(getattr(args.optim, "value", args.optim)),
-        "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
-        # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
-        "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
-        "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
-        "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
-    }  # fmt: skip
-
-
-@torch.no_grad()
-def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
-    """The share of the trained weights that are the same after a step of this size, up or down: rounding undoes it.
-
-    bfloat16 has 8 significant bits: beside 0.02 its numbers are 1.2e-4 apart, beside 1e-4 they are 4.8e-7 apart.
-
-    >>> weights = torch.nn.Parameter(torch.tensor([1e-4, 0.02], dtype=torch.bfloat16))
-    >>> share_stuck([weights], 1e-6), share_stuck([weights.float()], 1e-6)
-    (0.5, 0.0)
-    """
-    stuck, total = 0.0, 0
-    for weights in (p.flatten() for p in parameters if p.requires_grad and p.numel()):
-        some = weights[:: -(-weights.numel() // MOST_WEIGHTS)]
-        up, down = ((some.float() + move).to(some.dtype) for move in (step, -step))
-        stuck += ((up == some) & (down == some)).float().mean().item() * weights.numel()
-        total += weights.numel()
-    return stuck / max(total, 1)
-
-
-def facts_of_batches(
-    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
-) -> Facts:
-    """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
-
-    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
-
-    Args:
-        args: The settings of the run.
-        metrics: The trainer's, a value per batch.
-        functions: The reward functions.
-        unused: The names of those of which no number has moved an advantage.
-        batches: Of this rank, with their rollouts.
-    """
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    facts = {name: mean(values) for name, values in metrics.items() if values}
-    by_turn = [r for r in rollouts if cut_by_turn(r, args)]
-    cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
-    results = [result for r in rollouts for turn in r.turns for result in turn.results]
-    reached: dict[str, list[ToolResult]] = {}  # by the tool
-    for call, result in ((c, s) for r in rollouts for turn in r.turns for c, s in zip(turn.calls, turn.results)):
-        if result.error != "call":
-            reached.setdefault(str(call.name), []).append(result)
-    enough = {name: of_tool for name, of_tool in reached.items() if len(of_tool) >= MIN_CALLS}
-    failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
-    worst = max(failed, key=failed.get, default=None)
-    uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
-    ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
-    weights = dict(zip(functions.names, functions.weights))
-    means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
-    given = {name: value for name, value in means.items() if value == value}
-    varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
-    return {
-        **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
-        "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
-        "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
-        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
-        if groups else None,
-        "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,
-        "credit_assignment": args.credit_assignment,
-        "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
-        "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
-        "tools/broken": failed.get(worst), "tools/all_broken": min(failed.values(), default=0.0),
-        "tools/broken_name": f"the tool {worst}",
-        "first/tool_error": shown(result for result in reached.get(worst, ()) if result.error is not None),
-        "first/call_error": shown(r for r in results if r.error == "call"),
-        "first/environment_error": next(
-            (str(r.error)[:MOST_SHOWN] for r in rollouts if r.stop_reason in FAILURES and r.error is not None), ""
-        ),
-        "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
-        "rewards/varied": varied, "rewards/unused": ", ".join(unused),
-        "rewards/varied_and_used": [name for name in varied if name not in unused],
-        "tokens/differ": sum(facts.get(f"tokens/{check}_differ", 0.0) for check in ("ids", "mask", "text")),
-    }  # fmt: skip
-
-
-def cut_by_turn(rollout: Rollout, args: Any) -> bool:
-    """Whether a turn was cut off, in its call or before it, where the completion had room left."""
-    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
-    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
-
-
-def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
-    """The groups that are on this rank as a whole: a rank's rollouts may begin or end within one."""
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.index // size, []).append(rollout)
-    return [group for group in groups.values() if len(group) == size]
-
-
-def sampled_ids(rollout: Rollout) -> list[int]:
-    """All ids that the model sampled."""
-    return [token for turn in rollout.turns for token in turn.token_ids]
-
-
-def share(flags: Any) -> float:
-    """The share of the flags that are true; 0 if there are none.
-
-    >>> share([True, False, False, False]), share([])
-    (0.25, 0.0)
-    """
-    flags = list(flags)
-    return sum(flags) / len(flags) if flags else 0.0
-
-
-def shown(results: Any) -> str:
-    """The text of the first of some results, in one line."""
-    first = next(iter(results), None)
-    return "" if first is None else " ".join(first.text.split())[:MOST_SHOWN]
 
 
 # A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.

@@ -135,7 +135,7 @@ class ProgressLine(TrainerCallback):
             self.new_steps = self.new_steps if any(key.startswith("eval_") for key in logs) else 0
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.stop()
+        self.end_of_run()
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print a text in place of the line that a terminal shows at the moment."""
@@ -143,7 +143,7 @@ class ProgressLine(TrainerCallback):
             self.printed = time.monotonic()
             print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", end=end, flush=True)
 
-    def stop(self) -> None:
+    def end_of_run(self) -> None:
         """Print no further lines about what the run is doing."""
         if not self._over.is_set():
             self._over.set()

@@ -72,6 +72,7 @@ HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no la
 UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained away from the one that is sampled
 ENV_ERRORS = 0.2  # rollouts that are not trained on
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
+REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
 WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
 CLIPPED, CLIPPED_UP = 0.3, 0.1  # of the rollouts are cut off, and so many more than before
@@ -96,11 +97,24 @@ READINGS = (
     ),
     Reading(
         "tools", ("prompt/lacks_tools",), lambda f: bool(f["prompt/lacks_tools"]),
-        "The prompt does not mention the tool {prompt/lacks_tools}.",
+        "The prompt does not mention the tool {prompt/lacks_tools}.{prompt/nearest}",
         "A model calls no tool that it was not told of.",
-        "Write {{tool_descriptions}} into system_prompt, or set tool_format to hermes or native, which show the tools "
-        "by the chat template.",
+        "Write its name as it is, or {{tool_descriptions}}, into system_prompt, or set tool_format to hermes or "
+        "native, which show the tools by the chat template.",
         lambda f: f["prompt/lacks_all_tools"] and f.get("rollouts/called", 0.0) <= NEVER,
+    ),
+    Reading(
+        "last message", ("prompt/ends_with_assistant",), lambda f: f["prompt/ends_with_assistant"] > 0,
+        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant.",
+        "The model reads it as a turn of its own that is over, and begins another one. It may be the answer.",
+        "Remove this message from the column prompt, or put a message of the user behind it.",
+    ),
+    Reading(
+        "few rows", ("data/different", "data/passes"), lambda f: f["data/passes"] >= REPEATED,
+        "The training data has {data/different} different rows, and the run goes through them {data/passes:.0f} "
+        "times.",
+        "The policy can learn the answers by heart, and no reward of training shows it.",
+        "Take more rows, lower max_steps or num_train_epochs, or evaluate on other rows by eval_strategy.",
     ),
     Reading(
         "learning rate", ("learning_rate", "optim"),
@@ -140,7 +154,7 @@ READINGS = (
     ),
     Reading(
         "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
-        "In {stop/environment_error:.0%} of the rollouts the environment failed: {first/environment_error}",
+        "In {stop/environment_error:.0%} of the rollouts the environment failed: {frequent/environment_error}",
         "These rollouts are not trained on.",
         "Mend the environment, or raise environment_timeout.",
         lambda f: f["stop/environment_error"] >= CUT_ALL,
@@ -164,7 +178,7 @@ READINGS = (
     ),
     Reading(
         "failing tools", ("tools/broken",), lambda f: f["tools/broken"] >= FAILS_TOOL,
-        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {first/tool_error}",
+        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {frequent/tool_error}",
         "The model learns not to call it.",
         "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
         lambda f: f["tools/all_broken"] >= FAILS_ALL,
@@ -200,10 +214,11 @@ READINGS = (
     ),
     Reading(
         "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
-        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {first/call_error}",
+        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {frequent/call_error}",
         "The model does not know this way of writing calls, or these tools.",
         "Set the tool_format that the model was trained on (native, hermes), show a whole call in system_prompt, or "
         "lower the temperature ({temperature:g} now) where it is above 1.",
+        lambda f: f["calls/failed"] >= FAILS_ALL,
     ),
     Reading(
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
@@ -241,6 +256,14 @@ READINGS = (
         lambda f: True,
     ),
     Reading(
+        "main outcome", ("outcome/constant", "outcome/mean"),
+        lambda f: f["outcome/constant"] and bool(f["rewards/varied"]),
+        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {num_rollouts} rollouts.",
+        "Only other rewards move the policy, and it may learn these alone.",
+        "Look whether the function can give anything else: how it compares answers, and what the data has as answer. "
+        "Then take an easier task, or a model that solves some of it.",
+    ),
+    Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
         "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
@@ -252,7 +275,7 @@ READINGS = (
     Reading(
         "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
         "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above says where.",
-        "Training on other tokens than those of inference is the silent error of this field.",
+        "Training then reads other tokens than inference did, and nothing else shows it.",
         "See docs/tokenization.md.",
     ),
     Reading(

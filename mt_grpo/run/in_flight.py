@@ -473,7 +473,7 @@ class InFlight:
     def _admit(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Push the weights, ask for new groups, and take a batch of complete ones. Collective.
 
-        INVARIANT: `_in_flight` has the same groups on all ranks, in the same order.
+        INVARIANT: `groups` has the same groups on all ranks, in the same order.
         """
         trainer = self.trainer
         slots = slot_kinds(len(rows), trainer.num_generations, trainer.accelerator.num_processes)
@@ -534,7 +534,7 @@ class InFlight:
                 self.groups.append(GroupInFlight(prompt, kind, [rows[i] for i in own], batch))
 
     def _wait_for_groups(self, slots: list[Kind]) -> list[int]:
-        """The places in `_in_flight` of the groups to train, one per slot; the same on all ranks. Collective."""
+        """The places in `groups` of the groups to train, one per slot; the same on all ranks. Collective."""
         trainer = self.trainer
         groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
         if len(groups) < len(slots):

@@ -517,8 +517,8 @@ class ResumableTrainer(GRPOTrainer):
             self.in_flight.cancel()
             self.env.close()
             for callback in self.callback_handler.callbacks:
-                if hasattr(callback, "stop"):  # a report that runs beside training
-                    callback.stop()
+                if hasattr(callback, "end_of_run"):  # of ours, also where `on_train_end` is not reached
+                    callback.end_of_run()
         if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "

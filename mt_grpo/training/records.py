@@ -58,8 +58,9 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
         raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
     if all(flags):
         raise RunError(
-            f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: {reports[0][2]}. "
-            "Expected at least one rollout without an error. See to the environment, and start again."
+            f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: "
+            f"{reports[0][2].rstrip('.')}. Expected at least one rollout without an error. "
+            "See to the environment, and start again."
         )
     num_further = max(report[0] for report in reports)
     if num_further:

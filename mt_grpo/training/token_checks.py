@@ -52,9 +52,9 @@ class Difference(NamedTuple):
 
 def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
     """Where the text of a record is not that of its messages, rendered as a whole."""
-    start = rollout.prompt_messages
+    start, further = rollout.prompt_messages, False
     if record.numbers and record.numbers[0] > 0 and record.turns[0].context is not None:
-        start = record.turns[0].context.messages
+        start, further = record.turns[0].context.messages, True
     tokenizer, tools = env.tokenizer, env.tools if rollout.tools is None else rollout.tools
     written = env.format_of(tokenizer)
     parts = [(tokenizer.decode(record.prompt_ids), False)]
@@ -62,7 +62,7 @@ def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
         parts += [(text_of_turn(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
     # Behind a turn without such ids nothing was read in this record.
     turns = [turn if turn.observation_ids else dataclasses.replace(turn, messages=[]) for turn in record.turns]
-    arguments = written.prompt(with_turns(start, turns), tools)
+    arguments = written.prompt(with_turns(start, turns, begun=further), tools)
     arguments["add_generation_prompt"] = bool(turns[-1].messages)
     try:
         rendered = tokenizer.apply_chat_template(**{**arguments, "tokenize": False})

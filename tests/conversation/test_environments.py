@@ -25,6 +25,7 @@ from scripted import (
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
+from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, Environments, check_environment, read_reply
 from mt_grpo.conversation.tools.arguments import readers_of
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signature_of, tool_schema
@@ -623,6 +624,33 @@ def test_an_environment_whose_call_was_given_up_is_not_used_again():
     (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
     assert second.environment is not first.environment and second.environment.resets == 2
     assert third.environment is second.environment
+
+
+def test_a_row_that_reset_would_not_take_is_refused_before_training():
+    """By the names of the argument and of the columns; so is a key that only one row lacks, or has."""
+
+    class Board(Counter):
+        def reset(self, board: str, **row) -> str:
+            return row["size"] if board == "read" else board
+
+    class Strict(Counter):
+        def reset(self, start: int = 0) -> None:
+            super().reset(start)
+
+    def refused(cls, rows):
+        with pytest.raises(ValueError) as error:
+            Environments(cls, 1.0, {}).check_rows(rows)
+        return str(error.value)
+
+    needs = "Board.reset cannot begin with this row: missing a required argument: 'board'. The row has: start. Rename"
+    assert needs in refused(Board, Dataset.from_dict({"start": [4]}))
+    assert refused(Board, Rows([{"board": "x"}, {"start": 4}])).startswith(f"Row 1: {needs}")
+    assert "unexpected keyword argument 'end'" in refused(Strict, Rows([{"start": 1}, {"end": 2}]))
+    Environments({"a": Board, "b": Strict}, 1.0, {}).check_rows(
+        Rows([{"environment": "a", "board": "x"}, {"environment": "b"}])
+    )
+    _, (rollout,), _ = run(Board, [[]], [{"board": "read"}])
+    assert str(rollout.error) == ("Board.reset raised KeyError: 'size'. The row has no such column. It has: board")
 
 
 def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():

@@ -245,6 +245,8 @@ def test_a_reward_that_gives_nothing_is_not_unused():
     assert [text.partition(":")[0] for text in texts] == ["Reward turn", "Reward match"]
     metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), {**counts, "outcome": ~no})
     assert metrics == {"credit/frac_rewards_unused": 0.5} and use.unused == ["turn"] and texts == []
+    use.add(whole, torch.full((2, 3, 1), nan), counts)
+    assert use.unused == ["turn"]
 
 
 def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):

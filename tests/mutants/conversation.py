@@ -7,6 +7,13 @@ from mutants.mutation import BAD_ENVIRONMENT, Mutation
 
 MUTATIONS = [
     Mutation(
+        "a row that reset would not take is no error",
+        "mt_grpo/conversation/environments.py",
+        "        self._check_columns(dataset)\n",
+        "",
+        "tests/conversation/test_environments.py::test_a_row_that_reset_would_not_take_is_refused_before_training",
+    ),
+    Mutation(
         "a method is called while one that was given up still runs",
         "mt_grpo/conversation/environments.py",
         "running = [future for future in rollout.given_up if not future.done()]",

@@ -17,6 +17,15 @@ MUTATIONS = [
         "tests/method/test_batch.py::test_an_evaluation_that_was_broken_off_leaves_nothing",
     ),
     Mutation(
+        "what a callback of a user calls stop is called",
+        "mt_grpo/run/trainer.py",
+        """if hasattr(callback, "end_of_run"):  # of ours, also where `on_train_end` is not reached
+                    callback.end_of_run()""",
+        """if hasattr(callback, "stop"):
+                    callback.stop()""",
+        "tests/run/test_checkpoints.py::test_a_run_that_is_resumed_at_its_end_says_so",
+    ),
+    Mutation(
         "an optimizer step is taken with a gradient that is not finite",
         "mt_grpo/run/trainer.py",
         "finite = grad_norm is None or math.isfinite(float(grad_norm))",

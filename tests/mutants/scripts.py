@@ -13,6 +13,13 @@ ODD_LOCK = "tests/scripts/test_scripts.py::test_a_port_with_an_odd_lock_file_is_
 
 MUTATIONS = [
     Mutation(
+        "an evaluation takes the training data for the test data",
+        "scripts/evaluate.py",
+        'mode="train" if split == "train" else "eval"',
+        'mode="eval"',
+        "tests/scripts/test_scripts.py::test_a_server_is_evaluated_and_good_turns_are_counted",
+    ),
+    Mutation(
         "two names of the same words have a relation in common",
         "scripts/build/search.py",
         "return RELATIONS[first > second]",

@@ -10,6 +10,62 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "what is unused is counted over the last batch",
+        "mt_grpo/training/unused_rewards.py",
+        "self.given[f] + given, self.moved[f] + moved\n",
+        "given, moved\n",
+        "tests/method/test_batch.py::test_a_reward_that_gives_nothing_is_not_unused",
+    ),
+    Mutation(
+        "records: a rank with further ones has more rows than the others",
+        "mt_grpo/training/batch.py",
+        "(num_further - len(further))",
+        "num_further",
+        "tests/training/test_records.py::test_each_row_of_a_batch_is_of_its_rollout",
+    ),
+    Mutation(
+        "records: the first rank says how many further ones there are",
+        "mt_grpo/training/records.py",
+        "num_further = max(report[0] for report in reports)",
+        "num_further = reports[0][0]",
+        "tests/training/test_records.py::test_each_row_of_a_batch_is_of_its_rollout",
+    ),
+    Mutation(
+        "a list of rewards may be longer than the turns",
+        "mt_grpo/training/reward_numbers.py",
+        "len(value) != len(rollout.turns)",
+        "len(value) < len(rollout.turns)",
+        "tests/training/test_reward_numbers.py::test_a_list_has_one_value_per_turn",
+    ),
+    Mutation(
+        "lists of rewards count where all rollouts got one",
+        "mt_grpo/training/reward_numbers.py",
+        "if any(rows):",
+        "if all(rows):",
+        "tests/training/test_reward_numbers.py::test_a_function_may_give_lists_numbers_and_nothing",
+    ),
+    Mutation(
+        "a coefficient below 1 makes the sums of rewards smaller than they are",
+        "mt_grpo/training/reward_numbers.py",
+        "max(abs(coef), 1.0) * of_turns",
+        "abs(coef) * of_turns",
+        "tests/training/test_reward_numbers.py::test_a_small_coefficient_makes_no_sum_small",
+    ),
+    Mutation(
+        "turn rewards that are one number per rollout may be as large as they like",
+        "mt_grpo/training/reward_numbers.py",
+        ', ("turn", rewards.rollout_turn)):',
+        "):",
+        "tests/training/test_reward_numbers.py::test_a_small_coefficient_makes_no_sum_small",
+    ),
+    Mutation(
+        "the main outcome is the one with the largest weight above 0",
+        "mt_grpo/training/rewards.py",
+        "key=lambda pair: abs(pair[0])",
+        "key=lambda pair: pair[0]",
+        "tests/training/test_reward_calls.py::test_the_main_outcome_is_the_one_that_counts_most_also_against",
+    ),
+    Mutation(
         "records: the loss is divided by the tokens of first records only",
         "mt_grpo/training/records.py",
         'num_items = batch["num_items_in_batch"]',

@@ -13,9 +13,12 @@ import yaml
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.rows import Rows
+from mt_grpo.recipe.data import empty_prompts
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports import preflight as first_batch
-from mt_grpo.reports.preflight import FirstBatch, facts_of_batches, whole_groups
+from mt_grpo.reports.facts import facts_of_batches, facts_of_data, whole_groups
+from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
     CUT,
@@ -30,6 +33,7 @@ from mt_grpo.reports.troubles import (  # fmt: skip
     MIN_CALLS,
     NEVER,
     READINGS,
+    REPEATED,
     ROUNDED,
     SAME,
     troubles,
@@ -195,9 +199,60 @@ def test_an_error_that_ended_no_rollout_is_no_environment_error():
     """An answer may have an error beside it, as of an agent that ended late. What failed stands behind it here."""
     beside, failed = called(0, "search"), called(1, "search")
     beside.error = RuntimeError("closed late")
-    assert facts_of([beside])["first/environment_error"] == ""
+    assert facts_of([beside])["frequent/environment_error"] == ""
     failed.error, failed.stop_reason = RuntimeError("no display"), StopReason.ENVIRONMENT_ERROR
-    assert facts_of([beside, failed])["first/environment_error"].endswith("no display")
+    assert facts_of([beside, failed])["frequent/environment_error"].endswith("no display")
+
+
+def test_the_most_frequent_kind_of_error_is_shown():
+    """Not the first one. Names and numbers make no kind of their own."""
+    texts = ["the call is not valid JSON (char 3)", *(f"unknown tool 'search{i}'. Known: wiki" for i in range(5))]
+    rollouts = [called(i, "search", "call") for i in range(8)]
+    for rollout, text in zip(rollouts, [*texts, "the call is not valid JSON (char 9)", "no name"]):
+        rollout.turns[0].results = [ToolResult(f"Error: {text}", "call")]
+    facts = facts_of(rollouts)
+    assert facts["frequent/call_error"] == "Error: unknown tool 'search0'. Known: wiki (5 of 8 errors)"
+    assert facts["calls/failed"] == 1.0
+
+
+def test_a_main_outcome_that_is_0_for_all_is_told_where_other_rewards_vary():
+    def right(**kwargs):
+        return []
+
+    def calls(**kwargs):
+        return []
+
+    functions = RewardFunctions([calls, right], [1.0, 1.0], 1)
+    metrics = {f"rewards/{name}/{kind}": [value] for name, kind, value in [
+        ("calls", "mean", 0.5), ("calls", "std", 0.2), ("right", "mean", 0.0), ("right", "std", 0.0)]}  # fmt: skip
+    args = SimpleNamespace(longest_turn=9, max_completion_length=9, num_generations=2, generation_batch_size=4,
+                           credit_assignment="mt_grpo")  # fmt: skip
+    batches = [Batch([], 2, rollouts=[called(i, "search") for i in range(4)])]
+    (trouble,) = troubles({**facts_of_batches(args, metrics, functions, [], batches), "has_tools": True})
+    assert trouble.name == "main outcome" and trouble.text.startswith("The main outcome right is 0 for all 4 rollouts")
+    metrics["rewards/right/std"] = [0.1]
+    assert not troubles({**facts_of_batches(args, metrics, functions, [], batches), "has_tools": True})
+
+
+def test_a_prompt_may_end_with_an_assistants_message_by_mistake():
+    rollouts = [called(i, "search") for i in range(4)]
+    for rollout in rollouts:
+        rollout.prompt_messages.append({"role": "user", "content": "?"})
+    rollouts[3].prompt_messages.append({"role": "assistant", "content": "4"})
+    assert facts_of(rollouts)["prompt/ends_with_assistant"] == 0.25
+
+
+def test_a_run_that_goes_through_few_rows_often_is_told():
+    """Prompts are counted, and rows where an environment reads more of them than the prompt."""
+    args = SimpleNamespace(generation_batch_size=16, num_generations=8, steps_per_generation=2, num_iterations=2,
+                           gradient_accumulation_steps=1, max_steps=160, num_train_epochs=3)  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "id": i} for i in range(4)]  # 40 batches of 2 prompts
+    assert facts_of_data(Rows(rows), args, False) == {"data/different": 1, "data/passes": 80.0}
+    assert facts_of_data(Rows(rows), args, True) == {"data/different": 4, "data/passes": 20.0}
+    assert facts_of_data(Rows([{"seed": i} for i in range(40)]), args, True)["data/passes"] < REPEATED
+    assert facts_of_data(empty_prompts(2), args, True) == {}
+    args.max_steps = -1  # 3 epochs of 2 batches
+    assert facts_of_data(Rows(rows), args, True) == {"data/different": 1, "data/passes": 12.0}
 
 
 def test_what_is_sampled_otherwise_matters_to_importance_ratios_alone():
@@ -262,7 +317,8 @@ def test_the_page_has_the_table_of_readings():
         "learning rate": [LR, 0], "temperature": [HOT], "environment errors": [ENV_ERRORS, CUT_ALL],
         "identical rollouts": [SAME], "rounding": [ROUNDED],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
-        "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS],
+        "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS, FAILS_ALL],
+        "few rows": [REPEATED],
         "no calls": [NEVER], "no answers": [NEVER],
         "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
     }  # fmt: skip
@@ -280,6 +336,7 @@ def broken(name, folder):
     (folder / "constant.py").write_text(CONSTANT)
     (folder / "of_turns.py").write_text(OF_TURNS)
     (folder / "failing.py").write_text(FAILING)
+    (folder / "compute.py").write_text(FAILING.replace("calculator", "compute"))
     (folder / "unsure.py").write_text(UNSURE_TOOL)
     return {
         "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
@@ -288,6 +345,9 @@ def broken(name, folder):
                             "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
         "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
                                   "Write {tool_descriptions} into system_prompt", 0),
+        "another name": ({"tools_script": str(folder / "compute.py")}, "tools",
+                         "does not mention the tool compute. (?s:.*)malformed calls: .* unknown tool "
+                         r"'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
                               "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
         "turn rewards that nothing uses": (
@@ -308,9 +368,9 @@ def broken(name, folder):
     }[name]  # fmt: skip
 
 
-NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "a constant reward",
-         "turn rewards that nothing uses", "a failing tool", "two of three calls fail", "no learning rate",
-         "too hot", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "another name",
+         "a constant reward", "turn rewards that nothing uses", "a failing tool", "two of three calls fail",
+         "no learning rate", "too hot", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

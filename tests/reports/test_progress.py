@@ -110,7 +110,7 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     while "training" not in sys.stdout.getvalue() and time.monotonic() < deadline:
         time.sleep(0.01)
     progress.say("step 4/9")
-    progress.stop()
+    progress.end_of_run()
     watching.join()
     written = sys.stdout.getvalue()
     assert written.startswith("\r\x1b[Kstep 5: training, for 0 s\r") and "\r\x1b[Kstep 4/9\n" in written

@@ -289,7 +289,7 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     assert result["stop_reasons"] == {"answered": 8 / 9, "environment_error": 1 / 9}
 
 
-def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe):
+def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe, tmp_path):
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
     client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
     client.tokenizer = AutoTokenizer.from_pretrained(random_model)
@@ -300,6 +300,10 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
     assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
     assert result["stop_reasons"] == {"answered": 1.0}
+    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
+    parsed[0].reward_fn = str(tmp_path / "raises.py")
+    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data\)"):
+        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
 READS_CALLS = """

@@ -13,7 +13,7 @@ from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.reports.preflight import facts_of_settings, share_stuck
+from mt_grpo.reports.facts import facts_of_settings, share_stuck
 from mt_grpo.reports.troubles import ROUNDED, troubles
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"

@@ -15,7 +15,9 @@ from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.training.records import to_passes, without_sync
+from mt_grpo.rollout import Context, Rollout, StopReason, Turn
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.records import FURTHER_RECORDS, to_passes, without_sync
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -90,6 +92,30 @@ def test_the_table_of_completions_is_per_rollout(random_model, tmp_path):
     assert cut.to_list() == pytest.approx(whole.to_list(), abs=1e-6)
     assert len(set(whole)) > 4
     pandas.testing.assert_frame_equal(*tables)
+
+
+# -- a batch by itself, as rank 1 of 2 sees it --
+
+
+def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
+    """The first rollout has two records, the second one was cut off. Rank 0 has three further records."""
+
+    def turn(token, context=None):
+        return Turn([token], [-1.0], "", "stop", context=context)
+
+    rollouts = [Rollout([], [1], turns=[turn(5), turn(6, Context([], [2]))]), Rollout([], [1], turns=[turn(7)])]
+    rollouts[0].stop_reason, rollouts[1].stop_reason = StopReason.ANSWERED, StopReason.MAX_TOKENS
+    monkeypatch.setattr("mt_grpo.training.records.gather_object", lambda own: [*own, (3, [False] * 2, "", [])])
+    args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
+    batch = Batch([{}, {}], 2, first=2, rollouts=rollouts)
+    batch.choose_records(args, 0)
+    assert batch.owners[:3] == [0, 1, 0] and batch.failed == [False] * 4
+    assert [record.completion_ids for record in batch.records] == [[5], [7], [6], [], []]
+    assert batch.loss_lists(9, without_truncated=True)[2] == [[1], [0], [1], [0], [0]]
+    assert batch.own(torch.arange(4)).tolist() == [2, 3]
+    taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
+    assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
+    assert [[row["ids"].tolist() for row in rows] for rows in taken[FURTHER_RECORDS]] == [[[6]], []]
 
 
 # -- histories that were edited: values written by hand --

@@ -30,7 +30,7 @@ from mt_grpo.run.checkpoints import source_sha256
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training import reward_calls as scoring
 from mt_grpo.training.reward_calls import run_rewards
-from mt_grpo.training.rewards import check_rewards, environment_rewards, named_apart
+from mt_grpo.training.rewards import RewardFunctions, check_rewards, environment_rewards, named_apart
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -530,6 +530,10 @@ def test_rewards_of_one_name_are_told_apart_over_all_lists():
     turn, outcome = named_apart([a, a_2], [copy_of_a, a])
     assert [func.__name__ for func in turn + outcome] == ["a", "a_2", "a_3", "a_4"]
     assert turn == [a, a_2] and a.__name__ == "a"
+
+
+def test_the_main_outcome_is_the_one_that_counts_most_also_against():
+    assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
 
 @pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])

@@ -108,6 +108,16 @@ def test_a_conversation_without_a_fault_is_not_told():
     assert found_in([rollout], env) == (set(), [])
 
 
+def test_a_prompt_that_ends_with_an_assistants_message_is_no_fault():
+    """The generation prompt stands behind it: it is no beginning of the first turn, in the history neither."""
+    env = mt.MultiTurnToolEnv([echo], None, 1, tokenizer=TOKENIZER)
+    prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So."}]
+    turns = [call("echo", text="hi"), "<answer>a</answer>"]
+    (rollout,) = env.generate([prompt], Scripted([turns], tokenizer=TOKENIZER))["rollouts"]
+    assert found_in([rollout], env) == (set(), [])
+    assert [message["role"] for message in rollout.history] == ["user", "assistant", "assistant", "user", "assistant"]
+
+
 def test_white_space_passes_where_it_may():
     rollouts, env = conversation(FAULTS["a lost end of line"][0])
     assert found_in(rollouts, env)[0] == {"text"} and found_in(rollouts, env, "ignore_strippable")[0] == set()

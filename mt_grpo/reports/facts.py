@@ -1,0 +1,232 @@
+"""Facts of a recipe and of its first rollouts, for `troubles`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from statistics import mean
+from typing import Any
+
+import torch
+
+from mt_grpo.conversation.limits import limits_of
+from mt_grpo.recipe.checks import prompt_ids_of
+from mt_grpo.recipe.refusals import text_of_cuts
+from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts
+from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
+from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.token_checks import squeezed
+
+MOST_SHOWN = 160  # characters of an error
+MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
+WORD = r"[\w-]+"  # a tool's name is one
+
+
+def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
+    """(batches of an epoch, its optimizer steps, those of the run)."""
+    batches = num_rows // (args.generation_batch_size // args.num_generations)
+    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+    return batches, steps, args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+
+
+def facts_of_settings(trainer: Any) -> Facts:
+    """Settings of the recipe, and whether the first prompt holds what the model must read."""
+    args, env = trainer.args, trainer.env
+    row = trainer.train_dataset[0]
+    tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
+    messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
+    system = "".join(m["content"] for m in messages if m["role"] == "system")
+    read = env.tokenizer.decode(prompt_ids_of(env, row))
+    lacking = [name for name in tools if not stands_in(name, read)]
+    return {
+        **facts_of_data(trainer.train_dataset, args, env.environments is not None),
+        **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
+        "num_generations": args.num_generations,
+        "optim": str(getattr(args.optim, "value", args.optim)),
+        "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
+        # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
+        "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
+        "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
+        "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
+        "prompt/nearest": "".join(nearest(name, re.findall(WORD, read)) for name in lacking[:1]),
+    }  # fmt: skip
+
+
+def stands_in(name: str, text: str) -> bool:
+    """Whether a tool's name stands in a text as a word of its own.
+
+    >>> stands_in("search", "Call wiki_search or web-search."), stands_in("search", "Call `search(query)`.")
+    (False, True)
+    """
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
+
+
+def nearest(name: str, words: Iterable[str]) -> str:
+    """A sentence about the word that is most like a tool's name; empty where none is.
+
+    >>> nearest("search", ["Call", "wiki_search"]), nearest("search", ["Call", "add"])
+    (" It says 'wiki_search'.", '')
+    """
+    close = difflib.get_close_matches(name, sorted(set(words)), n=1)
+    return f" It says {close[0]!r}." if close else ""
+
+
+def facts_of_data(train: Any, args: Any, has_environment: bool) -> Facts:
+    """How many rows are different, and how often the run goes through them; nothing where no row says anything.
+
+    Rows are counted until there are so many that a run goes through them fewer than `REPEATED` times.
+    """
+    batches = steps_of(len(train), args)[2] * args.gradient_accumulation_steps
+    prompts = batches / (args.steps_per_generation * args.num_iterations)
+    prompts *= args.generation_batch_size // args.num_generations
+    columns = list(train.column_names) if has_environment else ["prompt"]
+    seen = set()
+    for row in train.select_columns(columns) if columns else []:
+        if columns == ["prompt"] and not any(message["content"] for message in row.get("prompt") or []):
+            return {}  # the environment brings the prompts
+        seen.add(hash(json.dumps(row, sort_keys=True, default=str)))
+        if len(seen) * REPEATED > prompts:
+            break
+    return {"data/different": len(seen), "data/passes": prompts / max(len(seen), 1)}
+
+
+@torch.no_grad()
+def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
+    """The share of the trained weights that are the same after a step of this size, up or down: rounding undoes it.
+
+    bfloat16 has 8 significant bits: beside 0.02 its numbers are 1.2e-4 apart, beside 1e-4 they are 4.8e-7 apart.
+
+    >>> weights = torch.nn.Parameter(torch.tensor([1e-4, 0.02], dtype=torch.bfloat16))
+    >>> share_stuck([weights], 1e-6), share_stuck([weights.float()], 1e-6)
+    (0.5, 0.0)
+    """
+    stuck, total = 0.0, 0
+    for weights in (p.flatten() for p in parameters if p.requires_grad and p.numel()):
+        some = weights[:: -(-weights.numel() // MOST_WEIGHTS)]
+        up, down = ((some.float() + move).to(some.dtype) for move in (step, -step))
+        stuck += ((up == some) & (down == some)).float().mean().item() * weights.numel()
+        total += weights.numel()
+    return stuck / max(total, 1)
+
+
+def facts_of_batches(
+    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
+) -> Facts:
+    """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
+
+    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
+
+    Args:
+        args: The settings of the run.
+        metrics: The trainer's, a value per batch.
+        functions: The reward functions.
+        unused: The names of those of which no number has moved an advantage.
+        batches: Of this rank, with their rollouts.
+    """
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    facts = {name: mean(values) for name, values in metrics.items() if values}
+    by_turn = [r for r in rollouts if cut_by_turn(r, args)]
+    cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
+    results = [result for r in rollouts for turn in r.turns for result in turn.results]
+    reached: dict[str, list[ToolResult]] = {}  # by the tool
+    for call, result in ((c, s) for r in rollouts for turn in r.turns for c, s in zip(turn.calls, turn.results)):
+        if result.error != "call":
+            reached.setdefault(str(call.name), []).append(result)
+    enough = {name: of_tool for name, of_tool in reached.items() if len(of_tool) >= MIN_CALLS}
+    failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
+    worst = max(failed, key=failed.get, default=None)
+    uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
+    environment_errors = [str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None]
+    ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
+    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
+    weights = dict(zip(functions.names, functions.weights))
+    means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
+    given = {name: value for name, value in means.items() if value == value}
+    varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
+    outcome = functions.main_outcome
+    return {
+        **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
+        "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
+        "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
+        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
+        if groups else None,
+        "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,
+        "calls/failed": share(result.error is not None for result in uncut) if len(uncut) >= MIN_CALLS else None,
+        "prompt/ends_with_assistant": share(
+            bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant" for r in rollouts
+        ),
+        "credit_assignment": args.credit_assignment,
+        "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
+        "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
+        "tools/broken": failed.get(worst), "tools/all_broken": min(failed.values(), default=0.0),
+        "tools/broken_name": f"the tool {worst}",
+        "frequent/tool_error": most_frequent(r.text for r in reached.get(worst, ()) if r.error is not None),
+        "frequent/call_error": most_frequent(r.text for r in results if r.error == "call"),
+        "frequent/environment_error": most_frequent(environment_errors),
+        "outcome/name": outcome, "outcome/mean": given.get(outcome),
+        "outcome/constant": outcome in given and outcome not in varied,
+        "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "there are none",
+        "rewards/varied": varied, "rewards/unused": ", ".join(unused),
+        "rewards/varied_and_used": [name for name in varied if name not in unused],
+        "tokens/differ": sum(facts.get(f"tokens/{check}_differ", 0.0) for check in ("ids", "mask", "text")),
+    }  # fmt: skip
+
+
+def cut_by_turn(rollout: Rollout, args: Any) -> bool:
+    """Whether a turn was cut off, in its call or before it, where the completion had room left."""
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
+
+
+def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
+    """The groups that are on this rank as a whole: a rank's rollouts may begin or end within one."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.index // size, []).append(rollout)
+    return [group for group in groups.values() if len(group) == size]
+
+
+def sampled_ids(rollout: Rollout) -> list[int]:
+    """All ids that the model sampled."""
+    return [token for turn in rollout.turns for token in turn.token_ids]
+
+
+def share(flags: Any) -> float:
+    """The share of the flags that are true; 0 if there are none.
+
+    >>> share([True, False, False, False]), share([])
+    (0.25, 0.0)
+    """
+    flags = list(flags)
+    return sum(flags) / len(flags) if flags else 0.0
+
+
+def most_frequent(errors: Iterable[str]) -> str:
+    """The error of the most frequent kind, in one line, with how many are of its kind.
+
+    >>> most_frequent(["the call is no JSON (char 3)", "unknown tool 'a'. Known tools: b", "unknown tool 'c'"])
+    "unknown tool 'a'. Known tools: b (2 of 3 errors)"
+    >>> most_frequent(["Error: no room."]), most_frequent([])
+    ('Error: no room.', '')
+    """
+    lines = [" ".join(text.split()) for text in errors]
+    if not lines:
+        return ""
+    kind, count = Counter(map(kind_of_error, lines)).most_common(1)[0]
+    text = next(line for line in lines if kind_of_error(line) == kind)[:MOST_SHOWN]
+    return text if len(lines) == 1 else f"{text.rstrip('.')} ({count} of {len(lines)} errors)"
+
+
+def kind_of_error(text: str) -> str:
+    """What an error says before its details: without quoted words and numbers, up to its first sentence's end.
+
+    >>> kind_of_error("Error: argument 'a' must be str, got int. Usage: f(a: str)")
+    'argument * must be str, got int'
+    """
+    blank = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\d+", "*", text.removeprefix("Error: "))
+    return re.split(r"[(:;]|\.(?:\s|$)", blank, maxsplit=1)[0].strip() or blank
