@@ -36,7 +36,6 @@ from mt_grpo.run.checkpoints import (
     check_tensors,
     checkpoint_damage,
     dataset_sha256,
-    load_as_saved,
     sha256,
     source_sha256,
     trained_settings,
@@ -44,6 +43,7 @@ from mt_grpo.run.checkpoints import (
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import BetweenBatches, InFlight
+from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -52,7 +52,7 @@ from mt_grpo.run.nodes import (
     is_lost_peer,
     save_weights_on_each_node,
 )
-from mt_grpo.run.saved_states import CheckpointError, check_optimizer, load_on_all_ranks
+from mt_grpo.run.saved_states import CheckpointError
 from mt_grpo.run.snapshots import EpochOrder, StepEndSnapshot, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
@@ -170,39 +170,13 @@ class ResumableTrainer(GRPOTrainer):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """`Trainer`'s, for models, too, whose weights are saved under other names."""
-
-        def load() -> None:
-            super(ResumableTrainer, self)._load_from_checkpoint(resume_from_checkpoint, model)
-            if not self._is_sharded:
-                load_as_saved(Path(resume_from_checkpoint), self.model)
-
-        load_on_all_ranks(resume_from_checkpoint, "the model", load)
+        load_model(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """`Trainer`'s, for states that fit the parameters. Raises `CheckpointError` on all ranks."""
-
-        def load() -> None:
-            super(ResumableTrainer, self)._load_optimizer_and_scheduler(checkpoint)
-            if not self._is_sharded:
-                check_optimizer(self.optimizer)
-
-        if checkpoint is not None:
-            load_on_all_ranks(checkpoint, "the state of the optimizer (optimizer.pt) or of what goes with it", load)
+        load_optimizer(self, super()._load_optimizer_and_scheduler, checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """`Trainer`'s. Raises `CheckpointError` on all ranks."""
-        if checkpoint is not None:
-            load = super()._load_rng_state
-            load_on_all_ranks(checkpoint, "the state of the random numbers (rng_state*.pth)", lambda: load(checkpoint))
-
-    def _load_callback_state(self) -> None:
-        """`Trainer`'s. Raises `CheckpointError` on all ranks."""
-        load_on_all_ranks(
-            str(self.args.resume_from_checkpoint),
-            "stateful_callbacks of trainer_state.json",
-            super()._load_callback_state,
-        )
+        load_random_numbers(super()._load_rng_state, checkpoint)
 
     # -- numbers that are none --
 

@@ -392,13 +392,6 @@ MUTATIONS = [
         "tests/adapters/test_agents.py::test_rewards_of_a_turn_do_not_overflow",
     ),
     Mutation(
-        "agents: a daemon of a command is waited for",
-        "mt_grpo/adapters/agents/programs.py",
-        "await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)",
-        "await asyncio.wait(reading)",
-        "tests/adapters/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for",
-    ),
-    Mutation(
         "agents: a call that was cut off behind its end ends as tool_calls",
         "mt_grpo/adapters/agents/session.py",
         'reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason',
