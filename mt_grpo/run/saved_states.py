@@ -17,10 +17,10 @@ from accelerate.utils import gather_object
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.conversation.tools.results import error_text
 
 STATE = "trainer_state.json"
 RNG_KEYS = {"python", "numpy", "cpu"}
@@ -42,10 +42,8 @@ def load_on_all_ranks(checkpoint: str, name: str, function: Callable[[], Any]) -
     except RunError:
         raise
     except Exception as raised:  # torch, pickle, PEFT and the states' own classes raise anything
-        cause, said = raised, " ".join(error_text(raised).split())
-        error = [
-            f"resume_from_checkpoint={checkpoint!r}: {name} cannot be loaded: {type(raised).__name__}: {said:.500}"
-        ]
+        cause = raised
+        error = [f"resume_from_checkpoint={checkpoint!r}: {name} cannot be loaded: {error_line(raised):.500}"]
     if errors := gather_object(error):
         raise CheckpointError(f"{errors[0].rstrip('.')}. {WHAT_TO_DO}") from cause
     return result
@@ -91,7 +89,7 @@ def small_file_damage(path: Path) -> str | None:
         TypeError,
         AttributeError,
     ) as error:
-        return f"cannot be loaded: {type(error).__name__}: {error_text(error).partition(chr(10))[0]:.200}"
+        return f"cannot be loaded: {error_line(error):.200}"
     if not isinstance(state, dict):
         return f"holds {type(state).__name__}, expected a dict"
     if is_schedule and type(state.get("last_epoch")) is not int:

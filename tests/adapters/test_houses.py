@@ -1,6 +1,8 @@
 """Houses of adapters: each brings its keys and says which recipes are its own."""
 
 import dataclasses
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters import choose
 from mt_grpo.adapters.house import House
 from mt_grpo.base.fields import key
+from mt_grpo.recipe.keys import make_absolute
 
 
 @dataclasses.dataclass
@@ -49,6 +52,26 @@ def test_a_new_house_is_its_keys_and_its_place_in_the_list(monkeypatch):
         load(environment="theatre", gym_text="a.py:B")
     with pytest.raises(ValueError, match="mcp_tools has no effect without a conversation of this trainer's own"):
         load(environment="theatre", mcp_tools=["a"])
+
+
+def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
+    """A list of files, `file:Class`, and what may be a name instead."""
+    monkeypatch.chdir(tmp_path)
+    files = dict(external_plugins=["a.py", "~/b.py"], environment="c.py:D", gym_text="e.py:F", gym_env="Blackjack-v1")
+    args = mt.MTGRPOScriptArguments(**files, mcp_config_file="g.json")
+    make_absolute(args)
+    assert args.external_plugins == [f"{tmp_path}/a.py", os.path.expanduser("~/b.py")]
+    assert (args.environment, args.gym_text) == (f"{tmp_path}/c.py:D", f"{tmp_path}/e.py:F")
+    assert (args.gym_env, args.mcp_config_file) == ("Blackjack-v1", f"{tmp_path}/g.json")
+
+
+def test_results_of_mcp_are_cut_as_those_of_verl(monkeypatch):
+    tools = SimpleNamespace(load_mcp_tools=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "mt_grpo.adapters.mcp.tools", tools)
+    keys = dict(mcp_config_file="g.json", max_tool_response_length=4, tool_response_truncate_side="left")
+    path, names, seconds, calls, finish = choose.load_adapter_tools(settings(**keys))
+    assert (path, names, seconds, calls) == ("g.json", None, 60.0, 16)
+    assert finish("0123456789") == "(truncated)...6789"
 
 
 def test_no_two_houses_have_the_same_key():

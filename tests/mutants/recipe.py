@@ -7,6 +7,13 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "paths in a list stay relative",
+        "mt_grpo/recipe/keys.py",
+        "[absolute(path) for path in value] if isinstance(value, list)",
+        "value if isinstance(value, list)",
+        "tests/adapters/test_houses.py::test_paths_of_each_kind_are_absolute",
+    ),
+    Mutation(
         "evaluation is on the train split",
         "mt_grpo/recipe/data.py",
         "train_rows, load_rows(name, script_args.dataset_test_split,",

@@ -10,6 +10,55 @@ END_OF_TURN = "tests/method/test_batch.py::test_a_turn_ends_where_the_chat_templ
 
 MUTATIONS = [
     Mutation(
+        "rollouts: requests of one batch that were sent again count in the next one too",
+        "mt_grpo/run/in_flight.py",
+        'retries, trainer.llm.retries = getattr(trainer.llm, "retries", 0), 0',
+        'retries = getattr(trainer.llm, "retries", 0)',
+        "tests/run/test_in_flight.py::test_what_a_lost_server_leaves_starts_over_and_is_closed",
+    ),
+    Mutation(
+        "rollouts: the wait for groups is no wait",
+        "mt_grpo/run/in_flight.py",
+        "time.perf_counter() - began + self.current.waited",
+        "time.perf_counter() - began",
+        "tests/run/test_in_flight.py::test_what_a_lost_server_leaves_starts_over_and_is_closed",
+    ),
+    Mutation(
+        "rollouts: what a lost server leaves stays open",
+        "mt_grpo/run/in_flight.py",
+        "trainer.env.close([lost for lost in self.current.rollouts if id(lost) not in kept])",
+        "pass",
+        "tests/run/test_in_flight.py::test_what_a_lost_server_leaves_starts_over_and_is_closed",
+    ),
+    Mutation(
+        "staleness: an evaluation has older weights where batches are in flight",
+        "mt_grpo/run/in_flight.py",
+        "not self.groups or not trainer.model.training:",
+        "not self.groups:",
+        "tests/run/test_in_flight.py::test_an_evaluation_gets_the_newest_weights_and_conversations_of_its_own",
+    ),
+    Mutation(
+        "staleness: a run that is resumed inside a batch begins a batch less",
+        "mt_grpo/run/in_flight.py",
+        "(self.trainer._step % self._passes + passes)",
+        "passes",
+        "tests/run/test_in_flight.py::test_nothing_is_begun_that_would_not_be_trained",
+    ),
+    Mutation(
+        "staleness: the second epoch has the batches of the first",
+        "mt_grpo/run/in_flight.py",
+        "if self._epoch is None or self._epoch.source is not epoch_iterator:",
+        "if self._epoch is None:",
+        "tests/run/test_in_flight.py::test_nothing_is_begun_that_would_not_be_trained",
+    ),
+    Mutation(
+        "admission: a second training begins with the prompts of the first",
+        "mt_grpo/run/in_flight.py",
+        "        self._to_save = saved if uses_it else None\n        self._prompts = None\n",
+        "        self._to_save = saved if uses_it else None\n",
+        "tests/run/test_in_flight.py::test_an_epoch_that_is_given_up_leaves_nothing",
+    ),
+    Mutation(
         "an evaluation goes on with what one left that was broken off",
         "mt_grpo/run/trainer.py",
         'self._metrics["eval"].clear()',
