@@ -13,14 +13,18 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
 
 from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
 from mt_grpo.adapters.house import check_tool_format, check_unset
+from mt_grpo.base.errors import error_line
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.fields import keys_that
-from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
 
@@ -82,8 +86,8 @@ class GymEnvironment:
             message = {"role": "user", "content": f"Error: {error}"}
             return Reply(messages=[message], reward=leaving or None, info={"action": None})
         observation, reward, self.terminated, self.truncated, info = self.env.step(action)
-        self.terminated, self.truncated = bool(self.terminated), bool(self.truncated)
-        self.rewards.append(float(reward))
+        self.terminated, self.truncated = flag(self.terminated, "terminated"), flag(self.truncated, "truncated")
+        self.rewards.append(number_of_step(reward))
         self.shown = checked(self.text.observation(observation, info), "observation")
         over = self.terminated or self.truncated
         return Reply(
@@ -106,6 +110,28 @@ class GymEnvironment:
     def close(self) -> None:
         """Close the game."""
         self.env.close()
+
+
+def flag(value: Any, name: str) -> bool:
+    """Whether an episode is over. Raises `TypeError` unless it says so: any text would be true."""
+    if value not in (True, False):
+        raise TypeError(f"step gave {name}={value!r:.100}, expected True or False")
+    return bool(value)
+
+
+def number_of_step(reward: Any) -> float:
+    """The reward of a step, which may be an array of one number. Raises `TypeError` unless it is finite.
+
+    >>> number_of_step(0.5), number_of_step(gymnasium.spaces.Box(1.0, 1.0, (1,)).sample())
+    (0.5, 1.0)
+    """
+    try:
+        value = reward.item() if hasattr(reward, "item") else reward
+    except (ValueError, RuntimeError):  # an array of several
+        value = None
+    if not is_number(value):
+        raise TypeError(f"step gave the reward {reward!r:.100}, expected a finite number")
+    return float(value)
 
 
 def checked(text: Any, method: str) -> str:
@@ -168,7 +194,7 @@ def load_gym_environment(script_args: Any, args: Any) -> type[GymEnvironment]:
         make, name, text_class, script_args.gym_actions or (), script_args.gym_unfinished_reward,
         args.max_env_steps + 1,
     )  # fmt: skip
-    check_game(cls, script_args.gym_env)
+    check_game(cls, script_args.gym_env, args.environment_timeout)
     return cls
 
 
@@ -193,26 +219,28 @@ def maker(reference: str, kwargs: dict[str, Any]) -> Callable[[], gymnasium.Env]
     return lambda: cls(**copy.deepcopy(kwargs))
 
 
-def check_game(cls: type[GymEnvironment], reference: str) -> None:
-    """Raise `ValueError` unless an episode can begin and take a step. Warn where the conversation is shorter."""
+def check_game(cls: type[GymEnvironment], reference: str, timeout: float) -> None:
+    """Raise `ValueError` unless an episode can begin and take a step. Warn where the conversation is shorter.
+
+    Args:
+        cls: Of the episodes.
+        reference: What the recipe says.
+        timeout: Seconds of each method, as in training.
+    """
     try:
-        episode = cls()
+        episode = in_time("__init__", cls, timeout)
         try:
-            episode.reset(seed=0)
-            space = episode.env.action_space
-            space.seed(0)
-            action = space.sample()
-            own = type(episode.text).action is not GymText.action
-            if not own and not cls.actions and not can_be_written(episode, action):
-                raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
-            observation, _, _, _, info = episode.env.step(action)
-            checked(episode.text.observation(observation, info), "observation")
-        finally:
-            episode.close()
+            in_time("reset", lambda: episode.reset(seed=0), timeout)
+            in_time("step", lambda: take_a_step(episode), timeout)
+        except BaseException:
+            with suppress(TimeoutError):  # the first one is told
+                in_time("close", episode.close, timeout)
+            raise
+        in_time("close", episode.close, timeout)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the game raises, SystemExit with it
-        why = f"{type(error).__name__}: {error_text(error)}"
+        why = error_line(error)
         raise ValueError(f"gym_env: {reference!r} cannot begin: {why}") from error
     longest = getattr(episode.env.spec, "max_episode_steps", None)
     if longest is not None and longest > cls.most_turns:
@@ -220,6 +248,41 @@ def check_game(cls: type[GymEnvironment], reference: str) -> None:
             "%s has up to %d steps, and the conversation %d turns. Set max_env_steps to %d to play it to its end.",
             reference, longest, cls.most_turns, longest - 1,
         )  # fmt: skip
+
+
+def in_time(method: str, function: Callable[[], Any], timeout: float) -> Any:
+    """What a method of a game gives, in a thread as in training. Raises `TimeoutError`, and what it raises."""
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:  # SystemExit with it, as itself
+            outcome.append((None, error))
+
+    try:
+        run_async(run_tool(run, {}, timeout))
+    except ToolTimeout:
+        raise TimeoutError(
+            f"{method} took longer than environment_timeout={timeout:g} s. Raise environment_timeout if it is slow"
+        ) from None
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def take_a_step(episode: GymEnvironment) -> None:
+    """One action of an episode that has begun. Raises `TypeError` for one that the policy could not write."""
+    space = episode.env.action_space
+    space.seed(0)
+    action = space.sample()
+    own = type(episode.text).action is not GymText.action
+    if not own and not episode.actions and not can_be_written(episode, action):
+        raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
+    observation, reward, terminated, truncated, info = episode.env.step(action)
+    number_of_step(reward), flag(terminated, "terminated"), flag(truncated, "truncated")
+    checked(episode.text.observation(observation, info), "observation")
 
 
 def can_be_written(episode: GymEnvironment, action: Any) -> bool:
