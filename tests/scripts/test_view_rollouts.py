@@ -538,8 +538,8 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     until(page, "document.querySelector('#count').textContent.includes('of 1 ')")
     go(page, "rollouts")
     page.click("th button:has-text('reward')")
-    page.wait_for_selector("th[aria-sort=descending]")
-    assert table_ids(page) == [1, 3, 4, 2, 5, 6]
+    page.wait_for_selector("th[aria-sort=ascending]")
+    assert table_ids(page) == [6, 5, 2, 4, 3, 1]
     assert page.locator("button:has-text('before')").is_disabled()
 
 
