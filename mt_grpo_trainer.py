@@ -95,7 +95,7 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ServerAndLogKeys, check_mappings, check_ranges, make_absolute
+from mt_grpo.recipe.keys import ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
@@ -1174,6 +1174,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
 
     def __post_init__(self):
         check_ranges(self)
+        check_choices(self)
         check_mappings(self)
         if self.output_dir == "":
             raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")

@@ -184,6 +184,14 @@ def write_page(folders: list[Path], path: Path) -> str:
 # -- a server --
 
 
+def path_number(request: web.Request, name: str) -> int:
+    """A number of the address. Raises `ValueError` for one that no row can have."""
+    text = request.match_info[name]
+    if len(text) > 18:  # SQLite holds 19 digits, and Python refuses to read thousands
+        raise ValueError(f"There is no {name} {text[:18]}... Expected a number of a rollout or a run.")
+    return int(text)
+
+
 class Viewer:
     """Answers the page's questions. One thread reads the logs, another one the indices.
 
@@ -244,14 +252,14 @@ class Viewer:
 
     def index_of(self, request: web.Request) -> RolloutIndex:
         """Of the run that is asked for. Raises `ValueError`."""
-        number = int(request.match_info["run"])
+        number = path_number(request, "run")
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
         return self.runs[number].index
 
     def conversations(self, kind: str, request: web.Request) -> Any:
         """One rollout, or those of its group."""
-        return getattr(self.index_of(request), kind)(int(request.match_info["id"]))
+        return getattr(self.index_of(request), kind)(path_number(request, "id"))
 
     async def _start(self, app: web.Application) -> None:
         self.reader.start()

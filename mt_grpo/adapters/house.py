@@ -82,7 +82,7 @@ def imports(what: str, extra: str = "", why: str = "") -> Iterator[None]:
         if not extra:
             raise ValueError(f"{what} needs the clone ({error}){why}.") from None
         raise ValueError(
-            f"{what} needs a package that is not installed ({error}). Run `pip install -e .[{extra}]` in the clone. "
+            f"{what} needs a package that is not installed ({error}). Run `pip install -e '.[{extra}]'` in the clone. "
             "(A file of scripts/one_file.py has no adapters.)"
         ) from None
 

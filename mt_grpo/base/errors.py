@@ -1,6 +1,32 @@
-"""The errors of a generation server."""
+"""The errors of a generation server, and how an error reads."""
 
 from __future__ import annotations
+
+
+def error_line(error: BaseException) -> str:
+    """An error on one line for people: its class and what it says, without the dot at the end.
+
+    Of pydantic's, each field with what is wrong: their text begins with a line that says only how many there are. The
+    class alone stands where an error says nothing else, and the first error of a group for the group.
+
+    >>> error_line(ValueError("of two\\n  lines.")), error_line(TimeoutError()), error_line(KeyError("a"))
+    ('ValueError: of two lines', 'TimeoutError', "KeyError: 'a'")
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    name = type(error).__name__
+    try:
+        if callable(getattr(error, "errors", None)) and hasattr(error, "title"):
+            found = error.errors()
+            fields = [f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in found[:3]]
+            more = f"; {len(found) - 3} more" if len(found) > 3 else ""
+            text = f"{error.title} does not fit: {'; '.join(fields)}{more}"
+        else:
+            text = str(error)
+    except Exception:  # an exception whose own __str__ fails
+        text = ""
+    text = " ".join(text.split()).removesuffix(".")
+    return f"{name}: {text}" if text and text != name else name
 
 
 class ServerError(RuntimeError):

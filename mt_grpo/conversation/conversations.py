@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.sampling import Room, check_sampling_params
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.turn_lists import keep_whole
 from mt_grpo.rollout import Rollout, ToolFormat
 
@@ -68,7 +68,7 @@ class Conversations(Limits):
         try:
             return self.state_key and self.state_key(rollout.turns)
         except (Exception, SystemExit) as error:
-            raise RuntimeError(f"The state key raised {type(error).__name__}: {error_text(error)}") from error
+            raise RuntimeError(f"The state key raised {error_line(error)}") from error
 
     def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
         tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)

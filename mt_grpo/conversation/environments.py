@@ -7,6 +7,7 @@ import atexit
 import functools
 import inspect
 import itertools
+import json
 import numbers
 import threading
 import time
@@ -15,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -70,6 +71,10 @@ def read_reply(reply: Any, name: str) -> Reply | None:
         raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
     if reply.reward is not None and not is_number(reply.reward):
         raise EnvironmentFailure(f"{name}.respond: reward is {reply.reward!r}, expected a finite number or None.")
+    try:
+        json.dumps(reply.info, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
+        raise EnvironmentFailure(f"{name}.respond: info holds itself, or is nested too deeply.") from None
     read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
     if read["history"] and read["history"][-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
@@ -203,7 +208,10 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     `ValueError` for two of one name, and for an unknown one in the selection.
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
-    listed = getattr(environment, "tools", [])
+    listed = getattr(environment, "tools", None) or []
+    if not callable(listed) and not isinstance(listed, (list, tuple)):
+        name = type(environment).__name__
+        raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     listed = named_tools([] if callable(listed) else listed).values()
     tools = merged(type(environment).__name__, others.values(), methods, listed)
@@ -420,7 +428,7 @@ class Environments:
             rollout.abandoned = True
             raise EnvironmentFailure(f"{name} took longer than environment_timeout={self.timeout:g} s.") from error
         except Exception as error:
-            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+            raise EnvironmentFailure(f"{name} raised {error_line(error)}") from error
 
     async def reward(self, rollout: Rollout) -> float | None:
         """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""

@@ -162,6 +162,11 @@ def model_error(name: str, error: Exception) -> str:
     """The message for a model that does not exist or cannot be loaded."""
     if name.startswith((".", "/", "~")) and not os.path.exists(name):
         return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
+    if name.count("/") > 1 and not os.path.exists(name):
+        return (
+            f"model_name_or_path: {name!r} is no folder as seen from {os.getcwd()}. Expected a model's folder, or its "
+            "name on the Hub, which has one slash."
+        )
     return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
 
 
@@ -201,10 +206,16 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + max_completion_length > context:
+        if prompt >= context:
+            raise ValueError(
+                f"The longest prompt has {prompt} tokens, and the model's context {context}: there is no room for a "
+                "turn. Shorten the prompts; what the model reads of its tools is in them (mcp_tools chooses among "
+                "those of servers)."
+            )
         raise ValueError(
             f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
             f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
-            f"set max_completion_length to at most {max(context - prompt, 0)}."
+            f"set max_completion_length to at most {context - prompt}."
         )
     return context
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import enum
 import functools
 import json
 import os
@@ -154,12 +156,34 @@ def check_ranges(config: Any) -> None:
                 raise ValueError(f"{name}={value!r}, expected {range_text(interval)}.{large}")
 
 
+def check_choices(config: Any) -> None:
+    """Raise `ValueError` for text that is no member of a setting's Enum. transformers' own message lacks the key."""
+    types = known_keys((type(config),))
+    for each in dataclasses.fields(config):
+        kinds = [kind for kind in (types[each.name], *typing.get_args(types[each.name])) if is_enum(kind)]
+        value, known = getattr(config, each.name), [member.value for kind in kinds for member in kind]
+        if kinds and isinstance(value, str) and not isinstance(value, enum.Enum) and value not in known:
+            near = difflib.get_close_matches(value, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(known)}.{hint}")
+
+
+def is_enum(kind: Any) -> bool:
+    """Whether a type is an Enum."""
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
 def make_absolute(config: Any) -> None:
-    """Make the paths of a dataclass of settings absolute, as seen from the folder where the run starts."""
+    """Make the paths of a dataclass of settings absolute, as seen from the folder where the run starts.
+
+    Raises `ValueError` for a character that no path has.
+    """
     for each in dataclasses.fields(config):
         kind = fact_of(each, "path")
         if not kind or not (value := getattr(config, each.name)):
             continue
+        if "\0" in str(value):
+            raise ValueError(f"{each.name}={value!r} has the character NUL, which no path has. Remove it.")
         if kind is True:
             value = [absolute(path) for path in value] if isinstance(value, list) else absolute(value)
         elif kind in value:

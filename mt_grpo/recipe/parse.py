@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
@@ -50,6 +51,17 @@ class RecipeLoader(yaml.SafeLoader):
                     f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
                 )
         return super().construct_mapping(node, deep)
+
+
+def plain_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """A number; `1:30` stays text, which no number's key takes. YAML 1.1 would read it as 90."""
+    if ":" in node.value:
+        return node.value
+    return {"int": loader.construct_yaml_int, "float": loader.construct_yaml_float}[node.tag.rpartition(":")[2]](node)
+
+
+for tag in ("int", "float"):
+    RecipeLoader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_number)
 
 
 class RecipeParser(TrlParser):
@@ -156,6 +168,8 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv:
+        raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
     if "--config" in argv:
         position = argv.index("--config") + 1
@@ -181,8 +195,12 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     parser = RecipeParser(classes)
     try:
         script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except ValueError as error:
+        if "support bf16" not in str(error):
+            raise
+        raise ValueError(f"bf16: {error} Without such a GPU write `use_cpu: true` and `bf16: false`.") from None
     except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
-        raise ValueError(f"The settings cannot be used: {type(error).__name__}: {error}") from error
+        raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:
         raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
     check_ranges(script_args)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import sys
+import threading
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
@@ -19,6 +23,8 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
+
+logger = logging.getLogger(__name__)
 
 
 def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
@@ -48,12 +54,28 @@ def import_file(path: str, key: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        with said_if_slow(f"{key}: {path!r} is still being imported"):
+            spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the run without a word
-        raise ValueError(f"{key}: {path!r} fails to import: {type(error).__name__}: {error_text(error)}") from error
+        raise ValueError(f"{key}: {path!r} fails to import: {error_line(error)}") from error
     return module
+
+
+SLOW_SECONDS = 30.0  # then a file that is imported, or its check, is named
+
+
+@contextmanager
+def said_if_slow(what: str) -> Iterator[None]:
+    """Say what runs where it takes longer than `SLOW_SECONDS`: an endless loop would be a hang without a word."""
+    timer = threading.Timer(SLOW_SECONDS, logger.warning, [f"{what}, after {SLOW_SECONDS:g} s."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
@@ -144,12 +166,15 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     check = getattr(tools_module(path), "CHECK_TOOLS", lambda: None)
     if inspect.iscoroutinefunction(check):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
+    if not callable(check):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is {check!r:.100}, expected a function.")
     try:
-        check()
+        with said_if_slow(f"tools_script: CHECK_TOOLS of {path!r} still runs"):
+            check()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the run without a word
-        text = error_text(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error_text(error)}"
+        text = error_text(error) if isinstance(error, Exception) else error_line(error)
         raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
     if isolate:
         processes = ToolProcesses(path, tools)

@@ -21,6 +21,7 @@ import logging
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -191,6 +192,8 @@ def no_running_loop() -> Iterator[None]:
 
 BLOCKED_SECONDS = 30.0  # behind reward_timeout; then an async function blocks the loop on which its limit is kept
 
+AWAIT = "Await inside it (aiohttp, asyncio.sleep), or remove `async`, and it runs in the main thread."
+
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
     "prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
     "trainer_state", "log_extra", "log_metric",
@@ -231,6 +234,19 @@ def own_copy(value: Any) -> Any:
 COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}
 
 
+@contextmanager
+def noise_apart(step: int, device: torch.device) -> Iterator[None]:
+    """Give functions random numbers of torch's that are not the run's.
+
+    INVARIANT: no reward changes what a run samples or trains. One that calls `torch.manual_seed(0)` would otherwise
+    give every step the same noise. What functions draw differs from step to step, and is the same in a resumed run.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        state = torch.get_rng_state().numpy().tobytes()
+        torch.manual_seed(zlib.crc32(state + str(step).encode()))
+        yield
+
+
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
     """What each function returns for the batch. Async functions run at the same time, the others one after another.
 
@@ -257,10 +273,17 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         return RewardError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint} ({where})", func)
 
     async def run_awaited(func: Callable) -> Any:
+        started = time.monotonic()
         try:
-            return await run_tool(func, own_copy(columns), timeout)
+            value = await run_tool(func, own_copy(columns), timeout)
         except Exception as error:
             raise failure(func, error) from (None if isinstance(error, ToolTimeout) else error)
+        if (took := time.monotonic() - started) > timeout + 0.5:  # no limit reaches what does not await
+            raise RuntimeError(
+                f"Reward {func.__name__} took {took:.3g} s, longer than reward_timeout={timeout:g} s: it, or another "
+                f"async reward, blocks the event loop. {AWAIT}"
+            )
+        return value
 
     async def all_awaited() -> None:
         for i, value in zip(awaited, await gather_all([run_awaited(funcs[i]) for i in awaited])):
@@ -284,8 +307,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
     except concurrent.futures.TimeoutError:
         raise RuntimeError(
             f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s: an async function blocks the event loop, "
-            "where no time limit can reach it. Await inside it (aiohttp, asyncio.sleep), or remove `async`, and it "
-            "runs in the main thread."
+            f"where no time limit can reach it. {AWAIT}"
         ) from None
     finally:
         running.cancel()

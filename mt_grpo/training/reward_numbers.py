@@ -27,10 +27,23 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
         if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
             raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
         for number in value if isinstance(value, (list, tuple)) else [value]:
-            if number is not None and not abs(float(number)) <= torch.finfo(torch.float32).max:  # NaN is refused too
+            if number is not None and not is_finite(number):
                 raise ValueError(
-                    f"Reward {name} gave {number!r}, expected a finite number, or None for 'does not apply'."
+                    f"Reward {name} gave {number!r:.100}, expected a finite number of at most 3.4e+38, or None for "
+                    "'does not apply'."
                 )
+
+
+def is_finite(number: Any) -> bool:
+    """Whether float32 holds a number. Text, a tensor of several numbers and an integer beyond floats are none.
+
+    >>> [is_finite(number) for number in (1, True, "1", 1j, 10**400, float("nan"), torch.ones(2), torch.ones(1))]
+    [True, True, False, False, False, False, False, True]
+    """
+    try:
+        return not isinstance(number, (str, bytes)) and abs(float(number)) <= torch.finfo(torch.float32).max
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def is_plain(key: Any) -> bool:

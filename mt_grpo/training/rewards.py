@@ -15,7 +15,7 @@ import torch
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.reward_calls import rollout_columns, run_rewards
+from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewards
 from mt_grpo.training.reward_errors import RewardError
 from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
 from mt_grpo.training.tensors import pad_rows
@@ -30,6 +30,13 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one: set "
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
+    for name, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
+        for place, func in enumerate(funcs):
+            if any(func is other for other in funcs[:place]):
+                raise ValueError(
+                    f"{name}_REWARD_FUNCS has {reward_name(func)} twice, so that it would count twice. Remove one; "
+                    f"{name.lower()}_reward_weights says how much it counts."
+                )
     for func in turn_funcs + outcome_funcs:
         if isinstance(func, (str, torch.nn.Module)):
             raise ValueError(
@@ -226,7 +233,10 @@ class RewardFunctions:
             "log_extra": log_extra if len(places) == count else log_in_place,
         }
         try:
-            values = run_rewards(self.functions, columns, timeout, device) if places else [[] for _ in self.functions]
+            with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device):
+                values = (
+                    run_rewards(self.functions, columns, timeout, device) if places else [[] for _ in self.functions]
+                )
         except RewardError as error:
             number = None if error.place is None else number_of(rows[error.place], batch.data)
             split = "training" if batch.mode == "train" else "test"

@@ -33,7 +33,8 @@ from pathlib import Path
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.train import lock_file, lock_path, package_path, read_command_line, server_command
+import launch.train
+from launch.train import lock_file, lock_path, package_path, read_command_line, server_command, whole_number
 
 
 def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
@@ -81,7 +82,9 @@ def take_port(host: str, port: int) -> None:
 
 
 def main() -> None:
+    launch.train.PROGRAM = "serve"
     recipe, options, arguments = read_arguments(sys.argv[1:])
+    whole_number("VLLM_TP", 1, least=1)
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
         [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments], stdout=subprocess.PIPE,

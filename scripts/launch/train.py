@@ -53,13 +53,16 @@ LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
 Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
 
 
+PROGRAM = "train"  # of scripts/, in messages; serve.py has its own
+
+
 def say(text: str) -> None:
-    print(f"train: {text}", flush=True)
+    print(f"{PROGRAM}: {text}", flush=True)
 
 
 def fail(message: str, status: int) -> NoReturn:
     """End with an error; 2 is for wrong usage."""
-    print(f"train: error: {message}", file=sys.stderr, flush=True)
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 
@@ -358,7 +361,7 @@ def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     recipes = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hf_recipes/[!a]*/*.yaml")))
     recipe = argv[0] if argv else ""
     if not recipe or recipe.startswith("-"):
-        fail(f"no recipe. Usage: bash scripts/train.sh RECIPE [trainer arguments...] Recipes: {recipes}", 2)
+        fail(f"no recipe. Usage: bash scripts/{PROGRAM}.sh RECIPE [trainer arguments...] Recipes: {recipes}", 2)
     if os.path.isfile(recipe):
         recipe = os.path.abspath(recipe)
     if trainer := os.environ.get("TRAINER"):

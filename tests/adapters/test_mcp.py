@@ -20,6 +20,7 @@ from test_verl import build, converse, free_port, settings, write_yaml
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.adapters.mcp.files import fill_all, read_servers
 from mt_grpo.adapters.mcp.servers import LOOP, close_servers
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.tools.signature import tool_schema
@@ -269,7 +270,8 @@ def test_a_slow_call_ends_no_server(tmp_path):
 
 def test_variables_must_be_set(tmp_path, monkeypatch):
     monkeypatch.setenv("WITH_DOLLAR", "pa$word")
-    assert mcp_servers.filled_in({"A": "Bearer ${WITH_DOLLAR}", "B": 1}) == {"A": "Bearer pa$word", "B": "1"}
+    values = fill_all({"A": "Bearer ${WITH_DOLLAR}", "B": 1}, "sums", "env", {})
+    assert values == {"A": "Bearer pa$word", "B": "1"}
     with pytest.raises(ValueError, match="A has \\$NOT_SET_X, which is no environment variable"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "env": {"A": "$NOT_SET_X"}}})
 
@@ -319,16 +321,38 @@ def test_limits_of_calls(limits):
 
 BAD_FILES = {
     "no json": ("{", "is not JSON"),
-    "no servers": ("{}", 'has no "mcpServers"'),
+    "no servers": ("{}", 'has no "mcpServers", or "servers" as in VS Code'),
+    "a name twice": ('{"mcpServers": {"a": {"command": "x"}, "a": {}}}', "the key 'a' is there twice: remove one"),
+    "an entry that is none": ('{"mcpServers": {"a": "x"}}', "is 'x', expected an object with command or url"),
+    "a login": ('{"mcpServers": {"a": {"url": "http://x", "oauth": {}}}}', "nobody is there to log in. Write headers"),
+    "tools that are none": (
+        '{"mcpServers": {"a": {"command": "x", "includeTools": "add"}}}',
+        "expected a list of names",
+    ),
+    "an input": (
+        '{"servers": {"a": {"command": "x", "args": ["${input:k}"]}}}',
+        "VS Code asks a person for it: write",
+    ),
+    "no text": ('{"mcpServers": {"a": {"command": 3}}}', "command is no str"),
+    "no env file": ('{"mcpServers": {"a": {"command": "x", "envFile": "/no"}}}', "envFile '/no' cannot be read: "),
     "no target": ('{"mcpServers": {"a": {}}}', "neither or both of command and url"),
     "two targets": ('{"mcpServers": {"a": {"command": "x", "url": "http://x"}}}', "neither or both"),
     "an unknown key": ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "has the keys \\['arg'\\]"),
     "an unknown type": ('{"mcpServers": {"a": {"url": "http://x", "type": "ws"}}}', "has the type 'ws'"),
     "args that are none": ('{"mcpServers": {"a": {"command": "x", "args": "-m"}}}', "args is no list"),
-    "no command": ('{"mcpServers": {"a": {"command": "/not/there"}}}', "does not start: FileNotFoundError"),
-    "one that ends": ('{"mcpServers": {"a": {"command": "false"}}}', "does not start: "),
-    "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "no answer in 1 s"),
-    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "does not start: "),
+    "no command": (
+        '{"mcpServers": {"a": {"command": "/not/there"}}}',
+        "FileNotFoundError: .*. Install it, or name it",
+    ),
+    "one that ends": (
+        '{"mcpServers": {"a": {"command": "false", "args": ["a b"]}}}',
+        "does not start: .*Connection closed. What it wrote stands above; `false 'a b'` starts it by hand",
+    ),
+    "one that hangs": (
+        '{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}',
+        "no answer in 1 s. Raise mcp_start_timeout",
+    ),
+    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
     "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
 }
 
@@ -339,6 +363,53 @@ def test_a_bad_file_is_refused(tmp_path, name):
     (tmp_path / "servers.json").write_text(text)
     with pytest.raises(ValueError, match="mcp_config_file: .*" + message):
         load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json"), mcp_start_timeout=1.0))
+
+
+def read(tmp_path, text):
+    (tmp_path / "servers.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    return read_servers(str(tmp_path / "servers.json"), "mcp_config_file")
+
+
+def test_files_of_other_clients_are_read(tmp_path, monkeypatch, caplog):
+    """Each as its client's documentation has it; the expected values by hand."""
+    monkeypatch.setenv("TOKEN_X", "t")
+    monkeypatch.chdir(tmp_path)
+    target = {"url": "http://x/mcp", "headers": {"A": "Bearer ${TOKEN_X}"}}
+    claude_code = {**target, "type": "http", "url": "${BASE_X:-http://x}/mcp"}
+    cursor = {"type": "stdio", "command": "${userHome}/a", "args": ["${workspaceFolder}/b", "$1"],
+              "env": {"K": "${env:TOKEN_X}"}}  # fmt: skip
+    cline = {**target, "type": "streamableHttp", "autoApprove": ["a"], "alwaysAllow": [], "disabled": False}
+    windsurf = {"serverUrl": target["url"], "headers": {"A": "Bearer ${env:TOKEN_X}"}, "disabledTools": ["drop"]}
+    gemini = {"httpUrl": target["url"], "headers": {"A": "Bearer $TOKEN_X"}, "timeout": 5000, "trust": True,
+              "description": "Sums", "includeTools": ["add"]}  # fmt: skip
+    remote = {"command": "npx", "args": ["mcp-remote", "http://x", "--header", "A:${OWN}"], "env": {"OWN": "o"}}
+    entries = {"claude_code": claude_code, "cursor": cursor, "cline": cline, "windsurf": windsurf, "gemini": gemini}
+    found = read(tmp_path, {"mcpServers": {**entries, "remote": remote, "off": {"command": "x", "enabled": False}}})
+    assert "off" not in found
+    for name in ("claude_code", "cline", "windsurf", "gemini"):
+        assert (found[name]["url"], found[name]["headers"]) == ("http://x/mcp", {"A": "Bearer t"}), name
+    types = {name: entry["type"] for name, entry in found.items()}
+    assert types == {"claude_code": "http", "cursor": "stdio", "cline": "http", "windsurf": None, "gemini": "http",
+                     "remote": "stdio"}  # fmt: skip
+    assert found["cursor"]["command"] == os.path.expanduser("~/a") and found["cursor"]["env"] == {"K": "t"}
+    assert found["cursor"]["args"] == [f"{tmp_path}/b", "$1"] and found["remote"]["args"][-1] == "A:o"
+    assert found["windsurf"]["without"] == ["drop"] and found["gemini"]["only"] == ["add"]
+    assert "timeout=5000 has no effect. tool_timeout bounds a call, and mcp_start_timeout" in caplog.text
+
+
+def test_a_file_of_vs_code_starts_its_server(tmp_path):
+    """With comments, a trailing comma, an envFile, and tools that are left out."""
+    (tmp_path / ".env").write_text("# secret\nexport GREETING='hi'\n")
+    entry = {**sums(tmp_path), "type": "stdio", "envFile": str(tmp_path / ".env"), "excludeTools": ["wait"]}
+    text = '{"inputs": [], // none\n"servers": {"sums": ' + json.dumps(entry) + ",}}"
+    found = read(tmp_path, text)
+    assert found["sums"]["env"] == {"GREETING": "hi"}
+    assert read(tmp_path, {"mcp": {"servers": {"sums": entry}}}) == found  # older settings of VS Code
+    tools = load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
+    assert "wait" not in (names := [tool.__name__ for tool in tools]) and "add" in names
+    assert talk(tools, call("add", a=2))[0].observation == "3"
+    with pytest.raises(ValueError, match="has no tool 'ad', which the file names. It has: add, "):
+        tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": ["ad"]}})
 
 
 def test_names_of_tools(tmp_path):

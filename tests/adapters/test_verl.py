@@ -314,7 +314,7 @@ def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
     rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
     assert [rollout.reward for rollout in rollouts] == [None, None]
     assert [record.message for record in caplog.records if "calc_reward" in record.message] == [
-        "calc_reward of count gave list, which is no number: not counted."
+        "calc_reward of count gave ['a text'], which is no finite number: not counted."
     ]
 
 

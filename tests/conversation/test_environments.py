@@ -360,6 +360,10 @@ def test_an_edited_history_begins_a_record():
     assert rollout.new_tokens == len(ids(call("look"))) + len(ids(ANSWER))  # a history is no new text
 
 
+ITSELF: dict = {}
+ITSELF["a"] = [ITSELF]
+
+
 @pytest.mark.parametrize(
     "reply, message",
     [
@@ -368,6 +372,7 @@ def test_an_edited_history_begins_a_record():
         (Reply(messages=["hi"]), "messages has 'hi', expected role and content"),
         (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with the model's own message"),
         ({"mesages": USER}, "a reply has no 'mesages', expected some of messages, continuation, history"),
+        (Reply(info=ITSELF), "info holds itself, or is nested too deeply"),
         (Reply(stop="no"), "stop is 'no', expected True or False"),
         (Reply(messages=[{"role": 5, "content": "a"}]), "messages has the role 5, expected one of assistant"),
         (Reply(messages=[{"role": "wizard", "content": "a"}]), "has the role 'wizard', expected one of assistant"),
@@ -383,6 +388,17 @@ def test_what_is_no_reply_ends_the_rollout(reply, message):
         read_reply(reply, "E")
     _, (rollout,), _ = run(Say([reply]).environment(), [[ANSWER]])
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and message[:14] in str(rollout.error)
+
+
+def test_tools_that_are_no_list_end_the_rollout():
+    class Game:
+        tools = 5
+
+        def reset(self, **row):
+            pass
+
+    _, (rollout,), _ = run(Game, [[ANSWER]])
+    assert str(rollout.error) == "Game.tools is 5, expected a list of tools."
 
 
 def test_a_reply_may_be_a_dict():

@@ -86,8 +86,8 @@ MUTATIONS = [
     Mutation(
         "gym: the state is what was first seen",
         "mt_grpo/adapters/gym/environment.py",
-        "        self.rewards.append(float(reward))\n        self.shown = checked(",
-        "        self.rewards.append(float(reward))\n        checked(",
+        "        self.rewards.append(number_of_step(reward))\n        self.shown = checked(",
+        "        self.rewards.append(number_of_step(reward))\n        checked(",
         "tests/adapters/test_gym.py::test_states_are_the_boards tests/adapters/test_gym.py::test_an_environment_is_played_again",
     ),
     Mutation(

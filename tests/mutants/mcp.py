@@ -78,9 +78,23 @@ MUTATIONS = [
     ),
     Mutation(
         "mcp: variables that are not set",
-        "mt_grpo/adapters/mcp/servers.py",
-        "            if (braced or plain) not in os.environ:",
-        "            if False:",
+        "mt_grpo/adapters/mcp/files.py",
+        '        if ":-" in (found[1] or ""):',
+        "        if True:",
         "tests/adapters/test_mcp.py::test_variables_must_be_set",
+    ),
+    Mutation(
+        "tools that a file leaves out are offered",
+        "mt_grpo/adapters/mcp/tools.py",
+        'if tool.name not in entry["without"] and',
+        "if",
+        "tests/adapters/test_mcp.py::test_a_file_of_vs_code_starts_its_server",
+    ),
+    Mutation(
+        "an argument's variables are the shell's alone",
+        "mt_grpo/adapters/mcp/files.py",
+        'fill(str(each), f"{where}: args", own)',
+        "str(each)",
+        "tests/adapters/test_mcp.py::test_files_of_other_clients_are_read",
     ),
 ]

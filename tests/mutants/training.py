@@ -660,4 +660,32 @@ MUTATIONS = [
         '"completions": [rollout.messages for rollout in rollouts]',
         "tests/scripts/test_scripts.py::test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found",
     ),
+    Mutation(
+        "rewards seed the run's random numbers",
+        "mt_grpo/training/reward_calls.py",
+        '    with torch.random.fork_rng([device] if device.type == "cuda" else []):\n',
+        "    if True:\n",
+        "tests/training/test_reward_calls.py::test_a_reward_that_seeds_torch_changes_nothing_of_the_run",
+    ),
+    Mutation(
+        "rewards draw the same random numbers in every step",
+        "mt_grpo/training/reward_calls.py",
+        "zlib.crc32(state + str(step).encode())",
+        "zlib.crc32(state)",
+        "tests/training/test_reward_calls.py::test_a_reward_that_seeds_torch_changes_nothing_of_the_run",
+    ),
+    Mutation(
+        "an async reward that blocks has no limit",
+        "mt_grpo/training/reward_calls.py",
+        "> timeout + 0.5:",
+        "> timeout + 9e9:",
+        "tests/training/test_reward_calls.py::test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends",
+    ),
+    Mutation(
+        "a reward that is listed twice counts twice",
+        "mt_grpo/training/rewards.py",
+        "if any(func is other for other in funcs[:place]):",
+        "if False:",
+        "tests/training/test_reward_calls.py::test_the_same_reward_twice_is_refused",
+    ),
 ]

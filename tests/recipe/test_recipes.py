@@ -35,7 +35,8 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.recipe.checks import check_dataset, longest_prompt
+from mt_grpo.recipe import plugins
+from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
@@ -905,6 +906,8 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
             mt.parse_arguments(["--config", str(tmp_path / name)])
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         mt.parse_arguments(["--config", str(tmp_path)])
+    with pytest.raises(ValueError, match="No recipe is given. Expected --config RECIPE, such as"):
+        mt.parse_arguments([])
     with pytest.raises(ValueError, match="--config needs a recipe, such as"):
         mt.parse_arguments(["--config"])
 
@@ -933,6 +936,14 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
         ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
         ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
         ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
+        (
+            "save_strategy: sometimes\n",
+            "save_strategy='sometimes' is not known. Expected one of: no, steps, e",
+        ),
+        ("optim: adamx_torch\n", "optim='adamx_torch' is not known. .* Did you mean 'adamw_torch'"),
+        ("lr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' is not known. .* Did you mean 'cosine'"),
+        ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL, which no path has"),
+        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected int"),
         ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
         ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
         ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),
@@ -1074,6 +1085,18 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
         ("tools_script", None, "is not a file. Expected a Python file that defines TOOL_FUNCTIONS"),
         ("tools_script", "import no_such_module", "fails to import: ModuleNotFoundError: No module named"),
         ("tools_script", "def f(:", "fails to import: SyntaxError"),
+        (
+            "tools_script",
+            "class A:\n    'a'\nTOOL_FUNCTIONS = [A]",
+            "Tool A is a class. List its functions, or",
+        ),
+        (
+            "tools_script",
+            "class A:\n    def f(self, x: str) -> str:\n        'Doubles.'\nTOOL_FUNCTIONS = [A.f]",
+            r"Tool f is a method without its object. List it as `MyClass\(\).f`",
+        ),
+        ("tools_script", TOOL + "f.__name__ = 'a b<tool>'", "Tool 'a b<tool>' has a name of other characters than"),
+        ("tools_script", TOOL + "CHECK_TOOLS = 'no'", "CHECK_TOOLS of .* is 'no', expected a function"),
         ("tools_script", "TOOLS = []", r"defines no list. Add the line `TOOL_FUNCTIONS = \[my_function\]`"),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
@@ -1369,6 +1392,14 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
         trainer.train()
 
 
+def test_a_file_whose_import_goes_on_and_on_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "SLOW_SECONDS", 0.01)
+    path = tmp_path / "plugin.py"
+    path.write_text(f"import threading\nthreading.Event().wait(0.2)\n{TOOL}def CHECK_TOOLS():\n    pass\n")
+    plugins.load_tools(str(path))
+    assert caplog.messages[0] == f"tools_script: {str(path)!r} is still being imported, after 0.01 s."
+
+
 def test_prompt_that_does_not_fit_the_context(build):
     with pytest.raises(
         ValueError, match=r"The longest prompt has \d+ tokens; with max_completion_length=8192"
@@ -1377,6 +1408,14 @@ def test_prompt_that_does_not_fit_the_context(build):
     length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
     assert "context of 8192" in str(error.value)
     assert f"set max_completion_length to at most {8192 - length}" in str(error.value)
+
+
+def test_prompts_that_leave_no_room_at_all(random_model):
+    env = mt.MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=8))
+    args = SimpleNamespace(max_completion_length=1, use_vllm=False)
+    with pytest.raises(ValueError, match="and the model's context 8: there is no room for a turn"):
+        check_context(env, config, Rows([{"prompt": [{"role": "user", "content": "1 + 1?" * 9}]}]), args)
 
 
 def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
@@ -1406,7 +1445,7 @@ def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
         mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
 
 
-@pytest.mark.parametrize("name", ["/absent/model", "./absent", "absent/model"])
+@pytest.mark.parametrize("name", ["/absent/model", "./absent", "absent/model", "an/absent/model"])
 def test_model_that_is_not_there(name, build, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):

@@ -25,11 +25,13 @@ from mt_grpo.base.ranks import RunStopped
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.recipe.checks import check_reward_columns
 from mt_grpo.recipe.plugins import load_rewards
-from mt_grpo.rollout import ToolCall, ToolResult
+from mt_grpo.rollout import Rollout, ToolCall, ToolResult
 from mt_grpo.run.checkpoints import source_sha256
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training import reward_calls as scoring
+from mt_grpo.training.batch import Batch
 from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.reward_numbers import check_reward_values
 from mt_grpo.training.rewards import RewardFunctions, check_rewards, environment_rewards, named_apart
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +81,26 @@ def test_a_tool_that_sets_a_signal_ends_the_run_by_its_name_and_says_what_to_do(
     env = mt.MultiTurnToolEnv([query], system_prompt=None)
     with pytest.raises(ToolsUnavailable, match="^query sets a signal handler, .* Set isolate_tools: true"):
         run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
+
+
+def test_a_tool_that_catches_the_error_of_its_signal_is_named_once(caplog):
+    def query(expression: str) -> str:
+        """Look it up.
+
+        Args:
+            expression: What to look up.
+        """
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        except ValueError as error:
+            return f"Error: {error}"
+
+    env = mt.MultiTurnToolEnv([query], system_prompt=None)
+    for _ in range(2):
+        result = run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
+        assert result.text.startswith("Error: signal only works")
+    (said,) = [text for text in caplog.messages if text.startswith("query answers 'signal only works in main thread'")]
+    assert "Set isolate_tools: true" in said
 
 
 SAID = r"""
@@ -538,8 +560,55 @@ def test_the_main_outcome_is_the_one_that_counts_most_also_against():
 
 @pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])
 def test_what_is_no_reward_is_refused(reward):
-    with pytest.raises(ValueError, match="A reward must be a function"):
+    with pytest.raises(ValueError, match="A reward must be a function") as error:
         check_rewards([], [reward])
+    write = "Reward models are not loaded, by name or as modules. Write a function that runs the model"
+    assert reward is None or write in str(error.value)
+
+
+def test_the_same_reward_twice_is_refused():
+    with pytest.raises(ValueError, match="^OUTCOME_REWARD_FUNCS has judged twice, .* outcome_reward_weights says how"):
+        check_rewards([judged], [judged, length, judged])
+    check_rewards([judged], [judged])  # of two kinds
+
+
+@pytest.mark.parametrize("number", [torch.ones(2), "good", "1", 1j, 10**400, float("inf"), [1.0], object()])
+def test_what_is_no_number_is_told_by_the_rewards_name(number):
+    rollouts = [Rollout([], [])]
+    with pytest.raises(ValueError, match="^Reward judged gave"):
+        check_reward_values([number], "judged", rollouts, per_turn=True)
+    check_reward_values([torch.tensor(1.0)], "judged", rollouts, per_turn=True)
+
+
+def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
+    async def blocks(**kwargs):
+        time.sleep(0.7)
+        return [1.0, 1.0]
+
+    with pytest.raises(RuntimeError, match="Reward blocks took .* longer than reward_timeout=0.1 s: it, or another"):
+        scored(blocks, timeout=0.1)
+
+
+def test_a_reward_that_seeds_torch_changes_nothing_of_the_run():
+    """It gets numbers of its own, which differ from step to step and are the same where the run is resumed."""
+
+    def draws(prompts, **kwargs):
+        drawn = torch.rand(1).item()
+        torch.manual_seed(0)
+        return [drawn] * len(prompts)
+
+    rewards = RewardFunctions([draws], [1.0], 0)
+    batch = Batch([{"prompt": []}], 1, rollouts=[Rollout([], [])])
+
+    def values(step):
+        columns = {"trainer_state": SimpleNamespace(global_step=step), "log_extra": print, "log_metric": print}
+        return rewards.score(batch, columns, 60.0, CPU)
+
+    torch.manual_seed(42)
+    before = torch.get_rng_state()
+    first, second = values(0), values(1)
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 42
+    assert first == values(0) != second
 
 
 def test_a_file_with_partials_and_equal_names_is_loaded(tmp_path):

@@ -1,6 +1,6 @@
 """FrozenLake as text: the board alone, with the player's place in brackets. For `gym_text` in a recipe.
 
-Needs: gymnasium (`pip install -e .[gym]`), and `gym_kwargs: {render_mode: ansi}`.
+Needs: gymnasium (`pip install -e '.[gym]'`), and `gym_kwargs: {render_mode: ansi}`.
 
 Protects against: nothing, and nothing is needed; it reads a drawing of 16 letters.
 

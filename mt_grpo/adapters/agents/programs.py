@@ -24,9 +24,9 @@ from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.server import AgentServer, AgentTransport
 from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.adapters.session import end_all
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, run_tool
 from mt_grpo.rollout import StopReason
 
@@ -247,7 +247,7 @@ class FunctionAgent:
             try:
                 return await self.function(row, client)
             except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all agents
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+                raise RuntimeError(error_line(error)) from error
             finally:
                 await client.close()
 
@@ -325,7 +325,7 @@ async def run_program(
                 session.stop(StopReason.CONTEXT_LENGTH)
             if session.stop_reason is not None:  # it was told that its budget is spent
                 return None
-            raised = f"{agent.name} raised {type(error).__name__}: {error_text(error)}"
+            raised = f"{agent.name} raised {error_line(error)}"
             raise AgentFailure(f"{raised}{told_refusals(session)}") from error
     finally:
         session.closed = True

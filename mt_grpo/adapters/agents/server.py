@@ -281,7 +281,7 @@ def read_reward(text: str | None) -> float | None:
     except ValueError:
         value = float("nan")
     if not is_number(value):
-        raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number.")
+        raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number of at most 3.4e38.")
     return value
 
 

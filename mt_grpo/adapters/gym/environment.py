@@ -19,8 +19,9 @@ import gymnasium
 
 from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
 from mt_grpo.adapters.house import check_tool_format, check_unset
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
-from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.environments import is_number
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
 
@@ -82,8 +83,8 @@ class GymEnvironment:
             message = {"role": "user", "content": f"Error: {error}"}
             return Reply(messages=[message], reward=leaving or None, info={"action": None})
         observation, reward, self.terminated, self.truncated, info = self.env.step(action)
-        self.terminated, self.truncated = bool(self.terminated), bool(self.truncated)
-        self.rewards.append(float(reward))
+        self.terminated, self.truncated = flag(self.terminated, "terminated"), flag(self.truncated, "truncated")
+        self.rewards.append(number_of_step(reward))
         self.shown = checked(self.text.observation(observation, info), "observation")
         over = self.terminated or self.truncated
         return Reply(
@@ -106,6 +107,28 @@ class GymEnvironment:
     def close(self) -> None:
         """Close the game."""
         self.env.close()
+
+
+def flag(value: Any, name: str) -> bool:
+    """Whether an episode is over. Raises `TypeError` unless it says so: any text would be true."""
+    if value not in (True, False):
+        raise TypeError(f"step gave {name}={value!r:.100}, expected True or False")
+    return bool(value)
+
+
+def number_of_step(reward: Any) -> float:
+    """The reward of a step, which may be an array of one number. Raises `TypeError` unless it is finite.
+
+    >>> number_of_step(0.5), number_of_step(gymnasium.spaces.Box(1.0, 1.0, (1,)).sample())
+    (0.5, 1.0)
+    """
+    try:
+        value = reward.item() if hasattr(reward, "item") else reward
+    except (ValueError, RuntimeError):  # an array of several
+        value = None
+    if not is_number(value):
+        raise TypeError(f"step gave the reward {reward!r:.100}, expected a finite number")
+    return float(value)
 
 
 def checked(text: Any, method: str) -> str:
@@ -205,14 +228,15 @@ def check_game(cls: type[GymEnvironment], reference: str) -> None:
             own = type(episode.text).action is not GymText.action
             if not own and not cls.actions and not can_be_written(episode, action):
                 raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
-            observation, _, _, _, info = episode.env.step(action)
+            observation, reward, terminated, truncated, info = episode.env.step(action)
+            number_of_step(reward), flag(terminated, "terminated"), flag(truncated, "truncated")
             checked(episode.text.observation(observation, info), "observation")
         finally:
             episode.close()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the game raises, SystemExit with it
-        why = f"{type(error).__name__}: {error_text(error)}"
+        why = error_line(error)
         raise ValueError(f"gym_env: {reference!r} cannot begin: {why}") from error
     longest = getattr(episode.env.spec, "max_episode_steps", None)
     if longest is not None and longest > cls.most_turns:

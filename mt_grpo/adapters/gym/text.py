@@ -12,6 +12,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from mt_grpo.conversation.tools.results import ADDRESS
+
 OPEN, CLOSE = "<action>", "</action>"
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m([^\x1b]*)\x1b\[0m")  # as gymnasium's text games mark a place
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -115,6 +117,10 @@ def plain(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if value is None or isinstance(value, int):
         return value
+    if re.search(ADDRESS, str(value)):
+        raise TypeError(
+            f"{type(value).__name__} holds no data that a model can read. Give a gym_text with `observation`"
+        )
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 

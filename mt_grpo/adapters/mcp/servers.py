@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import json
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ from mt_grpo.conversation.tools.results import error_text
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"
 SECONDS_TO_CLOSE = 8.0  # the SDK gives a server 2 s to end by itself, and 2 s behind SIGTERM
-KEYS = {"command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport", "disabled"}
-TRANSPORTS = ("stdio", "http", "streamable-http", "streamable_http", "sse")
 
 
 class McpToolError(RuntimeError):
@@ -40,7 +36,7 @@ class McpServer:
 
     Args:
         name: Its name in `mcpServers`.
-        entry: What stands there.
+        entry: What stands there, as `read_servers` has it.
         start_timeout: Seconds until it answers.
         concurrency: Calls at the same time.
         rate_limit: Calls per second. None: any number.
@@ -148,15 +144,12 @@ class McpServer:
         if "command" in entry:
             # The commands of this Python's own environment first, as where it is activated.
             env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
-            env |= filled_in(entry.get("env"))
+            env |= entry["env"]
             yield StdioServerParameters(
-                command=entry["command"], args=[str(arg) for arg in entry.get("args") or []], env=env,
-                cwd=entry.get("cwd"),
+                command=entry["command"], args=entry["args"], env=env, cwd=entry.get("cwd"),
             )  # fmt: skip
             return
-        headers = filled_in(entry.get("headers"))
-        if entry.get("auth_token"):
-            headers["Authorization"] = "Bearer " + filled_in({"auth_token": entry["auth_token"]})["auth_token"]
+        headers = entry["headers"]
         if kind == "sse":
             # Between two calls it may be silent for as long as a training step takes; the SDK would give it 300 s.
             yield sse_client(entry["url"], headers=headers, timeout=self.start_timeout, sse_read_timeout=None)
@@ -178,23 +171,13 @@ class McpServer:
                 owner.cancel()
 
 
-def filled_in(values: dict[str, Any] | None) -> dict[str, str]:
-    """Texts with `$NAME` replaced. Raises `ValueError` for a variable that is not set."""
-    for key, value in (values or {}).items():
-        for braced, plain in re.findall(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", str(value)):
-            if (braced or plain) not in os.environ:
-                raise ValueError(f"{key} has ${braced or plain}, which is no environment variable that is set")
-    return {key: os.path.expandvars(str(value)) for key, value in (values or {}).items()}
-
-
 def kinds(entry: dict[str, Any]) -> list[str]:
     """The transports to try, one after the other. An address without a type may also be of the older one, as in verl.
 
-    >>> kinds({"command": "x"}), kinds({"url": "http://x"}), kinds({"url": "http://x", "type": "sse"})
+    >>> kinds({"type": "stdio"}), kinds({"type": None}), kinds({"type": "sse"})
     (['stdio'], ['http', 'sse'], ['sse'])
     """
-    given = entry.get("type") or entry.get("transport")
-    return [given] if given else ["stdio"] if "command" in entry else ["http", "sse"]
+    return [entry["type"]] if entry["type"] else ["http", "sse"]
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -202,34 +185,6 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for each in error.exceptions for leaf in leaves(each)]
     return [error]
-
-
-def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:
-    """The servers of a JSON file: `{"mcpServers": {name: {"command", "args", "env"} or {"url", "headers"}}}`.
-
-    Raises `ValueError`.
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{key}: {path!r} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise ValueError(f"{key}: {path!r} is not JSON ({error}).") from None
-    servers = found.get("mcpServers") if isinstance(found, dict) else None
-    if not isinstance(servers, dict) or not servers:
-        raise ValueError(f'{key}: {path!r} has no "mcpServers". Expected {{"mcpServers": {{"name": {{...}}}}}}.')
-    for name, entry in servers.items():
-        where = f"{key}: server {name!r} of {path!r}"
-        if not isinstance(entry, dict) or ("command" in entry) == ("url" in entry):
-            raise ValueError(f"{where} has neither or both of command and url. Expected one of them.")
-        if unknown := entry.keys() - KEYS:
-            raise ValueError(f"{where} has the keys {sorted(unknown)}, expected some of {', '.join(sorted(KEYS))}.")
-        if (transport := entry.get("type") or entry.get("transport") or "stdio") not in TRANSPORTS:
-            raise ValueError(f"{where} has the type {transport!r}, expected one of {', '.join(TRANSPORTS)}.")
-        for name, kind in (("args", list), ("env", dict), ("headers", dict)):
-            if not isinstance(entry.get(name) or kind(), kind):
-                raise ValueError(f"{where}: {name} is no {kind.__name__}.")
-    return {name: entry for name, entry in servers.items() if not entry.get("disabled")}
 
 
 servers_to_close: list[McpServer] = []

@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import types
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
+from mt_grpo.adapters.mcp.files import read_servers
+from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, servers_to_close
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import as_tool
+
+
+def offered(name: str, entry: dict[str, Any], tools: list[Any], where: str) -> list[Any]:
+    """The tools that a server is to offer (`only`, `without`). Raises `ValueError` for two of one name."""
+    names = [tool.name for tool in tools]
+    if repeated := [each for each in names if names.count(each) > 1]:
+        raise ValueError(f"{where} offers two tools of the name {repeated[0]!r}: the model could not tell them apart.")
+    listed = [*(entry["only"] or []), *entry["without"]]
+    if unknown := [each for each in listed if each not in names]:
+        raise ValueError(f"{where} has no tool {unknown[0]!r}, which the file names. It has: {', '.join(names)}.")
+    return [tool for tool in tools if tool.name not in entry["without"] and tool.name in (entry["only"] or names)]
+
+
+def why_not(error: Exception, entry: dict[str, Any], seconds: str) -> str:
+    """What keeps a server from starting, and what to do.
+
+    Args:
+        error: What was raised.
+        entry: The server's.
+        seconds: The key that says how long it may take.
+    """
+    if isinstance(error, TimeoutError):
+        return f"{str(error) or 'no answer to its list of tools'}. Raise {seconds} if it needs longer."
+    if "command" not in entry:
+        return f"{error_line(error)}. Is it up at {entry['url']}?"
+    command = shlex.join([entry["command"], *entry["args"]])
+    if isinstance(error, (FileNotFoundError, PermissionError)):
+        return f"{error_line(error)}. Install it, or name it by its whole path."
+    return f"{error_line(error)}. What it wrote stands above; `{command}` starts it by hand."
 
 
 def start_servers(
@@ -24,13 +55,13 @@ def start_servers(
         server = McpServer(name, entries[name], start_timeout, concurrency, rate_limit)
         servers_to_close.append(server)
         try:
-            return server, await server.tools()
+            tools = await server.tools()
         except Exception as error:
             await server.close()
-            raise ValueError(
-                f"{key}: the server {name!r} of {path!r} does not start: {type(error).__name__}: {error_text(error)}. "
-                + ("What it wrote stands above." if "command" in entries[name] else "Is it up?")
-            ) from error
+            where = f"{key}: the server {name!r} of {path!r}"
+            seconds = "mcp_start_timeout" if key == "mcp_config_file" else "timeout of the entry's config"
+            raise ValueError(f"{where} does not start: {why_not(error, entries[name], seconds)}") from error
+        return server, offered(name, entries[name], tools, f"{key}: the server {name!r} of {path!r}")
 
     async def start_all() -> list[tuple[McpServer, list[Any]]]:
         return await gather_all([start(name) for name in entries])

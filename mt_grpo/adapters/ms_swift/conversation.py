@@ -26,6 +26,7 @@ from mt_grpo.adapters.ms_swift.outputs import conversation_of, fill, read_output
 from mt_grpo.adapters.ms_swift.paths import protocol_module
 from mt_grpo.adapters.ms_swift.protocol import listed_tools
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
@@ -213,7 +214,7 @@ class SchedulerConversation:
         except Exception as error:
             if session.failure is not None:
                 raise
-            raise SchedulerFailure(f"{name} raised {type(error).__name__}: {error_text(error)}") from error
+            raise SchedulerFailure(f"{name} raised {error_line(error)}") from error
         finally:
             running.cancel()
 
@@ -233,7 +234,7 @@ class SchedulerConversation:
             except Exception:
                 raise
             except BaseException as error:  # such as SystemExit, which would end the loop of all schedulers
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+                raise RuntimeError(error_line(error)) from error
             finally:
                 if hasattr(scheduler, "_close_and_remove"):  # an environment is closed, however it ended
                     with suppress(Exception):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
-from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.base.errors import error_line
 from mt_grpo.rollout import Turn
 
 BASES = ("default", "last_round", "all")
@@ -150,7 +150,7 @@ def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[
         parts, weights = scale.get_loss_scale(text, *given, query=query)
         fits = len(parts) == len(weights) and "".join(parts) == text
     except Exception as error:
-        raise SchedulerFailure(f"{name} failed: {type(error).__name__}: {error_text(error)}") from error
+        raise SchedulerFailure(f"{name} failed: {error_line(error)}") from error
     if not fits:
         raise SchedulerFailure(
             f"{name} returned {len(parts)} parts and {len(weights)} weights for {text!r:.80}, expected the whole text "

@@ -16,7 +16,7 @@ from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, is_ids, remove_res
 from mt_grpo.adapters.ms_swift.samples import Sample, choose, messages_of
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.adapters.session import fill_turns
-from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.base.errors import error_line
 from mt_grpo.rollout import Message, Rollout, join
 
 MASKS = ("response_token_ids", "response_loss_mask")
@@ -35,7 +35,7 @@ def read_outputs(returned: Any, name: str) -> list[RolloutOutput]:
         try:
             output = RolloutOutput(**{key: value for key, value in fields.items() if value is not None})
         except ValidationError as error:
-            raise SchedulerFailure(f"{name}.run returned an output that is none: {error_text(error)}") from error
+            raise SchedulerFailure(f"{name}.run returned an output that is none: {error_line(error)}") from error
         if not all(isinstance(message, (dict, str)) for message in output.messages or []):
             raise SchedulerFailure(f"{name}.run returned messages={output.messages!r:.200}, expected dicts.")
         outputs.append(output)

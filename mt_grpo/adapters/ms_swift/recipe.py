@@ -19,6 +19,7 @@ from mt_grpo.adapters.ms_swift.conversation import (
 from mt_grpo.adapters.ms_swift.loss import read_loss_scale
 from mt_grpo.adapters.ms_swift.paths import MODULES, SwiftPaths, install, registry
 from mt_grpo.adapters.plugin_imports import check_plugin_imports
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.recipe.plugins import import_file
 
@@ -122,7 +123,7 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
         settings = Settings(script_args, args)
         reward = found(**({"args": settings} if takes(found, "args") else {})) if isinstance(found, type) else found
     except Exception as error:
-        raise ValueError(f"reward_funcs: {name!r} raised {type(error).__name__}: {error}.") from error
+        raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
     call = reward if inspect.isroutine(reward) else type(reward).__call__
 
     def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:

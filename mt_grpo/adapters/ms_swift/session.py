@@ -20,8 +20,8 @@ from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_bef
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
 from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
+from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.formats.hermes import call_id
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
 
 # What the model reads for a scheduler's request: the ids of the response that it goes on from, and what is new.
@@ -174,7 +174,7 @@ class SchedulerSession(RolloutSession):
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
-            text = f"{type(error).__name__}: {error_text(error)}"
+            text = error_line(error)
             raise SchedulerFailure(f"A request cannot be read: {text}") from error
         try:
             return await self._respond(request, stops_of(config), most_of(config), reading)

@@ -17,8 +17,9 @@ from mt_grpo.adapters.plugin_imports import PlaceholderType, check_plugin_import
 from mt_grpo.adapters.verl.base import FunctionTool, declared, schema_dict
 from mt_grpo.adapters.verl.mcp import load_mcp_entry
 from mt_grpo.adapters.verl.paths import MODULES, VerlPaths, install, tool_schema_class, use_built_in
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.recipe.parse import RecipeLoader
 from mt_grpo.recipe.plugins import import_file, load_class
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def make_tool(entry: dict[str, Any], cls: type, where: str) -> Any:
         # What the file says: an installed verl drops what its classes do not list.
         tool.json_schema = schema if schema else schema_dict(tool.tool_schema)
     except Exception as error:
-        raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+        raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
     return tool
 
 
@@ -75,7 +76,7 @@ def load_interactions(path: str) -> dict[str, Any]:
         try:
             interactions[name] = cls({**(entry.get("config") or {}), "name": name})
         except Exception as error:
-            raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error_text(error)}") from error
+            raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
         interactions[name].interaction_kwargs_from = columns_of(entry, "interaction_kwargs_from", where)
     return interactions
 
@@ -121,8 +122,8 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
     """The list `name` of a YAML, of mappings with `class_name`. Raises `ValueError`."""
     if not Path(path).is_file():
         raise ValueError(f"{key}: {path!r} is not a file. Expected YAML with a list `{name}:`.")
-    text = Path(path).read_text(encoding="utf-8")
     try:
+        text = Path(path).read_text(encoding="utf-8")
         found = interpolated(text) if "${" in text else yaml.load(text, Loader)
     except Exception as error:  # omegaconf has errors of its own
         raise ValueError(f"{key}: {path!r} cannot be read: {' '.join(str(error).split())}") from None
@@ -138,8 +139,8 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
     return entries
 
 
-class Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that reads numbers and dates as OmegaConf does: `1e-4` is a number, a date is text."""
+class Loader(RecipeLoader):
+    """A loader that refuses a key that is set twice. It reads as OmegaConf does: `1e-4` is a number, a date text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -181,8 +182,8 @@ def find_class(reference: str, path: str, key: str) -> type:
         found = getattr(imported, name, None)
     except Exception as error:
         raise ValueError(
-            f"{key}: class_name {reference!r} of {path!r} cannot be imported: {type(error).__name__}: "
-            f"{error_text(error)}. Expected a dotted path on sys.path or beside the YAML, or path.py:Class."
+            f"{key}: class_name {reference!r} of {path!r} cannot be imported: {error_line(error)}. "
+            "Expected a dotted path on sys.path or beside the YAML, or path.py:Class."
         ) from error
     if getattr(imported, "__file__", None):
         check_plugin_imports(imported.__file__, key, "verl", VerlPaths, MODULES)

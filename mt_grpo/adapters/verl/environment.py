@@ -17,8 +17,8 @@ from typing import Any
 
 from mt_grpo.adapters.house import cut_characters
 from mt_grpo.adapters.verl.base import on_own_loop, read_result, response_text
+from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.environments import METHODS, is_number
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
@@ -318,7 +318,7 @@ class VerlEnvironment:
             self.outcome_rewards[name] = float(value)
         elif value is not None and name not in warned_of:
             warned_of.add(name)
-            logger.warning(f"calc_reward of {name} gave {type(value).__name__}, which is no number: not counted.")
+            logger.warning(f"calc_reward of {name} gave {value!r:.100}, which is no finite number: not counted.")
 
     async def close(self) -> None:
         """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises.
@@ -337,7 +337,7 @@ class VerlEnvironment:
         results = await asyncio.gather(*steps, return_exceptions=True)
         errors = [error for error in results if isinstance(error, BaseException)]
         if errors:
-            raise RuntimeError("; ".join(f"{type(error).__name__}: {error_text(error)}" for error in errors))
+            raise RuntimeError("; ".join(error_line(error) for error in errors))
 
 
 class AnsweringEnvironment(VerlEnvironment):

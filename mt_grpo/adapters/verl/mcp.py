@@ -74,7 +74,7 @@ def load_mcp_entry(entry: dict[str, Any], cls: type, path: str, key: str) -> lis
     try:
         from mt_grpo.adapters.mcp.tools import schema_of, start_servers
     except ImportError as error:
-        raise ValueError(f"{where} needs a package ({error}). Run `pip install -e .[mcp]` in the clone.") from None
+        raise ValueError(f"{where} needs a package ({error}). Run `pip install -e '.[mcp]'` in the clone.") from None
     servers = mcp["mcp_servers_config_path"]
     if not os.path.exists(servers):
         servers = str(Path(path).parent / servers)

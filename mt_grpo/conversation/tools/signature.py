@@ -228,8 +228,14 @@ def hint_of(schema: dict[str, Any]) -> Any:
 def check_tool(tool: Callable) -> None:
     """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
+    if isinstance(tool, type):
+        raise ValueError(f"Tool {name} is a class. List its functions, or name it by ENVIRONMENT for its methods.")
     if not callable(tool) or not name or name == "<lambda>":
-        raise ValueError(f"A tool must be a named function, got {tool!r}.")
+        raise ValueError(
+            f"A tool must be a named function, got {tool!r:.100}. Write `def` with a name and a docstring."
+        )
+    if not re.fullmatch(r"[\w.:/-]+", name):
+        raise ValueError(f"Tool {name!r:.100} has a name of other characters than letters, digits and _ . : / -.")
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: it is what the model reads to use the tool.")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
@@ -245,6 +251,8 @@ def check_tool(tool: Callable) -> None:
 def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
     """Raise `ValueError` for a parameter that no call can pass: a call is a JSON object of named arguments."""
     name = parameter.name
+    if name not in hints and name == "self":
+        raise ValueError(f"Tool {tool} is a method without its object. List it as `MyClass().{tool}`.")
     if name not in hints:
         raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):

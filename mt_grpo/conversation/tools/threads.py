@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
+import logging
 import queue
 import threading
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 from mt_grpo.conversation.tools.math_limits import set_math_limits_aside
 
+logger = logging.getLogger(__name__)
 set_math_limits_aside()  # what runs here runs in threads
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 IDLE = "tool-idle"
@@ -116,6 +119,16 @@ class ToolThreads:
 TOOL_THREADS = ToolThreads()
 
 
+@functools.cache
+def warn_of_signals(name: str) -> None:
+    """Say once of each tool that its results are errors of signals, which the model reads."""
+    logger.warning(
+        f"{name} answers {NO_SIGNALS!r}...: it sets a signal handler, such as SIGALRM's for a time limit of its own, "
+        "which Python allows in the main thread only. Set isolate_tools: true: functions of TOOL_FUNCTIONS then run "
+        "in the main thread of a process."
+    )
+
+
 async def run_tool(
     tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
 ) -> Any:
@@ -196,6 +209,8 @@ async def run_tool(
             "functions of TOOL_FUNCTIONS run in the main thread of a process, or leave the limit to the trainer: "
             "tool_timeout, environment_timeout."
         ) from error
+    if NO_SIGNALS in str(getattr(result, "text", result))[:1000]:  # the tool caught the error, and says it
+        warn_of_signals(tool.__name__)
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     return result
