@@ -27,7 +27,7 @@ import yaml
 from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.mcp.servers import read_servers
+from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.adapters.verl.config import read_entries
 from mt_grpo.recipe.keys import known_keys
 
