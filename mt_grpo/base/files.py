@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict | None:
     """The object in a JSON file; None if the file is missing, is not valid JSON, or holds no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

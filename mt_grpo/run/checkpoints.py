@@ -17,13 +17,15 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from peft import get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.training_args import OptimizerNames
 
 from mt_grpo.base.files import absolute, read_json
+from mt_grpo.base.json_types import fits_type
 from mt_grpo.run.in_flight import IN_FLIGHT
+from mt_grpo.run.saved_states import CheckpointError, small_file_damage, state_damage
 
 logger = logging.getLogger(__name__)
 
@@ -196,12 +198,14 @@ def checkpoint_damage(folder: Path) -> str | None:
     `.distcp` files, or `.bin`) and DeepSpeed (`latest` names a folder with model, optimizer and scheduler).
     """
     record = read_json(folder / RUN_RECORD) or {}
-    if not isinstance((read_json(folder / "trainer_state.json") or {}).get("global_step"), int):
-        return "trainer_state.json cannot be read"
+    if not is_record(record):  # one that is missing, or is no object, is told by the trainer, and the run goes on
+        return f"{RUN_RECORD} cannot be read"
+    if wrong := state_damage(folder):
+        return wrong
     deepspeed = (folder / "latest").is_file()
     expected = [] if deepspeed else ["scheduler.pt"]
     if deepspeed:
-        states = (folder / "latest").read_text().strip()
+        states = (folder / "latest").read_text(errors="replace").strip()
         if not states or not any(folder.glob(f"{states}/*_states.pt")):
             return f"{states or 'latest'} has no states of the model and the optimizer"
     else:
@@ -213,7 +217,8 @@ def checkpoint_damage(folder: Path) -> str | None:
             return "pytorch_model_fsdp* is missing"
         expected += [] if in_fsdp_form else ["optimizer.pt"]
     for index in folder.glob("*.index.json"):
-        if not (shards := (read_json(index) or {}).get("weight_map")):
+        shards = (read_json(index) or {}).get("weight_map")
+        if not shards or not fits_type(shards, dict[str, str]):
             return f"{index.name} cannot be read"
         expected += sorted(set(shards.values()))
     numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rng_state_*.pth")]
@@ -229,16 +234,29 @@ def checkpoint_damage(folder: Path) -> str | None:
             return f"{name} is missing"
     if admits and not read_json(folder / IN_FLIGHT):
         return f"{IN_FLIGHT} cannot be read"
+    for name in ("adapter_config.json", "config.json"):
+        if (folder / name).is_file() and read_json(folder / name) is None:
+            return f"{name} cannot be read"
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".distcp" and not (path.parent / ".metadata").is_file():
             return f"{path.parent.relative_to(folder)}/.metadata is missing"
-        if path.is_file() and (wrong := file_damage(path)):
+        wrong = path.is_file() and (file_damage(path) or (path.parent == folder and small_file_damage(path)))
+        if wrong:
             return f"{path.relative_to(folder)} {wrong}"
     return None
 
 
+def is_record(record: dict[str, Any]) -> bool:
+    """Whether what a resumed run reads of a `RUN_RECORD` is of its types.
+
+    >>> is_record({"world_size": 2}), is_record({"world_size": "two"}), is_record({})
+    (True, False, True)
+    """
+    return all(isinstance(record.get(name) or 0, int) for name in ("world_size", "max_staleness"))
+
+
 def check_tensors(folder: Path, model: Any) -> None:
-    """Raise `ValueError` if a checkpoint lacks a tensor of the model, or has it in another shape.
+    """Raise `CheckpointError` if a checkpoint lacks a tensor of the model, or has it in another shape.
 
     transformers only warns of it, and the run would go on with what the model had before. Weights that are tied need
     be there once. FSDP's and DeepSpeed's own forms are not read: torch and DeepSpeed refuse what is missing there.
@@ -248,8 +266,11 @@ def check_tensors(folder: Path, model: Any) -> None:
         return
     shapes: dict[str, list[int]] = {}
     for path in files:
-        with safe_open(path, "pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.") from None
     if hasattr(model, "peft_config"):
         names: dict[str, list[str]] = {}
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -271,7 +292,7 @@ def check_tensors(folder: Path, model: Any) -> None:
         if found and list(tensor.shape) not in [shapes[other] for other in found]:
             problem = f"has the shape {shapes[found[0]]}, expected {list(tensor.shape)}"
         if problem:
-            raise ValueError(
+            raise CheckpointError(
                 f"resume_from_checkpoint={str(folder)!r}: the tensor {name} {problem}. Expected all weights of the "
                 "model that is trained. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
                 "settings of this one."
@@ -309,7 +330,7 @@ def file_damage(path: Path) -> str | None:
             with open(path, "rb") as file:
                 header = file.read(min(int.from_bytes(file.read(8), "little"), size))
             ends = [entry["data_offsets"][1] for n, entry in json.loads(header).items() if n != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "has no readable header"
         whole = 8 + len(header) + max(ends, default=0)
         return None if size == whole else f"has {size} bytes, expected {whole}"

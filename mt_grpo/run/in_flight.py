@@ -20,6 +20,7 @@ import torch
 from transformers import TrainerCallback
 
 from mt_grpo.base.files import read_json
+from mt_grpo.base.json_types import fits_type
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.generation.rollout_batch import RolloutBatch
@@ -179,7 +180,12 @@ def read_in_flight(checkpoint: Path, late_groups: str, num_prompts: int) -> dict
     if not path.exists():
         return None
     state = read_json(path)
-    if not isinstance(state, dict) or {"epoch", "place", "prompts", "per_batch"} - state.keys():
+    numbers, lists = {"epoch", "place", "per_batch"}, {"prompts", "batch"}
+    if (
+        not isinstance(state, dict) or not numbers | {"prompts"} <= state.keys()
+        or not all(type(state[name]) is int for name in numbers)
+        or not all(fits_type(state[name], list[int]) for name in lists & state.keys())
+    ):  # fmt: skip
         raise RunError(f"{path} is damaged. Expected the prompts that were in flight: use another checkpoint.")
     prompts = state["prompts"] or state.get("batch", [])
     if prompts and late_groups != "admit":

@@ -36,7 +36,6 @@ from mt_grpo.run.checkpoints import (
     check_tensors,
     checkpoint_damage,
     dataset_sha256,
-    load_as_saved,
     sha256,
     source_sha256,
     trained_settings,
@@ -44,6 +43,7 @@ from mt_grpo.run.checkpoints import (
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import BetweenBatches, InFlight
+from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -52,6 +52,7 @@ from mt_grpo.run.nodes import (
     is_lost_peer,
     save_weights_on_each_node,
 )
+from mt_grpo.run.saved_states import CheckpointError
 from mt_grpo.run.snapshots import EpochOrder, StepEndSnapshot, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
@@ -169,10 +170,13 @@ class ResumableTrainer(GRPOTrainer):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """`Trainer`'s, for models, too, whose weights are saved under other names."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self._is_sharded:
-            load_as_saved(Path(resume_from_checkpoint), self.model)
+        load_model(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        load_optimizer(self, super()._load_optimizer_and_scheduler, checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        load_random_numbers(super()._load_rng_state, checkpoint)
 
     # -- numbers that are none --
 
@@ -570,6 +574,9 @@ def train_or_save(trainer: ResumableTrainer) -> None:
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        except CheckpointError as error:  # nothing was trained, and what is there is no state to save
+            logger.error("the run cannot be resumed", exc_info=error if error.__cause__ else None)
+            sys.exit(f"error: {error}")
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)

@@ -4,9 +4,7 @@ import asyncio
 import functools
 import json
 import math
-import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +15,7 @@ from pathlib import Path
 import httpx
 import numpy
 import openai
+import psutil
 import pytest
 import torch
 import warm_python
@@ -24,7 +23,7 @@ from processes import alive, ends
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.agents import conversation as openai_agent, server as agent_server
+from mt_grpo.adapters.agents import conversation as openai_agent, programs, server as agent_server
 from mt_grpo.adapters.agents.chains import Completion, keys_of
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
@@ -1479,7 +1478,7 @@ def test_a_command_that_fails(command, do, message):
     assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
 
 
-def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path):
+def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path, together):
     rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=12.0)
     assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
     for pid in (tmp_path / "pids").read_text().split():
@@ -1923,7 +1922,13 @@ def test_items_of_answers_that_follow_each_other():
 # -- commands: their ends --
 
 
-def test_what_a_command_leaves_behind_is_ended_and_not_waited_for(tmp_path):
+@pytest.fixture
+def together(monkeypatch):
+    """Commands as on a machine without namespaces of processes: their ids are what they say of themselves."""
+    monkeypatch.setattr(programs, "apart", lambda: ())
+
+
+def test_what_a_command_leaves_behind_is_ended_and_not_waited_for(tmp_path, together):
     (tmp_path / "run.sh").write_text(f"""
         sleep 600 & echo $! > {tmp_path}/pid
         {sys.executable} -c "
@@ -1954,19 +1959,76 @@ print("0.5")
 """
 
 
-def test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for(tmp_path):
-    """It has left the command's group, so that it is not ended with it."""
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it(tmp_path, monkeypatch, is_apart):
+    """It has left the command's group and its session. The result is there, and is not waited for."""
+    if not is_apart:
+        monkeypatch.setattr(programs, "apart", lambda: ())
     (tmp_path / "agent.py").write_text(DAEMON)
     rollout, _ = run(f"{sys.executable} {tmp_path}/agent.py {tmp_path}/pid", "1", timeout=30.0)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert rollout.reward == 0.5, rollout.error
+    assert all(ends(pid) for pid in running_in(tmp_path))
+
+
+def running_in(folder):
+    """The ids of processes whose command names a folder: what a command says of its own id is of its namespace."""
+    return [
+        each.pid for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())
+    ]
+
+
+SPY = """
+import glob, json, os, sys, time
+import openai
+
+openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+
+def meet(name):
+    open(f"{sys.argv[1]}/{name}-{os.environ['OPENAI_API_KEY']}", "w").close()
+    while len(glob.glob(f"{sys.argv[1]}/{name}-*")) < 2:
+        time.sleep(0.01)
+
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read().split(bytes(1))
+    except OSError:
+        return []
+
+meet("here")
+found = [each for path in glob.glob("/proc/[0-9]*/environ") for each in read(path)]
+found = {each for each in found if each.startswith(b"OPENAI_API_KEY=mt-")}
+meet("seen")
+print(json.dumps({"reward": len(found)}))
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog, is_apart):
+    """A key is in an environment, where every client looks for it. Where the machine has no namespaces, it is said."""
+    programs.apart.cache_clear()
+    if not is_apart:
+        monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
+    try:
+        program = CommandAgent(f"{sys.executable} {tmp_path}/spy.py {tmp_path}")
+        if not (is_apart or "are not apart from each other (unshare: unrecognized option" in caplog.text):
+            raise AssertionError(caplog.text)
+        if is_apart and not programs.apart():
+            pytest.skip("this machine has no namespaces of processes")
+    finally:
+        programs.apart.cache_clear()
+    (tmp_path / "spy.py").write_text(SPY)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 60.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    rollouts = env.generate([[]] * 2, Scripted("1"), rows=[{}] * 2)["rollouts"]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] if is_apart else [2.0, 2.0], rollouts[0].error
 
 
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
 
 
-def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tmp_path):
+def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tmp_path, together):
     (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
     command = CommandAgent(f"bash {tmp_path}/run.sh")
 
@@ -1983,7 +2045,7 @@ def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tm
     assert ends(int((tmp_path / "pid").read_text()))
 
 
-def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path):
+def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path, together):
     """asyncio connects a process's pipes after it has started; this waits there, as on a busy machine."""
     pid = tmp_path / "pid"
     (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
@@ -2016,27 +2078,32 @@ def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path):
 
 TRAINER = """
 import asyncio, sys
+from mt_grpo.adapters.agents import programs
 from mt_grpo.adapters.agents.programs import CommandAgent
 
+apart = programs.apart
+programs.apart = lambda: {apart}
 nowhere = type("Nowhere", (), {{"address": "http://127.0.0.1:1/v1", "key": "none"}})
 asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, nowhere, nowhere))
 """
 
 
-def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path):
+@pytest.mark.parametrize("apart", ["()", "apart()"])
+def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path, apart):
     (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
-    trainer = subprocess.Popen([warm_python.executable(), "-c", TRAINER.format(folder=tmp_path)], cwd=ROOT)
+    code = TRAINER.format(folder=tmp_path, apart=apart)
+    trainer = subprocess.Popen([warm_python.executable(), "-c", code], cwd=ROOT)
     try:
         for _ in range(600):
             if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
                 break
             time.sleep(0.05)
-        pid = int((tmp_path / "pid").read_text())
-        assert alive(pid)
+        pids = [pid for pid in running_in(f"{tmp_path}/run.sh") if pid != trainer.pid]
+        assert pids and all(map(alive, pids))
     finally:
         trainer.kill()
         trainer.wait()
-    assert ends(pid)
+    assert all(map(ends, pids))
 
 
 def test_the_environment_of_a_command(monkeypatch):

@@ -30,6 +30,8 @@ FrozenLakeText = load_class(f"{ROOT}/tools/gym/frozen_lake.py:FrozenLakeText", "
 OWN_GAMES = '''
 """Games with each kind of space."""
 
+import threading
+
 import gymnasium
 from gymnasium import spaces
 
@@ -83,6 +85,27 @@ class LaterNumbers(GymText):
 class Licensed(Steps):
     def __init__(self, **kwargs):
         raise SystemExit("no license")
+
+
+class Hangs(Steps):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def hang(self, method):
+        if method == self.where:
+            threading.Event().wait()
+
+    def reset(self, **kwargs):
+        self.hang("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.hang("step")
+        return super().step(action)
+
+    def close(self):
+        self.hang("close")
 
 
 class Old(Steps):
@@ -533,6 +556,15 @@ def test_bad_input_is_refused_before_a_model_is_loaded(arguments, message, games
     monkeypatch.chdir(ROOT)
     with pytest.raises((ValueError, SystemExit), match=message):
         load(*[argument.format(games=games) if argument.startswith("{games") else argument for argument in arguments])
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+def test_a_game_that_hangs_at_its_first_check_is_refused(where, games, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    message = f"Hangs' cannot begin: TimeoutError: {where} took longer than environment_timeout=0.2 s. Raise"
+    with pytest.raises((ValueError, SystemExit), match=message):
+        load("--gym_env", f"{games}:Hangs", "--gym_text", "null", "--gym_actions", "null",
+             "--environment_timeout", "0.2", "--gym_kwargs", json.dumps({"where": where}))  # fmt: skip
 
 
 @pytest.mark.parametrize("name, message", [

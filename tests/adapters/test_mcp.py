@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import psutil
 import pytest
@@ -355,6 +356,58 @@ BAD_FILES = {
     "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
     "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
 }
+
+
+PAGES = """
+import itertools, json, sys
+
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"error": {"code": -32601, "message": "no such method"}}
+    if asked["method"] == "initialize":
+        answer = {"result": {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                             "serverInfo": {"name": "pages", "version": "1"}}}
+    elif asked["method"] == "tools/list":
+        cursor = "again" if sys.argv[1] == "same" else str(number)
+        answer = {"result": {"tools": [], "nextCursor": cursor}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("cursor, message", [
+    ("same", "ValueError: tools/list gave the nextCursor 'again' twice: its list never ends"),
+    ("new", "tools/list (did not end in 10 s: it gave 0 tools on|has more than 20 pages)"),
+])  # fmt: skip
+def test_a_list_of_tools_that_never_ends_is_refused(tmp_path, monkeypatch, cursor, message):
+    monkeypatch.setattr(mcp_servers, "MOST_PAGES", 20)
+    (tmp_path / "pages.py").write_text(PAGES)
+    entry = {"command": sys.executable, "args": ["-S", str(tmp_path / "pages.py"), cursor]}
+    with pytest.raises(ValueError, match="mcp_config_file: the server 'pages' of .* does not start: .*" + message):
+        tools_of(tmp_path, {"pages": entry}, mcp_start_timeout=10.0)
+
+
+def test_a_list_of_tools_has_one_time_for_all_its_pages():
+    """Each page in time, and the list not: the limit is the list's."""
+    server = mcp_servers.McpServer("x", {"command": "x"}, 0.1, 1)
+    asked = []
+
+    class Client:
+        async def list_tools(self, cursor):
+            asked.append(cursor)
+            await asyncio.sleep(0.02)
+            return types.SimpleNamespace(tools=["tool"], next_cursor=str(len(asked)))
+
+    async def connected():
+        return Client()
+
+    server.connected = connected
+    with pytest.raises(
+        TimeoutError, match=r"tools/list did not end in 0.1 s: it gave (\d+) tools on \1 pages. Raise mcp_"
+    ):
+        asyncio.run(server.tools())
+    assert asked[:3] == [None, "1", "2"]
 
 
 @pytest.mark.parametrize("name", BAD_FILES)

@@ -392,13 +392,6 @@ MUTATIONS = [
         "tests/adapters/test_agents.py::test_rewards_of_a_turn_do_not_overflow",
     ),
     Mutation(
-        "agents: a daemon of a command is waited for",
-        "mt_grpo/adapters/agents/programs.py",
-        "await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)",
-        "await asyncio.wait(reading)",
-        "tests/adapters/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_is_not_waited_for",
-    ),
-    Mutation(
         "agents: a call that was cut off behind its end ends as tool_calls",
         "mt_grpo/adapters/agents/session.py",
         'reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason',
@@ -545,5 +538,19 @@ MUTATIONS = [
         'role = "system" if role == "developer" else role',
         "pass",
         "tests/adapters/test_agents.py::test_a_developer_says_what_a_system_says",
+    ),
+    Mutation(
+        "agents: commands see each other's keys",
+        "mt_grpo/adapters/agents/programs.py",
+        "self.arguments = [*apart(), *shlex.split(command)]",
+        "self.arguments = shlex.split(command)",
+        "tests/adapters/test_agents.py::test_commands_of_one_run_do_not_see_each_other",
+    ),
+    Mutation(
+        "agents: a daemon outlives its command",
+        "mt_grpo/adapters/agents/launcher.py",
+        "            end_inherited()\n            code",
+        "            code",
+        "tests/adapters/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it",
     ),
 ]

@@ -84,6 +84,13 @@ MUTATIONS = [
         "tests/adapters/test_mcp.py::test_variables_must_be_set",
     ),
     Mutation(
+        "mcp: each page of a list has a time of its own, and the list has none",
+        "mt_grpo/adapters/mcp/servers.py",
+        "async with asyncio.timeout(self.start_timeout):",
+        "async with asyncio.timeout(None):",
+        "tests/adapters/test_mcp.py::test_a_list_of_tools_has_one_time_for_all_its_pages",
+    ),
+    Mutation(
         "tools that a file leaves out are offered",
         "mt_grpo/adapters/mcp/tools.py",
         'if tool.name not in entry["without"] and',

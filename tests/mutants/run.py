@@ -589,4 +589,18 @@ MUTATIONS = [
         "if False}",
         "tests/run/test_checkpoints.py::test_a_record_has_what_changes_training_and_nothing_else",
     ),
+    Mutation(
+        "an optimizer's state of other shapes is taken",
+        "mt_grpo/run/saved_states.py",
+        "if torch.is_tensor(found) and found.numel() != parameter.numel():",
+        "if False:",
+        "tests/run/test_checkpoints.py::test_a_file_that_holds_something_else_ends_in_one_line",
+    ),
+    Mutation(
+        "a checkpoint that cannot be resumed is offered for going on",
+        "mt_grpo/run/trainer.py",
+        "except CheckpointError as error:  # nothing",
+        "except ZeroDivisionError as error:  # nothing",
+        "tests/run/test_checkpoints.py::test_a_file_that_holds_something_else_ends_in_one_line",
+    ),
 ]

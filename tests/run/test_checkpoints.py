@@ -164,14 +164,14 @@ def pieces(folder, *names, **state):
         if path.suffix == ".safetensors":
             save_file({"w": torch.ones(3)}, path)
         elif path.suffix in (".pt", ".pth", ".bin"):
-            torch.save({"w": torch.ones(3)}, path)
+            torch.save({"last_epoch": 2, "python": (), "numpy": (), "cpu": torch.ones(3)}, path)
         elif name == "latest":
             path.write_text("global_step2")
         elif name.endswith("index.json"):
             shards = [n for n in names if n.startswith("model-")]
             path.write_text(json.dumps({"weight_map": {f"w{i}": shard for i, shard in enumerate(shards)}}))
         elif path.suffix == ".json":
-            path.write_text(json.dumps({"global_step": 2, **state}))
+            path.write_text(json.dumps({"global_step": 2, **(state if name == "mt_grpo_run.json" else {})}))
         else:
             path.write_bytes(b"something")
     return folder
@@ -656,6 +656,124 @@ def test_a_shard_that_lacks_a_tensor_is_refused(random_model, copy):
     save_file({key: value for key, value in load_file(shard).items() if key != name}, shard, {"format": "pt"})
     with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
         check_tensors(folder, trainer.model)
+
+
+def edit(name, **changes):
+    """A change of a JSON file."""
+
+    def apply(folder):
+        path = folder / name
+        found = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**found, **changes}))
+
+    return apply
+
+
+def put(name, value):
+    """A file in place of another: bytes as they are, anything else as torch writes it."""
+
+    def apply(folder):
+        (folder / name).write_bytes(value) if isinstance(value, bytes) else torch.save(value, folder / name)
+
+    return apply
+
+
+REFUSED_BEFORE = {  # before a model is loaded
+    "a list": (put("trainer_state.json", b"[]"), "trainer_state.json cannot be read"),
+    "deep": (put("trainer_state.json", b"[" * 100_000), "trainer_state.json cannot be read"),
+    "no text": (put("trainer_state.json", b"\xff\xfe"), "trainer_state.json cannot be read"),
+    "negative": (edit("trainer_state.json", global_step=-1), "trainer_state.json cannot be read"),
+    "unknown": (
+        edit("trainer_state.json", steps=3),
+        "trainer_state.json has the key 'steps', which transformers does",
+    ),
+    "epoch": (edit("trainer_state.json", epoch="two"), "trainer_state.json has epoch: 'two', expected a number"),
+    "history": (edit("trainer_state.json", log_history=[3]), r"trainer_state.json has 3 in log_history"),
+    "callbacks": (edit("trainer_state.json", stateful_callbacks=[3]), r"stateful_callbacks: \[3\], expected a dict"),
+    "record": (edit("mt_grpo_run.json", world_size="two"), "mt_grpo_run.json cannot be read"),
+    "index": (edit("model.safetensors.index.json", weight_map=["a"]), "model.safetensors.index.json cannot be read"),
+    "config": (put("config.json", b"none"), "config.json cannot be read"),
+    "latest": (put("latest", b"\xff"), "has no states of the model and the optimizer"),
+    "schedule": (put("scheduler.pt", [1]), "scheduler.pt holds list, expected a dict"),
+    "schedule of another": (
+        put("scheduler.pt", {"a": 1}),
+        "scheduler.pt has last_epoch: None, expected the number of",
+    ),
+    "random": (put("rng_state.pth", {"python": ()}), "rng_state.pth lacks cpu, numpy"),
+    "random, no pickle": (put("rng_state.pth", b"\x80garbage"), "rng_state.pth cannot be loaded"),
+    "random, a class": (put("rng_state.pth", Path("x")), "rng_state.pth cannot be loaded: UnpicklingError"),
+    "header": (put("model.safetensors", b"\x02" + bytes(7) + b"[]"), "model.safetensors has no readable header"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BEFORE)
+def test_a_file_that_holds_something_else_is_refused_before_a_model_is_loaded(copy, name):
+    tamper, message = REFUSED_BEFORE[name]
+    tamper(copy / "out/checkpoint-4")
+    with pytest.raises(ValueError, match=f"^resume_from_checkpoint='last': .*checkpoint-4/.*{message}.*checkpoint-2"):
+        checkpoint_to_resume("last", str(copy / "out"))
+
+
+def resized(folder):
+    """The first parameter's momentum is of another size."""
+    state = torch.load(folder / "optimizer.pt")
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(state, folder / "optimizer.pt")
+
+
+def other_generators(folder):
+    state = torch.load(folder / "rng_state.pth", weights_only=False)
+    torch.save({**state, "python": (1, 2, 3)}, folder / "rng_state.pth")
+
+
+def other_dtype(folder):
+    """A header that safetensors does not take."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"X32"', 1))
+
+
+REFUSED_LATER = {  # once there are parameters to compare with
+    "optimizer, no pickle": (put("optimizer.pt", b"\x80garbage"), "the state of the optimizer .optimizer.pt."),
+    "optimizer, a list": (put("optimizer.pt", [1, 2]), "the state of the optimizer .optimizer.pt."),
+    "optimizer of fewer parameters": (
+        put("optimizer.pt", {"state": {}, "param_groups": [{"params": [0]}]}), "the state of the optimizer"),
+    "optimizer of other shapes": (resized, r"exp_avg has the shape \[3\], expected \["),
+    "random numbers": (other_generators, r"the state of the random numbers .rng_state\*.pth. cannot be loaded"),
+    "a type of no tensor": (other_dtype, "model.safetensors cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_LATER)
+def test_a_file_that_holds_something_else_ends_in_one_line(random_model, copy, name, capsys):
+    """Nothing is saved, and the checkpoint is not offered for going on."""
+    tamper, message = REFUSED_LATER[name]
+    folder = copy / "out/checkpoint-2"
+    tamper(folder)
+    trainer = make_trainer(random_model, copy)
+    trainer.args.resume_from_checkpoint = str(folder)
+    with pytest.raises(
+        SystemExit, match=f"^error: .*checkpoint-2.*{message}.*Resume from another checkpoint"
+    ) as ended:
+        train_or_save(trainer)
+    assert "Continue with" not in str(ended.value)
+    assert not (copy / "out/checkpoint-0").exists() and not (copy / "out/model.safetensors").exists()
+
+
+def test_a_run_with_lora_and_one_without_cannot_go_on_from_each_other(random_model, copy, tmp_path_factory):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    with pytest.raises(ValueError, match="checkpoint-2.*the tensor .*lora_A.* is missing. Expected all weights"):
+        make_trainer(random_model, copy, trainer=lora, resume_from_checkpoint=str(copy / "out/checkpoint-2"))
+    adapters = tmp_path_factory.mktemp("lora")
+    make_trainer(random_model, adapters, trainer=lora, max_steps=2).train()
+    folder = adapters / "out/checkpoint-2"
+    with pytest.raises(ValueError, match="checkpoint-2.*the tensor .* is missing. Expected all weights"):
+        make_trainer(random_model, adapters, resume_from_checkpoint=str(folder))
+    other = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    with pytest.raises(ValueError, match=r"checkpoint-2.*the tensor .*lora_A.* has the shape \[2, "):
+        make_trainer(random_model, adapters, trainer=other, resume_from_checkpoint=str(folder))
+    (folder / "adapter_config.json").write_text("none")
+    with pytest.raises(ValueError, match="adapter_config.json cannot be read"):
+        make_trainer(random_model, adapters, trainer=lora, resume_from_checkpoint=str(folder))
 
 
 def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):

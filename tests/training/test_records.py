@@ -317,6 +317,8 @@ def test_a_failed_rollout_is_in_nobodys_statistics(random_model, tmp_path):
     for index, (row, advantage) in enumerate(zip(log, expected, strict=True)):
         turns = 0 if index == 2 else len(golden.CONVERSATIONS[index])
         assert row["turn_advantages"] == pytest.approx([advantage or 0.0] * turns, abs=1e-5)
+        assert row["outcome_advantage"] == pytest.approx(advantage or 0.0, abs=1e-5)
+        assert (row["group_size"], row["batch_size"]) == (4, 8)
         if advantage is None:
             assert row["stop_reason"] == "environment_error"
             assert set(row["rewards"].values()) == {None}

@@ -3,20 +3,26 @@
     python -I -S launcher.py FD COMMAND ...
 
 FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer is killed,
-the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too.
+the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too: its group, and
+daemons that have left it, which this process inherits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import sys
+import time
+
+ROUNDS = 200  # of killing what a command leaves behind
 
 
 def main() -> None:
     """Exit as the command does."""
     pipe, command = int(sys.argv[1]), sys.argv[2:]
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a daemon of the command becomes a child of this process
     os.set_inheritable(pipe, False)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -58,10 +64,44 @@ def main() -> None:
         if woken in ready:
             os.read(woken, 512)
         ended, status = os.waitpid(child, 0 if pipe in ready else os.WNOHANG)
-        if ended:
+        if ended == child:
             end(signal.SIGKILL)
+            end_inherited()
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+
+
+def end_inherited() -> None:
+    """Kill all that descends from this process, again and again: what is killed may have started others."""
+    for _ in range(ROUNDS):
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left: what has died is gone, and its children are this process's
+            return
+        for pid in descendants(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.01)
+
+
+def descendants(root: int) -> list[int]:
+    """The ids of all processes below one, by /proc."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, ValueError, IndexError):  # it has ended
+                continue
+            children.setdefault(parent, []).append(int(name))
+    found = children.get(root, [])
+    for pid in found:  # grows meanwhile
+        found += children.get(pid, [])
+    return found
 
 
 if __name__ == "__main__":

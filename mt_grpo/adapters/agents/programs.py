@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import logging
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -42,13 +44,43 @@ SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its
 # What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 LAUNCHER = Path(__file__).with_name("launcher.py")
+# A namespace of processes with a /proc of its own, in a namespace of users where this is not root. `sh` is its first
+# process: that one gets no signal that it does not handle, and the command should get SIGTERM.
+OWN_PROCESSES = ["--pid", "--fork", "--kill-child", "--mount-proc"]
+FIRST = ["sh", "-c", '"$@"; exit $?', "sh"]
+
+
+@functools.cache
+def apart() -> tuple[str, ...]:
+    """What stands before a command so that it sees no process of others; nothing, and a warning, where none can be.
+
+    INVARIANT: a rollout's key is in the environment of its command, where every client looks for it. So no other
+    rollout's command may read that: who has a key can write a turn of its rollout.
+    """
+    users = [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
+    command = ("unshare", *users, *OWN_PROCESSES, *FIRST)
+    try:
+        found = subprocess.run([*command, "true"], capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
+        problem = found.stderr.decode(errors="replace").strip() or f"exit code {found.returncode}"
+    except (OSError, subprocess.SubprocessError) as error:
+        found, problem = None, error_line(error)
+    if found is not None and found.returncode == 0:
+        return command
+    logger.warning(
+        f"agent_command: the commands of this run are not apart from each other ({problem}). Each could read the key "
+        "of another one in /proc, and write a turn of its rollout. In a container, allow namespaces of processes."
+    )
+    return ()
 
 
 class CommandAgent:
-    """An agent that is a program: the row on its standard input, the result as its last line of output."""
+    """An agent that is a program: the row on its standard input, the result as its last line of output.
+
+    Each one sees its own processes alone, where the machine allows it (`apart`).
+    """
 
     def __init__(self, command: str):
-        self.arguments = shlex.split(command)
+        self.arguments = [*apart(), *shlex.split(command)]
         self.name = "agent_command"
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
@@ -79,7 +111,8 @@ class CommandAgent:
             finally:  # even where this is cancelled meanwhile
                 release(held)
                 sending.cancel()
-        # Something that it has left behind may hold its output open: what was written until its end is there at once.
+        # The launcher kills what the command has left behind. Should anything hold the output open all the same: what
+        # was written until its end is there at once.
         await asyncio.wait(reading, timeout=SECONDS_OF_OUTPUT)
         for each in reading:
             each.cancel()

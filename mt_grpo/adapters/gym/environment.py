@@ -13,6 +13,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -20,8 +21,10 @@ import gymnasium
 from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
 from mt_grpo.adapters.house import check_tool_format, check_unset
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.fields import keys_that
 from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
 
@@ -191,7 +194,7 @@ def load_gym_environment(script_args: Any, args: Any) -> type[GymEnvironment]:
         make, name, text_class, script_args.gym_actions or (), script_args.gym_unfinished_reward,
         args.max_env_steps + 1,
     )  # fmt: skip
-    check_game(cls, script_args.gym_env)
+    check_game(cls, script_args.gym_env, args.environment_timeout)
     return cls
 
 
@@ -216,23 +219,24 @@ def maker(reference: str, kwargs: dict[str, Any]) -> Callable[[], gymnasium.Env]
     return lambda: cls(**copy.deepcopy(kwargs))
 
 
-def check_game(cls: type[GymEnvironment], reference: str) -> None:
-    """Raise `ValueError` unless an episode can begin and take a step. Warn where the conversation is shorter."""
+def check_game(cls: type[GymEnvironment], reference: str, timeout: float) -> None:
+    """Raise `ValueError` unless an episode can begin and take a step. Warn where the conversation is shorter.
+
+    Args:
+        cls: Of the episodes.
+        reference: What the recipe says.
+        timeout: Seconds of each method, as in training.
+    """
     try:
-        episode = cls()
+        episode = in_time("__init__", cls, timeout)
         try:
-            episode.reset(seed=0)
-            space = episode.env.action_space
-            space.seed(0)
-            action = space.sample()
-            own = type(episode.text).action is not GymText.action
-            if not own and not cls.actions and not can_be_written(episode, action):
-                raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
-            observation, reward, terminated, truncated, info = episode.env.step(action)
-            number_of_step(reward), flag(terminated, "terminated"), flag(truncated, "truncated")
-            checked(episode.text.observation(observation, info), "observation")
-        finally:
-            episode.close()
+            in_time("reset", lambda: episode.reset(seed=0), timeout)
+            in_time("step", lambda: take_a_step(episode), timeout)
+        except BaseException:
+            with suppress(TimeoutError):  # the first one is told
+                in_time("close", episode.close, timeout)
+            raise
+        in_time("close", episode.close, timeout)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the game raises, SystemExit with it
@@ -244,6 +248,41 @@ def check_game(cls: type[GymEnvironment], reference: str) -> None:
             "%s has up to %d steps, and the conversation %d turns. Set max_env_steps to %d to play it to its end.",
             reference, longest, cls.most_turns, longest - 1,
         )  # fmt: skip
+
+
+def in_time(method: str, function: Callable[[], Any], timeout: float) -> Any:
+    """What a method of a game gives, in a thread as in training. Raises `TimeoutError`, and what it raises."""
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:  # SystemExit with it, as itself
+            outcome.append((None, error))
+
+    try:
+        run_async(run_tool(run, {}, timeout))
+    except ToolTimeout:
+        raise TimeoutError(
+            f"{method} took longer than environment_timeout={timeout:g} s. Raise environment_timeout if it is slow"
+        ) from None
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def take_a_step(episode: GymEnvironment) -> None:
+    """One action of an episode that has begun. Raises `TypeError` for one that the policy could not write."""
+    space = episode.env.action_space
+    space.seed(0)
+    action = space.sample()
+    own = type(episode.text).action is not GymText.action
+    if not own and not episode.actions and not can_be_written(episode, action):
+        raise TypeError(f"{action!r:.80} of {space} cannot be read from JSON. Give a gym_text with `action`")
+    observation, reward, terminated, truncated, info = episode.env.step(action)
+    number_of_step(reward), flag(terminated, "terminated"), flag(truncated, "truncated")
+    checked(episode.text.observation(observation, info), "observation")
 
 
 def can_be_written(episode: GymEnvironment, action: Any) -> bool:

@@ -21,6 +21,7 @@ from mt_grpo.conversation.tools.results import error_text
 
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"
+MOST_PAGES = 1000  # of a server's list of tools
 SECONDS_TO_CLOSE = 8.0  # the SDK gives a server 2 s to end by itself, and 2 s behind SIGTERM
 
 
@@ -55,14 +56,32 @@ class McpServer:
         self.starts = 0
 
     async def tools(self) -> list[Any]:
-        """All tools that it offers."""
-        client, found, cursor = await self.connected(), [], None
-        while True:
-            page = await asyncio.wait_for(client.list_tools(cursor=cursor), self.start_timeout)
-            found += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                return found
+        """All tools that it offers.
+
+        Raises:
+            TimeoutError: Its list does not end within `start_timeout`.
+            ValueError: Its list goes round, or has more than `MOST_PAGES` pages.
+        """
+        client, found, cursors = await self.connected(), [], [None]
+        try:
+            async with asyncio.timeout(self.start_timeout):
+                while len(cursors) <= MOST_PAGES:
+                    page = await client.list_tools(cursor=cursors[-1])
+                    found += page.tools
+                    if not page.next_cursor:
+                        return found
+                    if page.next_cursor in cursors:
+                        raise ValueError(
+                            f"tools/list gave the nextCursor {page.next_cursor!r:.100} twice: its list never ends. "
+                            "Expected a last page without nextCursor"
+                        )
+                    cursors.append(page.next_cursor)
+        except TimeoutError:
+            raise TimeoutError(
+                f"tools/list did not end in {self.start_timeout:g} s: it gave {len(found)} tools on "
+                f"{len(cursors) - 1} pages. Raise mcp_start_timeout if it needs longer"
+            ) from None
+        raise ValueError(f"tools/list has more than {MOST_PAGES} pages, and a nextCursor on each")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """The server's `CallToolResult`. Raises `McpToolError` with what the model may read of a failure."""

@@ -1,0 +1,40 @@
+"""Reading a checkpoint into a trainer: what cannot be used ends all ranks together, in one line with its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.run.checkpoints import load_as_saved
+from mt_grpo.run.saved_states import check_optimizer, load_on_all_ranks
+
+
+def load_model(trainer: Any, load: Callable, checkpoint: str, model: Any) -> None:
+    """`Trainer`'s `load`, for models, too, whose weights are saved under other names. Raises `CheckpointError`."""
+
+    def load_whole() -> None:
+        load(checkpoint, model)
+        if not trainer._is_sharded:
+            load_as_saved(Path(checkpoint), trainer.model)
+
+    load_on_all_ranks(checkpoint, "the model", load_whole)
+
+
+def load_optimizer(trainer: Any, load: Callable, checkpoint: str | None) -> None:
+    """`Trainer`'s `load`, for states that fit the parameters. Raises `CheckpointError`."""
+
+    def load_fitting() -> None:
+        load(checkpoint)
+        if not trainer._is_sharded:
+            check_optimizer(trainer.optimizer)
+
+    if checkpoint is not None:
+        what = "the state of the optimizer (optimizer.pt) or of what goes with it"
+        load_on_all_ranks(checkpoint, what, load_fitting)
+
+
+def load_random_numbers(load: Callable, checkpoint: str | None) -> None:
+    """`Trainer`'s `load`. Raises `CheckpointError`."""
+    if checkpoint is not None:
+        load_on_all_ranks(checkpoint, "the state of the random numbers (rng_state*.pth)", lambda: load(checkpoint))
