@@ -711,7 +711,7 @@ def test_the_keyboard_is_enough(open_page, tmp_path):
     page.keyboard.press("p")
     here("#rollout/0/3")
     page.keyboard.press("c")
-    page.wait_for_selector("button[aria-pressed=true]:has-text('advantage')")
+    page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
     page.keyboard.press("g")
     here("#group/0/3")
     assert page.locator(".side > article").count() == 2
