@@ -344,7 +344,7 @@ def broken(name, folder):
         "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
                             "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
         "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
-                                  "Write {tool_descriptions} into system_prompt", 0),
+                                  "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
         "another name": ({"tools_script": str(folder / "compute.py")}, "tools",
                          "does not mention the tool compute. (?s:.*)malformed calls: .* unknown tool "
                          r"'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),

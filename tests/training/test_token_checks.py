@@ -50,6 +50,7 @@ class Retokenised(mt.MultiTurnToolEnv):
     async def sample_turn(self, *args):
         turn = await super().sample_turn(*args)
         turn.token_ids = self.tokenizer(turn.text, add_special_tokens=False)["input_ids"]
+        turn.logprobs = None  # of other tokens: the rollout would end as altered, whatever the check finds
         return turn
 
 
