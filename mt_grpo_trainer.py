@@ -431,7 +431,8 @@ class MultiTurnToolEnv(Conversations):
         If no answer fits behind the text, this is the end.
         """
         written, room = self.format_of(self._tokenizer(llm)), self._room(rollout, llm)
-        ids = written.text_ids(cut_far_beyond(text, room.tokens, self._tokenizer(llm)))
+        readable = cut_far_beyond(text, room.tokens, self._tokenizer(llm))
+        ids = written.text_ids(readable)
         if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
             turn.messages, rollout.stop_reason = [], room.reason
             return
