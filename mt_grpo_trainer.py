@@ -99,6 +99,7 @@ from mt_grpo.recipe.keys import ServerAndLogKeys, check_choices, check_mappings,
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -913,7 +914,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None
             self._evaluation.add(self._metrics["eval"], batch, total)
-        self._rollout_log.add(batch, output, advantages, self.state.global_step)
+        outcome = norm(batch.rewards.outcome, batch.group_size, self.scale_rewards)  # (N,), of the outcome alone
+        self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
         for _ in range(min(len(advantages), len(logged))):
@@ -1249,6 +1251,7 @@ def main(argv: list[str] | None = None) -> None:
         if script_args.preflight:
             sys.exit(run_preflight(trainer))
         train_or_save(trainer)
+        say_last_lines(trainer, script_args, argv)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

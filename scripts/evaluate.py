@@ -2,6 +2,7 @@
 
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --model runs/calculator --k 4
+    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --greedy
     python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
 
 Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
@@ -37,6 +38,7 @@ from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 
+OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
 RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,13 +47,16 @@ RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for
 
 
 def in_process_backend(
-    model: Any, tokenizer: Any, args: mt.MTGRPOConfig, end_of_turn_ids: list[int]
+    model: Any, tokenizer: Any, args: mt.MTGRPOConfig, end_of_turn_ids: list[int], greedy: bool = False
 ) -> InProcessBackend:
-    """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise."""
+    """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise.
+
+    With `greedy` each token is the most probable one, and no sampling parameter of the recipe counts.
+    """
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sampling = sampling_params(args)
+    sampling = {} if greedy else sampling_params(args)  # transformers warns of a temperature that nothing reads
 
     @torch.no_grad()
     def generate_batch(prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], None]:
@@ -59,7 +64,7 @@ def in_process_backend(
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)  # (B, P)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         config = GenerationConfig(
-            max_new_tokens=max_tokens, do_sample=True, eos_token_id=sorted(eos_ids), pad_token_id=pad, **sampling
+            max_new_tokens=max_tokens, do_sample=not greedy, eos_token_id=sorted(eos_ids), pad_token_id=pad, **sampling
         )
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return [cut_after_end(row, eos_ids) for row in output[:, longest:].tolist()], None
@@ -94,7 +99,7 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
 
 def evaluate(
     model: Any, recipe: str | Recipe, num_problems: int = 512, split: str = "test", seed: int = 0, k: int = 1,
-    tokenizer: Any = None, batch_size: int = 128, progress: bool = True,
+    tokenizer: Any = None, batch_size: int = 128, progress: bool = True, greedy: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Roll out `k` conversations for each of `num_problems` problems and score them with the recipe's rewards.
 
@@ -109,10 +114,13 @@ def evaluate(
         tokenizer: None: the model's, or that of the recipe's model.
         batch_size: Conversations at a time; more need more memory.
         progress: Show a bar on standard error.
+        greedy: Take the most probable token each time. What a model can do before any training shows here: RL that
+            only makes it do so more often sharpens, and teaches nothing new.
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
-        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call), `result_found` (share
+        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
+        tool), `result_found` (share
         whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
         that the recipe's rewards cannot tell are None.
     """
@@ -133,13 +141,14 @@ def evaluate(
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
         backend = model
     else:
-        backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer))
+        backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer), greedy)
 
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
-        rollouts = roll_out(backend, env, repeated, sampling_params(args), seed, batch_size, bar)
+        sampling = {"temperature": 0.0} if greedy else sampling_params(args)
+        rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
     batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
         scores = score(functions, batch, args.reward_timeout)
@@ -149,7 +158,8 @@ def evaluate(
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     answers = [row.get("answer") for row in repeated]
-    if found is None and all(isinstance(answer, str) for answer in answers):
+    has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
+    if found is None and has_tools and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
@@ -157,14 +167,15 @@ def evaluate(
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
-        "num_problems": len(rows), "k": k, "seed": None if served else seed, "temperature": args.temperature,
+        "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
+        "temperature": 0.0 if greedy else args.temperature,
         "rewards": {
             "turn": {name: mean(scores[name]) for name in turn_names},
             "outcome": {name: mean(scores[name]) for name in outcome_names},
         },
         "exact_match": exact and mean([v and float(v > 0) for v in exact]),
         "pass_at_k": solved and mean(solved),
-        "tool_executed": mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
+        "tool_executed": None if not has_tools else mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
         "result_found": found and mean([v and float(v > 0) for v in found]),
         "mean_turns": mean([len(r.turns) for r in rollouts]),
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
@@ -263,21 +274,33 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def without_unused(rewards: dict[str, float | None]) -> dict[str, float | None]:
+    """Turn rewards by their functions, without those of environments and tools that gave none.
+
+    >>> without_unused({"environment": None, "tool": 0.5, "right_call": None})
+    {'tool': 0.5, 'right_call': None}
+    """
+    return {name: value for name, value in rewards.items() if value is not None or name not in OF_ENVIRONMENTS}
+
+
 def table(result: dict[str, Any]) -> str:
     """What `evaluate` returned, for people."""
+    sampled = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     seeded = "" if result["seed"] is None else f", seed {result['seed']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [
         f"model     {result['model']} ({result['backend']})",
         f"problems  {result['num_problems']} of split {result['split']}, {samples}, {result['seconds']:.1f} s",
-        f"sampling  temperature {result['temperature']:g}{seeded}",
+        f"sampling  {sampled}{seeded}",
         "",
     ]
     rows = [("exact match (pass@1)", result["exact_match"])]
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
-    rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"]),
-             ("mean turns", result["mean_turns"])]  # fmt: skip
-    rows += [(f"turn reward: {name}", value) for name, value in result["rewards"]["turn"].items()]
+    rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
+    rows = [(label, value) for label, value in rows if value is not None]  # what this task has
+    rows.append(("mean turns", result["mean_turns"]))
+    turn_rewards = without_unused(result["rewards"]["turn"])
+    rows += [(f"turn reward: {name}", value) for name, value in turn_rewards.items()]
     rows += [(f"outcome reward: {name}", value) for name, value in result["rewards"]["outcome"].items()]
     rows += [(f"stop: {reason}", value) for reason, value in result["stop_reasons"].items()]
     width = max(len(label) for label, _ in rows)
@@ -293,12 +316,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--split", default="test", help="test (default) or train")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
     parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
+    parser.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
     parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
     parser.add_argument("--json", help="write the numbers to this file")
     options, overrides = parser.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
     if min(options.num_problems, options.k, options.batch_size) < 1:
         sys.exit("error: --num_problems, --k and --batch_size must be 1 or more.")
+    if options.greedy and options.k > 1:
+        sys.exit(
+            f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out."
+        )
     try:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
@@ -307,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30)
             model.wait_until_healthy()
         result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
-                          options.batch_size)  # fmt: skip
+                          options.batch_size, greedy=options.greedy)  # fmt: skip
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}

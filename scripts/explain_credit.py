@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import view_rollouts
-from evaluate import number
+from evaluate import number, without_unused
 from recipes import Recipe, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
 from viewer.index import as_item
@@ -62,6 +62,7 @@ class TurnCredit:
     advantage: float | None  # mean over its trained tokens; None: it has none
     observation: str | None = None
     error: str | None = None
+    outcome_part: float | None = None  # what the outcome alone gives of the advantage; the rest is the turn's
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
         fixed["generation_batch_size"] = option(argv, "num_generations")
     if option(argv, "steps_per_generation") is not None:
         fixed["steps_per_generation"] = 1
+    del fixed["eval_strategy"]  # `load_recipe` sets it
     fixed = [text for key, value in fixed.items() for text in (f"--{key}", str(value))]
     script_args, args, model_args = load_recipe(config, overrides + fixed)  # which adds per_device_train_batch_size
     script_args.eval_dataset_size = None  # has no effect, and is refused, without an eval_strategy
@@ -176,6 +178,7 @@ def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -
                 num_tokens=len(turn.token_ids),
                 reward=value(rewards.turn[i, k]),
                 advantage=sum(trained) / len(trained) if trained else None,
+                outcome_part=row.get("outcome_advantage") if trained else None,
                 observation=turn.observation,
                 error=turn.error,
             )
@@ -295,7 +298,7 @@ def reward_lines(rollout: RolloutCredit) -> list[tuple[str, str]]:
     """
     outcome, turn = (
         ", ".join(f"{name} {number(reward, 2)}" for name, reward in functions)
-        for functions in (rollout.outcome_rewards, rollout.turn_rewards)
+        for functions in (rollout.outcome_rewards, without_unused(dict(rollout.turn_rewards)).items())
     )
     lines = [("outcome", f"{number(rollout.outcome, 2)} = {outcome}" if outcome else number(rollout.outcome, 2))]
     per_turn = [turn.reward for turn in rollout.turns if turn.reward is not None]
@@ -308,6 +311,7 @@ def reward_lines(rollout: RolloutCredit) -> list[tuple[str, str]]:
 # Terminal
 # ---------------------------------------------------------------------------------------------------------------------
 
+BEFORE = 42  # columns before the text of a turn
 INK = {"positive": "1;38;5;32", "negative": "1;38;5;166", "dim": "2", "bold": "1"}
 
 
@@ -315,7 +319,8 @@ def render_text(group: GroupCredit, width: int = 119, colour: bool = False) -> s
     """The group for a terminal of `width` columns."""
     head = [("question", group.question), *settings(group), *(("note", note) for note in group.notes)]
     lines = [f"{label:<15}" + hanging(one_line(text), width, 15) for label, text in head]
-    lines += ["", ink("turn  reward  advantage  text, and what the environment answered", "dim", colour)]
+    titles = "turn  reward  advantage  outcome    turn  text, and what the environment said"
+    lines += ["", ink(titles, "dim", colour)]
     for index, rollout in enumerate(group.rollouts):
         lines += ["", *rollout_lines(index, rollout, width, colour)]
     return "\n".join(lines)
@@ -329,11 +334,15 @@ def rollout_lines(index: int, rollout: RolloutCredit, width: int, colour: bool) 
     for k, turn in enumerate(rollout.turns):
         kind = "dim" if not turn.advantage else "positive" if turn.advantage > 0 else "negative"
         advantage = ink(f"{signed(turn.advantage):>9}", kind, colour)
-        lines.append(f"{k:>4}  {number(turn.reward, 2):>6}  {advantage}  {one_line(turn.text, width - 25)}")
+        rest = None if None in (turn.advantage, turn.outcome_part) else turn.advantage - turn.outcome_part
+        parts = f"{signed(turn.outcome_part):>7}  {signed(rest):>6}"
+        lines.append(
+            f"{k:>4}  {number(turn.reward, 2):>6}  {advantage}  {parts}  {one_line(turn.text, width - BEFORE)}"
+        )
         if turn.observation is not None or turn.error is not None:
             label = f"{turn.error} error: " if turn.error else ""
-            answered = one_line(f"-> {label}{turn.observation or 'no room for the observation'}", width - 25)
-            lines.append(" " * 25 + ink(answered, "dim", colour))
+            answered = one_line(f"-> {label}{turn.observation or 'no room for the observation'}", width - BEFORE)
+            lines.append(" " * BEFORE + ink(answered, "dim", colour))
     return lines
 
 

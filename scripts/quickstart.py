@@ -1,10 +1,13 @@
 """Train a bundled tiny model to use a tool on the CPU, and show what it could do before and after.
 
-    python scripts/quickstart.py                    # a calculator
+    python scripts/quickstart.py                    # a chain of calculations, a reward for each turn
+    python scripts/quickstart.py calculator         # one calculation
     python scripts/quickstart.py search             # search in an encyclopedia
     python scripts/quickstart.py search --max_steps 20    # any further argument goes to the trainer
 
-The model starts warm: it knows how a call looks and samples a good one only some of the time.
+The model starts warm: it knows how a call looks and samples a good one only some of the time. The column "greedy,
+before" says what it could do before any training if it took the most probable token each time. Where that is near 1,
+training only makes it do so more often. The chain's model cannot solve its task greedily.
 """
 
 import sys
@@ -22,10 +25,12 @@ from mt_grpo.base.files import keep_output_open
 from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.progress import ProgressLine
 
-# What can be trained: its recipe, and what the table calls a result that holds the answer.
+# What can be trained: its recipe, arguments beside it, and what the table calls a result that holds the answer. The
+# first is what a newcomer sees: its rewards are per turn, and greedy decoding does not solve it.
 TASKS = {
-    "calculator": ("hf_recipes/tiny/calculator.yaml", "right result found"),
-    "search": ("hf_recipes/tiny/encyclopedia.yaml", "answer in results"),
+    "chain": ("hf_recipes/tiny/chain-sparse.yaml", ["--max_steps", "60"], "right result found"),
+    "calculator": ("hf_recipes/tiny/calculator.yaml", [], "right result found"),
+    "search": ("hf_recipes/tiny/encyclopedia.yaml", [], "answer in results"),
 }
 NUM_PROBLEMS = 512  # held out: none of them is ever trained on
 
@@ -61,21 +66,22 @@ class ReadableProgress(TrainerCallback):
         self.steps = []
 
 
-def compare(before: dict[str, Any], after: dict[str, Any], found: str) -> str:
+def compare(greedy: dict[str, Any], before: dict[str, Any], after: dict[str, Any], found: str) -> str:
     """The table before and after; `found` is the label of the results that hold the answer.
 
     >>> result = {"tool_executed": 0.5, "result_found": None, "exact_match": 0.25, "mean_turns": 2.0}
-    >>> print(compare(result, {**result, "exact_match": 1.0}, "right result found"))
-                          before  after
-    tool executed           0.50   0.50
-    right result found         -      -
-    exact match             0.25   1.00
-    mean turns              2.00   2.00
+    >>> print(compare({**result, "exact_match": 0.75}, result, {**result, "exact_match": 1.0}, "right result found"))
+                          greedy, before  before  after
+    tool executed                   0.50    0.50   0.50
+    right result found                 -       -      -
+    exact match                     0.75    0.25   1.00
+    mean turns                      2.00    2.00   2.00
     """
     rows = [("tool executed", "tool_executed"), (found, "result_found"), ("exact match", "exact_match"),
             ("mean turns", "mean_turns")]  # fmt: skip
-    lines = [f"{'':<20}{'before':>8}{'after':>7}"]
-    lines += [f"{label:<20}{number(before[key], 2):>8}{number(after[key], 2):>7}" for label, key in rows]
+    lines = [f"{'':<20}{'greedy, before':>16}{'before':>8}{'after':>7}"]
+    lines += [f"{label:<20}{number(greedy[key], 2):>16}{number(before[key], 2):>8}{number(after[key], 2):>7}"
+              for label, key in rows]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -86,14 +92,16 @@ def choose_task(argv: list[str]) -> tuple[list[str], str]:
 
     >>> choose_task(["search", "--max_steps", "20"])
     (['--config', 'hf_recipes/tiny/encyclopedia.yaml', '--max_steps', '20'], 'answer in results')
+    >>> choose_task(["--max_steps", "20"])  # the last of two counts
+    (['--config', 'hf_recipes/tiny/chain-sparse.yaml', '--max_steps', '60', '--max_steps', '20'], 'right result found')
     >>> choose_task(["--config", "my.yaml"])
     (['--config', 'my.yaml'], 'right result found')
     """
-    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("calculator", argv)
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (next(iter(TASKS)), argv)
     if name not in TASKS:
         raise ValueError(f"no task is called {name!r}. Expected one of: {', '.join(TASKS)}.")
-    recipe, found = TASKS[name]
-    return [*([] if "--config" in rest else ["--config", recipe]), *rest], found
+    recipe, options, found = TASKS[name]
+    return [*([] if "--config" in rest else ["--config", recipe, *options]), *rest], found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,7 +116,9 @@ def main(argv: list[str] | None = None) -> None:
         output = Path(recipe[1].output_dir.removeprefix(here))
         print(f"1/3 evaluating {model} on {NUM_PROBLEMS} held-out problems, sampled as in training", flush=True)
         before = evaluate(model, recipe, NUM_PROBLEMS)
-        print(f"    exact match {number(before['exact_match'], 2)}\n", flush=True)
+        greedy = evaluate(model, recipe, NUM_PROBLEMS, greedy=True)
+        exact = [number(result["exact_match"], 2) for result in (before, greedy)]
+        print(f"    exact match {exact[0]}; greedy {exact[1]}\n", flush=True)
         trainer = mt.build_trainer(*recipe)
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
@@ -123,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n3/3 evaluating {output} on the same problems", flush=True)
     after = evaluate(recipe[1].output_dir, recipe, NUM_PROBLEMS)
-    print(f"\n{compare(before, after, found)}\n")
+    print(f"\n{compare(greedy, before, after, found)}\n")
     print(f"trained model   {output}")
     print(f"metrics         {output / 'trainer_state.json'}")
     print(f"rollouts        {output / 'rollouts.rank0.jsonl'}")

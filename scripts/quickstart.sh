@@ -2,7 +2,8 @@
 # Install, then train a bundled model of less than a million parameters to use a tool, with a table before and after.
 # No GPU; a few minutes on 2 cores.
 #
-#   bash scripts/quickstart.sh                      # a calculator
+#   bash scripts/quickstart.sh                      # a chain of calculations, a reward for each turn
+#   bash scripts/quickstart.sh calculator           # one calculation
 #   bash scripts/quickstart.sh search               # search in an encyclopedia
 #   bash scripts/quickstart.sh search --max_steps 20      # any further arguments go to the trainer
 set -euo pipefail

@@ -3,10 +3,13 @@
 import contextlib
 import gc
 import multiprocessing
+import os
 import resource
 import shutil
 import sys
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as scripts/test.sh has it; libgomp reads it as torch is loaded
 
 import pytest
 import torch

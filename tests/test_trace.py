@@ -33,7 +33,16 @@ LOGGING = {
     "_mode",
     "_note_end",
 }
-ALTERED = {"converse_whole", "keep_whole", "check_turns", "first_unknown", "place", "__setattr__"}  # by an environment
+ALTERED = {
+    "converse_whole",
+    "keep_whole",
+    "check_turns",
+    "first_unknown",
+    "num_ids",
+    "greatest_id",
+    "place",
+    "__setattr__",
+}  # by an environment
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",

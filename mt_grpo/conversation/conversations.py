@@ -13,7 +13,7 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.sampling import Room, check_sampling_params
-from mt_grpo.conversation.turn_lists import keep_whole
+from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.rollout import Rollout, ToolFormat
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Conversations(Limits):
     ) -> Rollout:
         """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
         rollout = await self.converse(rollout, llm, sampling_params)
-        keep_whole(rollout, len(self._tokenizer(llm)))
+        keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
 
     # -- what the conversation reads: its limits, its format, its state --

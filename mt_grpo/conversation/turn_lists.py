@@ -5,10 +5,24 @@ An environment gets the rollout itself. It may change what it should not, by mis
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.environments import EnvironmentFailure, failures_end, is_number
 from mt_grpo.rollout import Rollout, Turn, join
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the greatest id that the tokenizer gives. It is not its length: ids may have gaps."""
+    return greatest_id(tokenizer, len(tokenizer)) + 1
+
+
+@functools.lru_cache(maxsize=8)
+def greatest_id(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
+    """Kept by the length too, since tokens may be added later."""
+    return max(tokenizer.get_vocab().values(), default=length - 1)
 
 
 def keep_whole(rollout: Rollout, vocab_size: int) -> None:

@@ -84,6 +84,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
+COLUMNS, MOST_NAME = 80, 16  # of a line of a step, and of a reward's name in it
 CLEAR = "\r\x1b[K"  # empties the line of a terminal, and puts the cursor at its beginning
 
 
@@ -194,7 +195,9 @@ def what_it_does(trainer: Any) -> str:
 
 
 def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, seconds: float | None) -> str:
-    """A line about the metrics of some steps, of an evaluation, or of the end of a run.
+    """A line about the metrics of some steps, of an evaluation, or of the end of a run, of at most 80 columns.
+
+    What does not fit is left out: first the turns, then the seconds.
 
     Args:
         logs: Metrics by their names.
@@ -206,9 +209,11 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
     >>> logs = {"reward": 0.86, "rewards/exact_match_reward_func/mean": 0.39, "turns/mean": 1.94, "grad_norm": 0.5,
     ...         "tools/call_frequency": 1.0, "tools/failure_frequency": 0.25, "rollout/wait_seconds": 0.91}
     >>> log_line(logs, 12, 75, "exact_match_reward_func", 2.1)
-    'step 12/75 | reward 0.86 | exact_match 0.39 | turns 1.9 | calls that work 75% | 2.1 s (rollouts 0.9) | 2 min left'
+    '12/75  reward 0.86  exact_match 0.39  turns 1.9  calls ok 75%  2.1 s  2 min left'
+    >>> log_line(logs, 1200, 7500, "exact_match_reward_func", 2.1)
+    '1200/7500  reward 0.86  exact_match 0.39  calls ok 75%  2.1 s  3.7 h left'
     >>> log_line({"eval_reward": 0.5, "eval_runtime": 3.0}, 12, 75, None, 2.1)
-    'evaluation at step 12 | reward 0.50 | 3.0 s'
+    'evaluation 12/75  reward 0.50  3.0 s'
     >>> log_line({"train_runtime": 140.2, "train_loss": 0.1}, 75, 75, None, None)
     'trained 75 steps in 140 s'
     """
@@ -216,22 +221,24 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
         return f"trained {step} steps in {logs['train_runtime']:.0f} s"
     evaluation = any(name.startswith("eval_") for name in logs)
     values = {name.removeprefix("eval_"): value for name, value in logs.items()}
-    parts = [f"evaluation at step {step}" if evaluation else f"step {step}/{steps}"]
-    shown = [("reward", "reward", 2), (f"rewards/{outcome}/mean", (outcome or "").removesuffix("_reward_func"), 2)]
-    for name, label, digits in (*shown, ("turns/mean", "turns", 1)):
+    parts = {"step": f"evaluation {step}/{steps}" if evaluation else f"{step}/{steps}"}
+    label = (outcome or "").removesuffix("_reward_func")
+    label = label if len(label) <= MOST_NAME else f"{label[: MOST_NAME - 1]}…"
+    shown = [("reward", "reward", 2), (f"rewards/{outcome}/mean", label, 2), ("turns/mean", "turns", 1)]
+    for name, words, digits in shown:
         if is_shown(values.get(name)):
-            parts.append(f"{label} {values[name]:.{digits}f}")
+            parts[name] = f"{words} {values[name]:.{digits}f}"
     if values.get("tools/call_frequency"):
-        parts.append(f"calls that work {1 - values['tools/failure_frequency']:.0%}")
+        parts["calls"] = f"calls ok {1 - values['tools/failure_frequency']:.0%}"
     took = values.get("runtime") if evaluation else seconds
     if took is not None:
-        phases = [f"{label} {values[name]:.1f}" for name, label in (
-            ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "sync")
-        ) if is_shown(values.get(name)) and not evaluation]  # fmt: skip
-        parts.append(f"{took:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
+        parts["seconds"] = f"{took:.1f} s"
     if not evaluation and seconds is not None and step < steps:
-        parts.append(f"{duration(seconds * (steps - step))} left")
-    return " | ".join(parts)
+        parts["left"] = f"{duration(seconds * (steps - step))} left"
+    for least in ("turns/mean", "seconds"):
+        if len("  ".join(parts.values())) > COLUMNS:
+            parts.pop(least, None)
+    return "  ".join(parts.values())
 
 
 def is_shown(value: Any) -> bool:

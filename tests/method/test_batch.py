@@ -396,7 +396,7 @@ def alternating(completions, **kwargs):
 def test_a_rollout_is_truncated_where_its_stop_reason_says_so(random_model, tmp_path):
     """Not where its last id is no end of turn, as after an answer. All lengths, shares and masks are by hand."""
     trainer = golden.make_trainer(
-        random_model, tmp_path, ([alternating] * 4, [alternating] * 2), num_generations=4, max_completion_length=40,
+        random_model, tmp_path, ([alternating], [alternating]), num_generations=4, max_completion_length=40,
         mask_truncated_completions=True,
     )  # fmt: skip
     prompts = [[{"role": "user", "content": text}] for text in ("What is 17?", "What is 42?" + "." * 22)]
@@ -449,7 +449,7 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
         return alternating(rollout_turns)
 
     trainer = golden.make_trainer(
-        base_model, tmp_path, ([keep] * 4, [keep] * 2), num_generations=4, max_completion_length=256
+        base_model, tmp_path, ([keep], [keep]), num_generations=4, max_completion_length=256
     )
     tokenizer = trainer.processing_class
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])

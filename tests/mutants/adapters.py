@@ -7,6 +7,13 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "the last reason to end a rollout of a program counts",
+        "mt_grpo/adapters/session.py",
+        "self.stop_reason = self.stop_reason or reason",
+        "self.stop_reason = reason",
+        "tests/adapters/test_houses.py::test_the_first_reason_to_end_a_rollout_counts",
+    ),
+    Mutation(
         "agents: what stands behind a stop text is kept",
         "mt_grpo/adapters/session.py",
         "if not self._ends(ids):",

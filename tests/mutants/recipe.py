@@ -7,6 +7,13 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "refused keys of the data are taken on the command line",
+        "mt_grpo/recipe/parse.py",
+        "for parsed in (script_args, model_args):",
+        "for parsed in (model_args,):",
+        "tests/recipe/test_recipes.py::test_refused_key_raises_on_the_command_line_too",
+    ),
+    Mutation(
         "paths in a list stay relative",
         "mt_grpo/recipe/keys.py",
         "[absolute(path) for path in value] if isinstance(value, list)",

@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation(
         "watch: one log is enough",
         "mt_grpo/reports/troubles.py",
-        "if len(values) == WINDOW and all(",
+        "if len(values) == window and all(",
         "if values and all(",
         "tests/reports/test_watch.py::test_another_run_is_not",
     ),

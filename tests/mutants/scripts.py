@@ -48,6 +48,20 @@ MUTATIONS = [
         "tests/scripts/test_scripts.py::test_the_quickstart_trains_what_it_is_told_to",
     ),
     Mutation(
+        "greedy, before is sampled",
+        "scripts/quickstart.py",
+        "greedy = evaluate(model, recipe, NUM_PROBLEMS, greedy=True)",
+        "greedy = evaluate(model, recipe, NUM_PROBLEMS)",
+        "tests/scripts/test_scripts.py::test_the_quickstart_trains_what_it_is_told_to",
+    ),
+    Mutation(
+        "an evaluation that is to be greedy samples",
+        "scripts/evaluate.py",
+        "do_sample=not greedy",
+        "do_sample=True",
+        "tests/scripts/test_scripts.py::test_greedy_takes_the_most_probable_token",
+    ),
+    Mutation(
         "the benchmark's digest leaves the data out",
         "scripts/bench/credit.py",
         'files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))',

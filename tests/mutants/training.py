@@ -10,6 +10,20 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "estimators that compare turns by their states get none",
+        "mt_grpo/training/rewards.py",
+        "if reads_state else []",
+        "if not reads_state else []",
+        "tests/method/test_trainer.py::test_gigpo_uses_the_keys_of_the_environment",
+    ),
+    Mutation(
+        "records: a router's loss is divided again in each micro-batch",
+        "mt_grpo/training/records.py",
+        "trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef",
+        "trainer.loss_type = loss_type",
+        "tests/training/test_records.py::test_a_loss_in_passes_leaves_the_settings_as_they_were",
+    ),
+    Mutation(
         "what is unused is counted over the last batch",
         "mt_grpo/training/unused_rewards.py",
         "self.given[f] + given, self.moved[f] + moved\n",

@@ -606,6 +606,14 @@ def test_refused_key_raises(key, value, tmp_path, no_weights):
         mt.parse_arguments(["--config", write(tmp_path, recipe)])
 
 
+@pytest.mark.parametrize("argument", ["--dataset_streaming", "--load_in_8bit", "--log_multimodal=False"])
+def test_refused_key_raises_on_the_command_line_too(argument, tmp_path, no_weights):
+    """Of each of the three dataclasses one."""
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=f"^{argument[2:].partition('=')[0]}=.* is not supported: "):
+        mt.parse_arguments(["--config", write(tmp_path, recipe), argument])
+
+
 @pytest.mark.parametrize(
     ("backend", "key", "value"), [refused(f"{item[0]}: {item[1]}", *item) for item in REFUSED_BY_BACKEND]
 )

@@ -41,12 +41,14 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
                        per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
     mt.main(["--config", path])
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
+    assert lines[4:] == ["", f"model    {tmp_path}/out", f"look     python scripts/view_rollouts.py {tmp_path}/out",
+                         f"measure  python scripts/evaluate.py --config {path} --model {tmp_path}/out"]  # fmt: skip
     number = r"-?\d+\.\d\d"
-    step = rf"step {{}}/2 \| reward {number} \| exact_match {number} \| turns [12]\.\d \| calls that work \d+% \| "
-    assert re.fullmatch(step.format(1) + r"\d+\.\d s \(rollouts \d+\.\d\) \| \d+ s left", lines[0]), lines
-    assert re.fullmatch(step.format(2) + r"\d+\.\d s \(rollouts \d+\.\d\)", lines[1]), lines
-    assert re.match(rf"evaluation at step 2 \| reward {number} \| exact_match {number} \| turns", lines[2]), lines
-    assert re.fullmatch(r"trained 2 steps in \d+ s", lines[3]) and len(lines) == 4
+    step = rf"{{}}/2  reward {number}  exact_match {number}  turns [12]\.\d  calls ok \d+%  "
+    assert re.fullmatch(step.format(1) + r"\d+\.\d s  \d+ s left", lines[0]), lines
+    assert re.fullmatch(step.format(2) + r"\d+\.\d s", lines[1]), lines
+    assert re.match(rf"evaluation 2/2  reward {number}  exact_match {number}  turns", lines[2]), lines
+    assert re.fullmatch(r"trained 2 steps in \d+ s", lines[3])
     assert not [thread for thread in threading.enumerate() if thread.name == "progress" and thread.is_alive()]
 
 
@@ -61,14 +63,14 @@ def test_seconds_are_those_of_whole_batches(tmp_path, capsys):
         line.steps.append(seconds)
         line.new_steps += 1
         line.on_log(args, state, None, {"reward": 0.0})
-    shown = re.findall(r"(\d\.\d) s \|", capsys.readouterr().out)
+    shown = re.findall(r"(\d\.\d) s  \d", capsys.readouterr().out)
     assert shown == ["5.0", "3.0", "3.0"]
 
 
 def test_everything_is_printed_on_request(tmp_path, capsys):
     mt.main(["--config", recipe_file(tmp_path, max_steps=1, save_strategy="no"), "--print_metrics", "all"])
     text = capsys.readouterr().out
-    assert "'completions/mean_length': " in text and "step 1/1" not in text
+    assert "'completions/mean_length': " in text and "\n1/1  reward" not in text
 
 
 def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkeypatch):
@@ -119,4 +121,11 @@ def test_a_terminals_line_is_written_again(monkeypatch):
 
 @pytest.mark.parametrize("value", [None, float("nan")])
 def test_what_is_no_number_is_left_out(value):
-    assert log_line({"reward": value, "turns/mean": 2.0}, 1, 2, None, None) == "step 1/2 | turns 2.0"
+    assert log_line({"reward": value, "turns/mean": 2.0}, 1, 2, None, None) == "1/2  turns 2.0"
+
+
+def test_a_line_has_80_columns_at_most():
+    logs = {"reward": -10.25, "rewards/right_answers_without_a_hint/mean": -0.25, "turns/mean": 12.5,
+            "tools/call_frequency": 3.0, "tools/failure_frequency": 0.0}  # fmt: skip
+    line = log_line(logs, 10000, 20000, "right_answers_without_a_hint", 2345.6)
+    assert len(line) <= 80 and "right_answers_w… -0.25" in line and line.endswith(" h left")

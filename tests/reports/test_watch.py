@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.reports.troubles import READINGS, WINDOW, Watch
+from mt_grpo.reports.troubles import READINGS, WINDOW, Watch, troubles_at_end
 from mt_grpo.training.rewards import RewardFunctions
 
 
@@ -59,12 +59,28 @@ NO_TROUBLES = {
 def test_a_run_in_trouble_is_told_once(name, caplog):
     logs, told = TROUBLES[name]
     assert watched(logs * 3, caplog) == [told]
-    assert {reading.name for reading in READINGS if reading.of_logs} == {told for _, told in TROUBLES.values()}
+    names = {reading.name for reading in READINGS if reading.of_logs}
+    assert names == {told for _, told in TROUBLES.values()} | {"outcome"}
 
 
 @pytest.mark.parametrize("name", NO_TROUBLES)
 def test_another_run_is_not(name, caplog):
     assert watched(NO_TROUBLES[name], caplog) == []
+
+
+def test_the_end_of_a_run_tells_whether_it_still_learned():
+    """Also of a run of few logs; not where a solved run has another wave."""
+
+    def at_end(logs):
+        return [trouble.text for trouble in troubles_at_end(logs, "match")]
+
+    assert at_end(run_of()) == at_end([WELL] * 4) == []
+    (text,) = at_end([{**WELL, "credit/frac_groups_without_signal": 1.0}, {"eval_reward": 1.0}] * 5)
+    assert text.startswith("No group has had rewards that differ in the last 5 logs, so nothing is learned.")
+    lost = [{**WELL, "rewards/match/mean": value} for value in (0.1, 0.8, 0.3) for _ in range(WINDOW)]
+    (text,) = at_end(lost)
+    assert text.startswith("The main outcome has fallen from 0.80 to 0.30: what was learned is lost.")
+    assert at_end([{**WELL, "rewards/match/mean": value} for value in (0.9, 0.5) for _ in range(WINDOW)]) == []
 
 
 def test_what_is_told_has_the_numbers(caplog):

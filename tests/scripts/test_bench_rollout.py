@@ -122,9 +122,9 @@ def row(shape, seconds, repetition=0, conversations=256, wait=0.2, **further):
 
 
 def results():
-    engine, bound, lockstep = (4.0, 5.0, 4.0), (3.6, 4.0, 4.2), (40.0, 45.0, 32.0)
+    engine, reference, lockstep = (4.0, 5.0, 4.0), (3.6, 4.0, 4.2), (40.0, 45.0, 32.0)
     runs = [row("engine", s, i) for i, s in enumerate(engine)]
-    runs += [row("bound", s, i) for i, s in enumerate(bound)]  # 0.9, 0.8, 1.05 of the engine's
+    runs += [row("reference", s, i) for i, s in enumerate(reference)]  # 0.9, 0.8, 1.05 of the engine's
     runs += [row("lockstep", s, i) for i, s in enumerate(lockstep)]  # 10, 9, 8 times
     runs += [row("engine", 8.0, 0, 1024, 0.0)]
     sharing = [
@@ -159,7 +159,7 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
 
 
 def test_the_headline():
-    assert bench.headline(results()["runs"]) == "bound 0.90, lockstep 9.0x"
+    assert bench.headline(results()["runs"]) == "reference 0.90, lockstep 9.0x"
 
 
 def test_memory_and_cpu_of_processes():

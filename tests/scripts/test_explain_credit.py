@@ -59,7 +59,7 @@ def group(**changes):
         outcome_rewards=[("exact_match", 1.0), ("style", None)],
         turn_rewards=[("ran", 0.2), ("step (weight 2)", 0.25)],
         turns=[
-            TurnCredit("<tool>{}\nthen</tool>", 3, 0.5, 2.0, "Error: no\nsuch tool", "call"),
+            TurnCredit("<tool>{}\nthen</tool>", 3, 0.5, 2.0, "Error: no\nsuch tool", "call", outcome_part=0.75),
             TurnCredit("<answer>4</answer>", 2, None, -0.5),
         ],
     )
@@ -237,7 +237,7 @@ def test_one_group_is_one_batch_of_any_recipe(recipe, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["generation_batch_size: 32", "steps_per_generation: 2"])
-def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeypatch, tmp_path):
+def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeypatch, tmp_path, caplog):
     lines = (ROOT / RECIPE).read_text().replace('save_strategy: "no"', "save_strategy: steps").splitlines()
     lines = [line for line in lines if not line.startswith("per_device_train_batch_size")]
     lines += [
@@ -247,6 +247,7 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
     mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # trains as it stands
     script_args, args, _ = ex.group_recipe(str(tmp_path / "recipe.yaml"), [], str(tmp_path / "elsewhere"))
+    assert "given 2 times" not in caplog.text  # nothing is said of what this program itself sets
     assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (8, 1, 8)
     assert (args.eval_strategy, args.save_strategy, script_args.eval_dataset_size) == ("no", "no", None)
     assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions)
@@ -313,19 +314,19 @@ def test_the_text_of_a_group():
         "rollouts from  training row 0",
         "note           Mind this.",
         "",
-        "turn  reward  advantage  text, and what the environment answered",
+        "turn  reward  advantage  outcome    turn  text, and what the environment said",
         "",
         "rollout 0  answered",
         "      outcome      1.10 = exact_match 1.00, style -",
         "      turn rewards ran 0.20, step (weight 2) 0.25; 0.20 to",
         "                   the rollout, 0.50 to its turns",
-        "   0    0.50      +2.00  <tool>{}↵then</tool>",
-        "                         -> call error: Error: no↵such tool",
-        "   1       -      -0.50  <answer>4</answer>",
+        "   0    0.50      +2.00    +0.75   +1.25  <tool>{}↵then</to…",
+        "                                          -> call error: E…",
+        "   1       -      -0.50        -       -  <answer>4</answer>",
         "",
         "rollout 1  no_tool_call",
         "      outcome      0.00 = exact_match 0.00",
-        "   0       -       0.00  4",
+        "   0       -       0.00        -       -  4",
     ]
 
 
@@ -334,7 +335,7 @@ def test_long_texts_are_cut_to_the_terminal():
     long = dataclasses.replace(first, turns=[TurnCredit("w" * 500, 500, None, 1.0, "o" * 500)])
     lines = ex.render_text(group(question="why " * 100, rollouts=[long, second]), width=80).splitlines()
     assert max(map(len, lines)) == 80
-    assert [line for line in lines if "ww" in line] == ["   0       -      +1.00  " + "w" * 54 + "…"]
+    assert [line for line in lines if "ww" in line] == ["   0       -      +1.00        -       -  " + "w" * 37 + "…"]
     assert sum(line.count("why") for line in lines) == 100  # the question is wrapped, not cut
 
 
@@ -356,7 +357,7 @@ def test_the_page_is_the_view_of_a_group(open_page, tmp_path):
     page = open_page((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".t")
     text = page.inner_text("body")
-    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "training row", "Mind this.", "Struck out",
+    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "training row", "Mind this.", "Grey text",
                  "what every token of 2 rollouts would be trained with", "-2.00", "+2.00"):  # fmt: skip
         assert part in text
     spans = page.evaluate(

@@ -20,6 +20,7 @@ import evaluate as ev
 import psutil
 import pytest
 import quickstart
+import torch
 import warm_python
 from bench.common import free_port
 from datasets import Dataset
@@ -57,7 +58,6 @@ def test_each_old_name_of_a_script_says_where_it_is_now():
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory):
     """Path of a Qwen3 of two layers with random weights and a byte tokenizer."""
-    import torch
 
     path = str(tmp_path_factory.mktemp("model"))
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -349,7 +349,45 @@ def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
     assert (args.num_generations, args.temperature) == (4, 0.5)
 
 
+def test_greedy_takes_the_most_probable_token(random_model, recipe):
+    """Whatever the seed and the temperature. Sampling differs by seed."""
+    _, args, model_args = parsed = ev.load_recipe(recipe, ["--temperature", "1.7"])
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    model = ev.load_model(random_model, args, model_args)
+    prompt = tokenizer.encode("What is 7 * 6?")
+
+    def answer(greedy: bool, seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        backend = ev.in_process_backend(model, tokenizer, args, [], greedy)
+        return backend.serve([backend.generate(prompt, 8)])[0].token_ids
+
+    by_hand = list(prompt)
+    for _ in range(8):
+        by_hand.append(int(model(torch.tensor([by_hand])).logits[0, -1].argmax()))
+    greedy = answer(True, 0)
+    assert greedy == answer(True, 1) == by_hand[len(prompt) :][: len(greedy)] and greedy
+    assert answer(False, 0) != answer(False, 1)
+    result = ev.evaluate(model, parsed, 2, tokenizer=tokenizer, progress=False, greedy=True)
+    assert (result["temperature"], result["seed"]) == (0.0, None) and "sampling  greedy\n" in ev.table(result)
+
+
+def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model, recipe):
+    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
+    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), []
+    generate = client.generate
+
+    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
+        sent.append(sampling_params)
+        return await generate(prompt_ids, max_tokens, sampling_params, index)
+
+    client.generate = noted
+    parsed = ev.load_recipe(recipe, ["--top_p", "0.5"])
+    ev.evaluate(client, parsed, 1, tokenizer=client.tokenizer, progress=False, greedy=True)
+    assert sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in sent)
+
+
 @pytest.mark.parametrize("arguments, message", [
+    (["--config", "RECIPE", "--greedy", "--k", "4"], "--greedy gives the same answer each time, so --k 4 adds none"),
     (["--config", "missing.yaml"], "cannot be read"),
     (["--config", "RECIPE", "--num_problems", "0"], "1 or more"),
     (["--config", "RECIPE", "--temprature", "1"], "temperature"),
@@ -364,7 +402,8 @@ def test_wrong_arguments_are_explained(arguments, message, recipe):
 
 
 @pytest.mark.parametrize("arguments, model, found", [
-    ([], "hf_recipes/tiny/calculator-model", "right result found"),
+    ([], "hf_recipes/tiny/chain-sparse-model", "right result found"),
+    (["calculator"], "hf_recipes/tiny/calculator-model", "right result found"),
     (["search"], "hf_recipes/tiny/search-model", "answer in results"),
 ])  # fmt: skip
 def test_the_quickstart_trains_what_it_is_told_to(arguments, model, found, tmp_path, monkeypatch, capsys):
@@ -380,14 +419,17 @@ def test_the_quickstart_trains_what_it_is_told_to(arguments, model, found, tmp_p
         os.environ.update(before)
     printed = capsys.readouterr().out
     assert f"1/3 evaluating {model} on 16 held-out problems" in printed
-    (row,) = re.findall(rf"^{found}  +(\d\.\d\d)  +(\d\.\d\d)$", printed, re.M)
-    assert all(0 < float(share) < 1 for share in row)
+    (row,) = re.findall(rf"^{found}  +(\d\.\d\d)  +(\d\.\d\d)  +(\d\.\d\d)$", printed, re.M)
+    greedy, *sampled = map(float, row)
+    assert all(0 <= share < 1 for share in sampled) and (greedy == 1) == bool(arguments)  # the chain's cannot do it
     assert re.search(r"^ +1/1 +\d\.\d\d", printed, re.M) and re.search(r"^exact match: \d\.\d\d -> ", printed, re.M)
     assert (tmp_path / "run/model.safetensors").is_file()
 
 
 def test_the_quickstart_knows_its_tasks():
-    with pytest.raises(SystemExit, match="^error: no task is called 'serach'. Expected one of: calculator, search."):
+    with pytest.raises(
+        SystemExit, match="^error: no task is called 'serach'. Expected one of: chain, calculator, search."
+    ):
         quickstart.main(["serach", "--max_steps", "1"])
 
 

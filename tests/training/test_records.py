@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from mt_grpo.base.ranks import RunError
 from mt_grpo.rollout import Context, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import FURTHER_RECORDS, to_passes, without_sync
+from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes, to_passes, without_sync
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -317,6 +317,8 @@ def test_a_failed_rollout_is_in_nobodys_statistics(random_model, tmp_path):
     for index, (row, advantage) in enumerate(zip(log, expected, strict=True)):
         turns = 0 if index == 2 else len(golden.CONVERSATIONS[index])
         assert row["turn_advantages"] == pytest.approx([advantage or 0.0] * turns, abs=1e-5)
+        assert row["outcome_advantage"] == pytest.approx(advantage or 0.0, abs=1e-5)
+        assert (row["group_size"], row["batch_size"]) == (4, 8)
         if advantage is None:
             assert row["stop_reason"] == "environment_error"
             assert set(row["rewards"].values()) == {None}
@@ -398,6 +400,17 @@ def test_passes_are_as_many_on_all_ranks():
     assert [each.scale for each in passes] == [2 / 4, 2 / 4, 1 / 4]  # 3 and 5 records: 4 per rank
     assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
     assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [4, 1]
+
+
+def test_a_loss_in_passes_leaves_the_settings_as_they_were(monkeypatch):
+    """The loss of a router is divided among the passes of a micro-batch. The next one begins with all of it."""
+    each, read = Pass(), []
+    each.loss_type, each.scale = "dapo", 1.0
+    trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
+    trainer.compute_loss = lambda *_: read.append((trainer.loss_type, trainer.router_aux_loss_coef)) or 1.0
+    monkeypatch.setattr("mt_grpo.training.records.to_passes", lambda *_: [each] * 3)
+    assert loss_in_passes(trainer, None, {}, None) == 3.0 and read == [("dapo", 0.25)] * 3
+    assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, num_same
 from mt_grpo.adapters.ms_swift.messages import Key, keys_of
 from mt_grpo.adapters.session import Sampled
-from mt_grpo.conversation.turn_lists import first_unknown
+from mt_grpo.conversation.turn_lists import first_unknown, num_ids
 from mt_grpo.rollout import Message
 
 
@@ -211,7 +211,7 @@ def keep(
     same = num_same(ids, sampled)
     if any(mask[same:]):
         raise not_sampled(ids, mask, same, len(sampled))
-    size = len(written.tokenizer)
+    size = num_ids(written.tokenizer)
     if (unknown := first_unknown(ids[same:], size)) is not None:
         raise SchedulerFailure(
             f"response_token_ids has the id {unknown!r:.100} behind what was sampled, expected numbers from 0 to "

@@ -1,0 +1,69 @@
+"""The last lines of a run: whether it still learned, where its output is, and the commands that come next."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.reports.troubles import troubles_at_end
+
+
+def say_last_lines(trainer: Any, script_args: Any, argv: list[str] | None) -> None:
+    """Print them on rank 0.
+
+    Args:
+        trainer: Behind its training.
+        script_args: Of the recipe.
+        argv: The arguments of the run. None: those of the process.
+    """
+    if not trainer.accelerator.is_main_process:
+        return
+    found = troubles_at_end(trainer.state.log_history, trainer.reward_functions.main_outcome)
+    argv = sys.argv[1:] if argv is None else argv
+    told = [f"Step {trainer.state.global_step}, {trouble.name}: {trouble.text}" for trouble in found]
+    print("\n".join(["", *told, *last_lines(trainer.args, script_args, argv)]), flush=True)
+
+
+def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
+    """Where the output is, and the next commands, of the settings and the arguments of a run.
+
+    >>> from types import SimpleNamespace as S
+    >>> for line in last_lines(S(output_dir="/runs/a b", log_rollouts=16), S(dataset_name="chain"),
+    ...                        ["--config", "x.yaml"]):
+    ...     print(line)
+    model    /runs/a b
+    look     python scripts/view_rollouts.py '/runs/a b'
+    measure  python scripts/evaluate.py --config x.yaml --model '/runs/a b'
+    """
+    folder = str(args.output_dir).removeprefix(f"{Path.cwd()}/")
+    lines = [f"model    {folder}"]
+    if args.log_rollouts:
+        lines.append(f"look     python scripts/view_rollouts.py {shlex.quote(folder)}")
+    recipe = recipe_of(argv)
+    if recipe is not None and has_test_rows(script_args):
+        command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
+        lines.append(f"measure  {command}")
+    return lines
+
+
+def recipe_of(argv: list[str]) -> str | None:
+    """The recipe's path.
+
+    >>> recipe_of(["--max_steps", "2", "--config=x.yaml"]), recipe_of(["--config", "x.yaml"]), recipe_of([])
+    ('x.yaml', 'x.yaml', None)
+    """
+    for flag, following in zip(argv, [*argv[1:], None]):
+        if flag == "--config":
+            return following
+        if flag.startswith("--config="):
+            return flag.partition("=")[2]
+    return None
+
+
+def has_test_rows(script_args: Any) -> bool:
+    """Whether an evaluation finds rows. A folder may have none for it."""
+    name = script_args.dataset_name
+    folder = Path(name) if name else None
+    return folder is None or not folder.is_dir() or (folder / f"{script_args.dataset_test_split}.jsonl").is_file()
