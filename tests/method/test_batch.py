@@ -448,9 +448,7 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
         turns.extend(turn for rollout in rollout_turns for turn in rollout)
         return alternating(rollout_turns)
 
-    trainer = golden.make_trainer(
-        base_model, tmp_path, ([keep], [keep]), num_generations=4, max_completion_length=256
-    )
+    trainer = golden.make_trainer(base_model, tmp_path, ([keep], [keep]), num_generations=4, max_completion_length=256)
     tokenizer = trainer.processing_class
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert (tokenizer.eos_token_id, trainer.model.config.eos_token_id) == (eos, eos)

@@ -8,14 +8,11 @@ import concurrent.futures
 import functools
 import json
 import re
-import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import aiohttp
 import httpx
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from mt_grpo.adapters.agents.chains import Asked
 from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
@@ -29,6 +26,7 @@ from mt_grpo.adapters.agents.responses_api import (
     responses_events,
 )
 from mt_grpo.adapters.agents.session import AgentSession
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import allow_many_open_files
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.environments import is_number
@@ -211,9 +209,11 @@ class AgentServer:
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
             return web.json_response(error.body, status=error.status)
-        except (aiohttp.ClientError, HttpProcessingError, zlib.error) as error:
+        except web.RequestPayloadError as error:
             encoding = request.headers.get("Content-Encoding", "none")
-            refused = refuse("body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error}.")
+            refused = refuse(
+                "body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error_line(error)}."
+            )
             return web.json_response(refused.body, status=refused.status)
         served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
         text = served.text if opened is None or served.status == 200 else served.event
