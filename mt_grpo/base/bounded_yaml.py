@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-MOST_LEVELS = 50
-MOST_VALUES = 10_000
+YAML_LEVELS = 50
+YAML_VALUES = 10_000
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -28,8 +28,8 @@ class BoundedLoader(yaml.SafeLoader):
         """A node, as in PyYAML. Raises `YAMLError`."""
         line, is_alias = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent)
         self._open += 1
-        if self._open > MOST_LEVELS:
-            raise yaml.YAMLError(f"line {line} has more than {MOST_LEVELS} levels. Expected fewer.")
+        if self._open > YAML_LEVELS:
+            raise yaml.YAMLError(f"line {line} has more than {YAML_LEVELS} levels. Expected fewer.")
         node = super().compose_node(parent, index)
         self._open -= 1
         if is_alias and id(node) not in self._sizes:
@@ -42,9 +42,9 @@ class BoundedLoader(yaml.SafeLoader):
         inner = [each for pair in inner for each in pair] if isinstance(node, yaml.MappingNode) else inner
         values = 1 + sum(self._sizes[id(each)][0] for each in inner)
         levels = 1 + max((self._sizes[id(each)][1] for each in inner), default=0)
-        if values > MOST_VALUES or levels > MOST_LEVELS:
+        if values > YAML_VALUES or levels > YAML_LEVELS:
             raise yaml.YAMLError(
-                f"line {line} has more than {MOST_VALUES} values or {MOST_LEVELS} levels, its aliases filled in. "
+                f"line {line} has more than {YAML_VALUES} values or {YAML_LEVELS} levels, its aliases filled in. "
                 "Expected fewer."
             )
         self._sizes[id(node)] = values, levels
