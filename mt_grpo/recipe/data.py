@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import DataRow, JsonLines, Rows, check_images, without_padding
 from mt_grpo.conversation.sampling import content_of
 
@@ -258,8 +259,7 @@ def load_from_hub(name: str, split: str, size: int | None, config: str | None) -
         near = difflib.get_close_matches(name, known, n=1)
         raise ValueError(
             f"dataset_name: {name!r} ({config or hub_config or 'no configuration'}, split {split!r}) cannot be "
-            f"loaded from the Hub: {type(error).__name__}: {' '.join(str(error).split())}."
-            + (f" Did you mean {near[0]!r}?" if near else "")
+            f"loaded from the Hub: {error_line(error)}." + (f" Did you mean {near[0]!r}?" if near else "")
         ) from error
     if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
         rows = rows.select_columns(["question", "answer"])

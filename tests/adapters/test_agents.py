@@ -1155,9 +1155,9 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
             assert by_path.status_code == by_header.status_code == 200
         for change, message in (
             ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
-            ({"input": [{"type": "image"}]}, "not supported"), ({"text": "x"}, "cannot be read"),
+            ({"input": [{"type": "image"}]}, "not supported"), ({"text": "x"}, "text: got 'x', expected an object"),
             ({"input": [{"role": ["user"], "content": ""}]}, "not supported"),
-            ({"previous_response_id": ["a"]}, "cannot be read"), ({"background": True}, "background"),
+            ({"previous_response_id": ["a"]}, "expected text"), ({"background": True}, "background"),
         ):  # fmt: skip
             with pytest.raises(openai.BadRequestError, match=message):
                 await client.responses.create(**{"model": "policy", "input": "a", **change})
@@ -1169,6 +1169,20 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     assert rollout.reward == 1.0, rollout.error
     assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
     assert "background" in rollout.turns[-1].info["refused"]
+
+
+def test_what_is_no_http_is_a_line_and_no_traceback(caplog):
+    async def agent(row, client):
+        address = httpx.URL(str(client.base_url))
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"POST / HTTP/9.9\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        return 1.0
+
+    rollout, _ = run(agent, "1")
+    (said,) = [record for record in caplog.records if "no HTTP" in record.getMessage()]
+    assert said.getMessage().startswith("An agent sent what is no HTTP: BadStatusLine: 400") and not said.exc_info
 
 
 # -- what a later request tells of a turn --

@@ -87,6 +87,20 @@ class Licensed(Steps):
         raise SystemExit("no license")
 
 
+class Gives(Steps):
+    def __init__(self, what, value=None):
+        super().__init__()
+        self.what, self.value = what, object() if value == "object" else value
+
+    def step(self, action):
+        given = dict(observation="Step 1.", reward=0.5, terminated=False, truncated=False, info={})
+        return tuple({**given, self.what: self.value}.values()) if self.what in given else tuple(given.values())
+
+    def close(self):
+        if self.what == "close":
+            raise OSError("the door is stuck")
+
+
 class Hangs(Steps):
     def __init__(self, where):
         super().__init__()
@@ -527,6 +541,11 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     assert caplog.text == ""
 
 
+def gives(what, value):
+    kwargs = json.dumps({"what": what, "value": value})
+    return ["--gym_env", "{games}:Gives", "--gym_text", "null", "--gym_actions", "null", "--gym_kwargs", kwargs]
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--gym_env", "FrozenLake-v9"], "gym_env: 'FrozenLake-v9' cannot begin: .*v9"),
     (["--gym_env", "NoSuchGame-v0"], "gym_env: 'NoSuchGame-v0' cannot begin: "),
@@ -540,6 +559,11 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     (["--gym_text", "{games}:Numbers"], "TypeError: gym_text: observation gave int, expected text"),
     (["--gym_text", "{games}:NoRules"], "TypeError: gym_text: rules gave NoneType, expected text"),
     (["--gym_env", "{games}:Licensed"], "cannot begin: SystemExit: no license"),
+    (gives("reward", None), "step gave the reward None, expected a finite number"),
+    (gives("reward", [1, 2]), "step gave the reward .1, 2., expected a finite number"),
+    (gives("terminated", "False"), "step gave terminated='False', expected True or False"),
+    (gives("observation", "object"), "object holds no data that a model can read. Give a gym_text with"),
+    (gives("close", 0), "RuntimeError: close raised OSError: the door is stuck"),
     (["--gym_kwargs", "{}"], "FrozenLakeText reads a drawing, and render_mode is None"),
     (["--gym_actions", "left", "down", "right", "Left"], "Expected names that differ by more than their case"),
     (["--gym_actions", "left", "down", "right", ""], "Expected names that differ by more than their case"),

@@ -418,6 +418,26 @@ def test_a_bad_file_is_refused(tmp_path, name):
         load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json"), mcp_start_timeout=1.0))
 
 
+def test_a_server_that_says_what_is_none_is_told_by_field(tmp_path):
+    """Not by pydantic's first line, which says how many fields are wrong."""
+    server = tmp_path / "odd.py"
+    server.write_text(ODD)
+    with pytest.raises(
+        ValueError, match="InitializeResult does not fit: capabilities: Field required; serverInfo: Field req"
+    ):
+        tools_of(tmp_path, {"odd": {"command": sys.executable, "args": [str(server)]}})
+
+
+ODD = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        result = {"protocolVersion": "2025-06-18"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
 def read(tmp_path, text):
     (tmp_path / "servers.json").write_text(text if isinstance(text, str) else json.dumps(text))
     return read_servers(str(tmp_path / "servers.json"), "mcp_config_file")

@@ -776,6 +776,15 @@ class Media(Asks):
         return super().step(infer_request, response_choice, current_turn)
 
 
+def sets(messages):
+    class Sets(Asks):
+        def step(self, infer_request, response_choice, current_turn):
+            infer_request.messages = messages
+            return {"infer_request": infer_request}
+
+    return Sets
+
+
 class Nothing(MultiTurnScheduler):
     async def run(self, infer_request, request_config, **kwargs):
         return "text"
@@ -825,6 +834,14 @@ class Hangs(Asks):
         (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [float("nan")]}),
          "rollout_logprobs has nan, expected finite numbers"),
         (Offers, "A request's tools has .*: got a schema of type 5, expected the name of a type"),
+        (returns({"rollout_infos": "x"}), "step returned rollout_infos='x', expected a dict"),
+        (sets(None), "A request's messages is None, expected a list of dicts"),
+        (sets("x"), "A request's messages is 'x', expected a list of dicts"),
+        (sets([5]), "A message is 5, expected a dict with role and content"),
+        (sets([{"role": "user"}]), "A message is {'role': 'user'}, expected a dict with role and content"),
+        (sets([{"role": ["user"], "content": ""}]), "A message is .*, expected a dict with role and content"),
+        (sets([{"role": "user", "content": [{"type": "text"}]}]), "and a text as content"),
+        (sets([{"role": "user", "content": [-1]}]), "A message's content has the id -1, expected ids"),
         (Nothing, "Nothing.run returned 'text', expected a RolloutOutput"),
         (Invents, "response_token_ids has 9 at 0, expected 43: the ids that were sampled"),
         (Misaligned, "has a list .* for which there is no response"),

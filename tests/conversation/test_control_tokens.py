@@ -222,10 +222,12 @@ def test_what_describes_a_tool_is_text(name):
 def test_a_name_that_holds_a_control_token_is_refused(name, where):
     token = in_vocabulary(name, MESSAGE_TOKENS[name])[0]
     tool = described("d", name=token) if where == "tool" else described("d", parameter=token)
-    expected = f"Tool {token!r} holds" if where == "tool" else f"Tool 'find': the parameter {token!r} holds"
+    expected = f"Tool 'find': the parameter {token!r} holds the control token {token!r} of the model in its name."
+    if where == "tool":  # the characters of a tool's name are few
+        expected = f"Tool {token!r} has a name of other characters than"
     with pytest.raises(ValueError) as error:
         env_of(name, [tool]).start(["?"])
-    assert str(error.value).startswith(f"{expected} the control token {token!r} of the model in its name.")
+    assert str(error.value).startswith(expected)
 
 
 def outside(attack):

@@ -296,7 +296,7 @@ MUTATIONS = [
     Mutation(
         "swift: infos of the last turn replace the others",
         "mt_grpo/adapters/ms_swift/loop.py",
-        '            infos |= step.get("rollout_infos") or {}',
+        '            infos |= infos_of(step, "step")',
         '            infos = step.get("rollout_infos") or infos',
         "tests/adapters/test_ms_swift_plugins.py::test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_columns",
     ),

@@ -29,6 +29,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp import servers as mcp_servers
+from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import Rows
@@ -230,7 +231,7 @@ def yaml_of_tool(trainer):
 def json_of_server(trainer):
     """The file that has the server of the trainer's tool."""
     path = f"tools/mcp/{mcp_servers.servers_to_close[-1].name}.json"
-    (entry,) = json.loads((ROOT / path).read_text())["mcpServers"].values()
+    (entry,) = read_servers(str(ROOT / path), "mcp_config_file").values()
     asked = next(iter(trainer.env.tools.values())).as_written
     return path if asked and mcp_servers.servers_to_close[-1].entry == entry else None
 
@@ -1030,8 +1031,9 @@ def test_batch_that_is_no_whole_groups(build, monkeypatch):
 
 def fake_checkpoint(folder: Path) -> None:
     folder.mkdir(parents=True)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        torch.save({}, folder / name)
+    states = {"optimizer": {}, "scheduler": {"last_epoch": 1}, "rng_state": dict.fromkeys(("python", "numpy", "cpu"))}
+    for name, state in states.items():
+        torch.save(state, folder / f"{name}.pt{'h' if name == 'rng_state' else ''}")
     save_file({"w": torch.ones(1)}, folder / "model.safetensors")
     (folder / "trainer_state.json").write_text('{"global_step": 1}')
 

@@ -42,7 +42,8 @@ def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]
     for key in REFUSED_OF_RESPONSES:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
-    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
+    text = expect(body.get("text") or {}, dict, "text", "an object")
+    if expect(text.get("format") or {}, dict, "text.format", "an object").get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
     return ModelRequest(
         instructed(body, conversation_of(body, stored, joint)),
@@ -67,6 +68,7 @@ def instructed(body: dict[str, Any], messages: list[Message]) -> list[Message]:
 def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]], joint: str = "\n") -> list[Message]:
     """The messages of a request without its instructions."""
     previous = body.get("previous_response_id")
+    previous = None if previous is None else expect(previous, str, "previous_response_id", "text")
     if previous is not None and previous not in stored:
         raise ApiError(
             400, f"Previous response with id {previous!r} not found.", "previous_response_not_found",

@@ -7,12 +7,14 @@ import collections
 import concurrent.futures
 import functools
 import json
+import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import httpx
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from mt_grpo.adapters.agents.chains import Asked
 from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
@@ -78,6 +80,21 @@ class Served(NamedTuple):
         return {"Content-Type": self.kind, **({"x-should-retry": "false"} if self.status != 200 else {})}
 
 
+http_logger = logging.getLogger(f"{__name__}.http")
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A logging filter: what is wrong with a request that is no HTTP is a line, and no traceback of aiohttp's."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, BadHttpMessage):
+        record.msg, record.args, record.exc_info = f"An agent sent what is no HTTP: {error_line(error)}.", (), None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
+
+
+http_logger.addFilter(without_traceback)
+
+
 class AgentServer:
     """Answers the requests of all rollouts of this process.
 
@@ -99,7 +116,9 @@ class AgentServer:
         app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # A request is cancelled with its client, so that an answer which nobody reads is known as such.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=http_logger, shutdown_timeout=1.0, handler_cancellation=True
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

@@ -233,10 +233,10 @@ def check_game(cls: type[GymEnvironment], reference: str, timeout: float) -> Non
             in_time("reset", lambda: episode.reset(seed=0), timeout)
             in_time("step", lambda: take_a_step(episode), timeout)
         except BaseException:
-            with suppress(TimeoutError):  # the first one is told
+            with suppress(Exception):  # the first one is told
                 in_time("close", episode.close, timeout)
             raise
-        in_time("close", episode.close, timeout)
+        in_time("close", lambda: closed(episode), timeout)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the game raises, SystemExit with it
@@ -248,6 +248,14 @@ def check_game(cls: type[GymEnvironment], reference: str, timeout: float) -> Non
             "%s has up to %d steps, and the conversation %d turns. Set max_env_steps to %d to play it to its end.",
             reference, longest, cls.most_turns, longest - 1,
         )  # fmt: skip
+
+
+def closed(episode: GymEnvironment) -> None:
+    """Close an episode. Raises `RuntimeError` that says that this is what raised."""
+    try:
+        episode.close()
+    except Exception as error:
+        raise RuntimeError(f"close raised {error_line(error)}") from error
 
 
 def in_time(method: str, function: Callable[[], Any], timeout: float) -> Any:

@@ -101,6 +101,23 @@ def segment_of(given: dict[str, Any], sampled: list[int]) -> tuple[list[int], li
     return ids, mask, logprobs
 
 
+def infos_of(returned: dict[str, Any], method: str) -> dict[str, Any]:
+    """The `rollout_infos` of what a method returned. Raises `SchedulerFailure` unless they are a dict."""
+    infos = returned.get("rollout_infos") or {}
+    if not isinstance(infos, dict):
+        raise SchedulerFailure(f"{method} returned rollout_infos={infos!r:.100}, expected a dict.")
+    return infos
+
+
+def check_messages(messages: Any) -> None:
+    """Raise `SchedulerFailure` unless a request's messages are dicts with a role, which is text, and a content."""
+    if not isinstance(messages, list):
+        raise SchedulerFailure(f"A request's messages is {messages!r:.100}, expected a list of dicts.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise SchedulerFailure(f"A message is {message!r:.200}, expected a dict with role and content.")
+
+
 def num_same(first: list[int], second: list[int]) -> int:
     """With how many equal values two lists begin."""
     return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
@@ -134,6 +151,7 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
     engine, infos, choices, said, last = scheduler.infer_engine, {}, [], [], None
     if hasattr(scheduler, "on_trajectory_start"):
         await called(scheduler.on_trajectory_start, [request])
+    check_messages(request.messages)
     remove_response(request.messages)
     while True:
         response = await engine.infer_async(request, config, **kwargs)
@@ -153,7 +171,7 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
         if not isinstance(ended or {}, dict):
             raise SchedulerFailure(f"on_turn_end returned {ended!r:.200}, expected a dict or None.")
         ended = ended or {}
-        infos |= ended.get("rollout_infos") or {}
+        infos |= infos_of(ended, "on_turn_end")
         stop = await called(scheduler.check_finished, request, choice, turn)
         if "done" in ended:  # a turn that was cut off is the last one, whatever an environment says
             stop = ended["done"] or choice.finish_reason == "length"
@@ -163,7 +181,8 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
         if not is_last:
             step = read_step(await called(scheduler.step, request, choice, turn))
             request = step["infer_request"]
-            infos |= step.get("rollout_infos") or {}
+            infos |= infos_of(step, "step")
+            check_messages(request.messages)
         segment, masked = segment_of(step, sampled), bool(step.get("response_loss_mask"))
         same_message = bool(request.messages) and request.messages[-1].get("role") == "assistant"
         text = text_at(request.messages, said)

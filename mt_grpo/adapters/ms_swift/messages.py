@@ -58,11 +58,14 @@ def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_think
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
     """One message. Raises `SchedulerFailure`."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if is_ids(content) and min(content) < 0:
+        raise SchedulerFailure(f"A message's content has the id {min(content)}, expected ids of the tokenizer.")
     if is_ids(content):
         content = text_of(content)
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
-        content = "".join(each["text"] for each in content)
-    if role not in ROLES or not (isinstance(content, str) or content is None):
+        texts = [each.get("text") for each in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    if not isinstance(role, str) or role not in ROLES or not (isinstance(content, str) or content is None):
         raise SchedulerFailure(
             f"A message is {message!r:.200}, expected a dict with a role of {', '.join(ROLES)}, and a text as content."
         )

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import parse_google_format_docstring
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_json_type, type_name
 from mt_grpo.conversation.formats.base import load_json
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise
@@ -243,7 +244,7 @@ def check_tool(tool: Callable) -> None:
     try:
         hints = hints_of(tool)
     except Exception as error:
-        raise ValueError(f"Tool {name} has type hints that cannot be read: {error_text(error)}.") from error
+        raise ValueError(f"Tool {name} has type hints that cannot be read: {error_line(error)}.") from error
     for parameter in inspect.signature(tool).parameters.values():
         check_parameter(name, parameter, hints)
 
