@@ -508,6 +508,7 @@ REFUSED = {
     "multi_objective_aggregation": "normalize_then_sum",
     "vllm_structured_outputs_regex": "[0-9]+",
     "log_multimodal": False,
+    "remove_unused_columns": True,
     "dataset_streaming": True,
     "ignore_bias_buffers": True,
     "load_in_8bit": True,
