@@ -363,12 +363,12 @@ def ink(text: str, kind: str, colour: bool) -> str:
 def render_html(group: GroupCredit) -> str:
     """The group side by side, every token coloured by its advantage: one page that loads nothing."""
     run = {
-        "name": "group", "count": len(group.rows), "last": 0, "metrics": 0, "steps": [0, 0], "notes": [], "modes": [],
+        "name": "group", "count": len(group.rows), "last": 0, "metrics": 0, "steps": [1, 1], "notes": [], "modes": [],
         "stops": [], "tools": [], "errors": [], "rewards": [],
         "which": f"what every token of {len(group.rows)} rollouts would be trained with",
     }  # fmt: skip
     data = {
-        "served": False, "only": True, "start": "group/0/0", "colour": "advantage", "title": group.question,
+        "served": False, "only": True, "start": "group/0/0", "title": group.question,
         "about": settings(group), "notes": group.notes, "runs": [run], "panels": {"panels": [], "note": None},
         "rollouts": [{**as_item(row, number), "run": 0} for number, row in enumerate(group.rows)],
     }  # fmt: skip

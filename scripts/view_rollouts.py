@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -32,6 +33,7 @@ from plot_run import PANELS, lines_of
 from viewer.index import Query, RolloutIndex
 
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
+from mt_grpo.run.checkpoints import RUN_RECORD
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
@@ -160,7 +162,33 @@ def curves(runs: list[Run]) -> dict[str, Any]:
     logs = [run.logs() for run in runs]
     from_log = [run.name for run, (_, found) in zip(runs, logs) if found]
     note = f"{', '.join(from_log)}: no metrics were found, so curves are means over the logged rollouts."
-    return panels_of([rows for rows, _ in logs], note if from_log else None)
+    return {**panels_of([rows for rows, _ in logs], note if from_log else None), "differences": differences(runs)}
+
+
+def differences(runs: list[Run]) -> list[list[str]] | None:
+    """(setting, its value in each of two runs) where they differ; None where those of one are not known.
+
+    They are those that determine a run's results, of its last checkpoint or its end.
+    """
+    if len(runs) < 2:
+        return []
+    records = [settings_of(run.folder) for run in runs]
+    if not all(records):
+        return None
+    names = sorted(set(records[0]) | set(records[1]))
+    pairs = [[name, *(json.dumps(record.get(name)) for record in records)] for name in names]
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What the newest record of a run says; empty where there is none."""
+    records = sorted(folder.glob(f"checkpoint-*/{RUN_RECORD}"), key=lambda path: path.stat().st_mtime)
+    for path in [folder / RUN_RECORD, *reversed(records)]:
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 # -- one file --

@@ -275,6 +275,8 @@ class ResumableTrainer(GRPOTrainer):
             self.save_model(folder)
             with self._writing(folder):
                 self.save_state()
+                if self.args.should_save:  # the viewer compares the settings of two runs
+                    (Path(folder) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
             self._raise_save_errors()
         except SaveError:
             if self.args.should_save:  # an index would make old and new shards look like one model

@@ -20,7 +20,7 @@ from mt_grpo.reports.rollout_log import SCHEMA, logged_ranks, segment_number, se
 from viewer.rows import LARGEST, Unreadable, clean, is_number, number_or_none, summary
 
 INDEX_FILE = "rollouts.view.sqlite"  # in the output directory, or in a temporary folder where it cannot be written
-INDEX_VERSION = 3  # raised where the tables change: an older index is built anew
+INDEX_VERSION = 4  # raised where the tables change: an older index is built anew
 BATCH = 1000  # rows per transaction
 STILL_SECONDS = 5.0  # after which half a line is no line that is being written
 NUMBERS = {"rank", "step", "index", "num_tokens", "policy_version", "reward"}
@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS note (kind TEXT, name TEXT, count INT, PRIMARY KEY (k
 CREATE TABLE IF NOT EXISTS rollout (
     id INTEGER PRIMARY KEY, rank INT, step INT, mode TEXT, number INT, attempt INT, team TEXT, prompt TEXT,
     stop TEXT, reward REAL, rewards TEXT, turns INT, tokens INT, seconds REAL, tools TEXT, errors TEXT, version INT,
+    batch INT,
     body BLOB
 );
 CREATE INDEX IF NOT EXISTS by_place ON rollout (mode, step, number, rank);
@@ -349,9 +350,13 @@ class RolloutIndex:
             return sorted({name for (value,) in values for name in value.split("\n") if name})
 
         rewards = one("SELECT DISTINCT key FROM (SELECT DISTINCT rewards FROM rollout LIMIT 1000), json_each(rewards)")
+        sampled = one(
+            "SELECT SUM(size) FROM (SELECT MAX(batch) AS size FROM rollout GROUP BY mode, step, attempt)"
+        ).fetchone()[0]
         head = one("SELECT head FROM segment ORDER BY number, rank LIMIT 1").fetchone()
         return {
-            "generation": head and head[0], "count": count, "last": last, "steps": [first, latest],
+            "generation": head and head[0], "count": count, "sampled": sampled or 0, "last": last,
+            "steps": [first, latest],
             "stops": [stop for (stop,) in one("SELECT DISTINCT stop FROM rollout ORDER BY stop")],
             "modes": [mode for (mode,) in one("SELECT DISTINCT mode FROM rollout ORDER BY mode DESC")],
             "rewards": sorted(name for (name,) in rewards), "tools": split("tools"), "errors": split("errors"),
@@ -390,8 +395,7 @@ class RolloutIndex:
             "GROUP BY step"
         )
         for step, count, reward, turns, tokens in found:
-            # As with metrics, which are logged behind the step: what was sampled for step 0 is of step 1.
-            rows[step] = {"step": step + 1, "count": count, "reward": reward, "turns/mean": turns,
+            rows[step] = {"step": step, "count": count, "reward": reward, "turns/mean": turns,
                           "completions/mean_total_length": tokens}  # fmt: skip
         found = self.db.execute("SELECT step, stop, COUNT(*) FROM rollout WHERE mode = 'train' GROUP BY step, stop")
         for step, stop, count in found:

@@ -29,14 +29,17 @@ def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if row.get("reward") is None:  # logs from before there was this column
         given = [value for value in rewards.values() if value is not None]
         total = sum(given) if given else None
+    mode = clean(row.get("mode") or "train")
+    # INVARIANT: one numbering of steps. What was sampled before the first step is of step 1, as in the metrics.
+    step = min(whole(row.get("step")) + (mode == "train"), LARGEST - 1)
     values = {
-        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": clean(row.get("mode") or "train"),
+        "rank": whole(row.get("rank")), "step": step, "mode": mode,
         "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],
         "stop": clean(row.get("stop_reason")), "reward": total, "rewards": json.dumps(rewards), "turns": len(turns),
         "tokens": whole(row.get("num_tokens")),
         "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
         "tools": names(call.get("name") for call in calls), "errors": names(errors),
-        "version": whole(row.get("policy_version")),
+        "version": whole(row.get("policy_version")), "batch": whole(row.get("batch_size")),
     }  # fmt: skip
     contexts = [turn.get("context") for turn in turns]  # before further records
     read = [message for context in contexts if isinstance(context, list) for message in context]

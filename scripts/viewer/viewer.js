@@ -135,7 +135,7 @@ const PAGE = {
 };
 
 const source = DATA.served ? SERVER : PAGE;
-const state = { info: null, place: null, filters: undefined, shown: "", colour: DATA.colour || "none", hiddenLines: new Set(), view: 0 };
+const state = { info: null, place: null, filters: undefined, shown: "", colour: "advantage", hiddenLines: new Set(), view: 0 };
 const main = el("main");
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -199,11 +199,11 @@ function panelOf(panel) {
     svg.append(el("line", { class: "cursor", x1: svg.at.x(step), x2: svg.at.x(step), y1: BOX.top,
       y2: BOX.height - BOX.bottom }));
   };
-  const open = () => {  // a metric of step s is logged behind the rollouts that were sampled for it, from step s - 1 on
+  const open = () => {  // a metric of step s is a mean over what was logged since the one before it
     if (chosen < 0) return;
     const steps = svg.at.steps;
     const mode = panel.mode === "eval_" ? "eval" : "train";
-    const [from, to] = mode === "eval" ? [steps[chosen], steps[chosen]] : [chosen ? steps[chosen - 1] : 0, Math.max(0, steps[chosen] - 1)];
+    const [from, to] = [mode === "train" && chosen ? steps[chosen - 1] + 1 : mode === "train" ? 0 : steps[chosen], steps[chosen]];
     const run = svg.at.lines[0].run;
     location.hash = hashOf("rollouts", { ...(run && { run }), step_from: from, step_to: to, mode });
   };
@@ -244,12 +244,26 @@ function panelOf(panel) {
     el("div", { class: "keys" }, labels.map(key)));
 }
 
+// Two runs side by side: the last value of each curve, and the settings that differ.
+function compared({ panels, differences }, runs) {
+  const last = (panel, label, run) => panel.lines.find((line) => line.label === label && line.run === run)?.points.at(-1);
+  const value = (point) => (point ? `${Number(point[1].toPrecision(3))} (step ${point[0]})` : "-");
+  const rows = panels.flatMap((panel) => [...new Set(panel.lines.map((line) => line.label))]
+    .map((label) => [`${panel.title}: ${label}`, ...runs.map((_, run) => value(last(panel, label, run)))]));
+  const table = (name, lines) => el("table", { "aria-label": name }, el("thead", {}, el("tr", {}, [name, ...runs.map((run) => run.name)].map((text) => el("th", {}, text)))),
+    el("tbody", {}, lines.map((line) => el("tr", {}, line.map((text) => el("td", {}, String(text)))))));
+  return el("details", { class: "compared", open: true }, el("summary", {}, "Side by side"), table("last values", rows),
+    differences === null ? el("p", { class: "soft" }, "The settings of one of them are not known: they are written with a checkpoint, and at the end of a run.")
+      : differences.length ? table("settings that differ", differences) : el("p", { class: "soft" }, "Their settings are the same."));
+}
+
 async function showCurves() {
   const panels = await source.panels();
   const runs = state.info.runs;
   return [
     panels.note && el("p", { class: "note" }, panels.note),
     runs.length > 1 && el("p", { class: "soft" }, `solid: ${runs[0].name}, dashed: ${runs[1].name}`),
+    runs.length > 1 && compared(panels, runs),
     panels.panels.length ? el("div", { class: "panels" }, panels.panels.map(panelOf))
       : el("p", { class: "soft" }, "Nothing was logged yet."),
   ];
@@ -262,6 +276,7 @@ async function showCurves() {
 const COLUMNS = [["step", "step", "number"], ["", "group", "number wide"], ["reward", "reward", "number"],
   ["", "ended by", ""], ["turns", "turns", "number wide"], ["tokens", "tokens", "number wide"],
   ["seconds", "seconds", "number wide"], ["", "tools", "wide"], ["", "errors", ""], ["", "prompt", ""]];
+const conversationHash = (kind, run, id, colour = state.colour) => `#${kind}/${run}/${id}${colour === "advantage" ? "" : `?colour=${colour}`}`;
 const hashOf = (view, query) => `#${view}?${new URLSearchParams(Object.entries(query).filter(([, v]) => v !== "" && v !== undefined))}`;
 
 function filters(query) {
@@ -299,14 +314,15 @@ function filters(query) {
 function sortHeader([key, label, classes], query) {
   if (!key) return el("th", { class: classes }, label);
   const active = (query.sort || "step") === key, down = query.descending === "true";
-  const next = { ...query, sort: key, descending: String(active ? !down : key === "reward"), offset: "" };
+  // The first click shows the bad ones first: low rewards, and many turns, tokens, seconds.
+  const next = { ...query, sort: key, descending: String(active ? !down : key !== "reward" && key !== "step"), offset: "" };
   return el("th", { class: classes, "aria-sort": active ? (down ? "descending" : "ascending") : null },
     el("button", { type: "button", onclick: () => { location.hash = hashOf("rollouts", next); } },
       label + (active ? (down ? " ▾" : " ▴") : "")));
 }
 
 function line(item, run) {
-  const href = `#rollout/${run}/${item.id}`;
+  const href = conversationHash("rollout", run, item.id);
   const cells = [
     [el("a", { href }, String(item.step)), item.mode === "train" ? null : ` ${item.mode}`],
     [item.team.split("/").pop().slice(0, 6)], [number(item.reward)], [item.stop], [item.turns], [item.tokens],
@@ -427,6 +443,13 @@ function tokenTable(turn) {
   return box;
 }
 
+// An advantage, and what of it the outcome alone gives; the rest is the turn's.
+function advantageText(row, k) {
+  const whole = row.turn_advantages?.length > k ? row.turn_advantages[k] : null, outcome = row.outcome_advantage;
+  if (typeof whole !== "number") return null;
+  return `advantage ${signed(whole)}${typeof outcome === "number" ? ` = outcome ${signed(outcome)}, turn ${signed(whole - outcome)}` : ""}`;
+}
+
 function part(kind, who, facts, ...inside) {
   return el("div", { class: `part ${kind}` }, el("div", { class: "who" }, el("b", {}, who),
     facts.filter(Boolean).map((fact) => el("span", {}, fact))), inside);
@@ -455,12 +478,13 @@ function sampledParts(item, k, colour, scale) {
   const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
     [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
       typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && el("pre", {}, textOf(result.text))));
-  const calls = (whole) => (turn.calls || []).map((call) => part(call.error ? "error" : "call", `call ${call.name ?? "without a name"}`,
-    [call.error], whole && el("pre", {}, textOf(call.arguments))));
+  // A call of a tool that is not there, or with a wrong argument, has its error in its result.
+  const calls = (whole) => (turn.calls || []).map((call, i) => part(call.error || turn.results?.[i]?.error === "call" ? "error" : "call", `call ${call.name ?? "without a name"}`,
+    [call.error, !call.error && turn.results?.[i]?.error === "call" && "it cannot be run"], whole && el("pre", {}, textOf(call.arguments))));
   const facts = [row.records > 1 && Number.isInteger(turn.record) && `record ${turn.record}`,
     Number.isInteger(turn.after) && turn.after !== k - 1 && `goes on from turn ${turn.after}`,
     `${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
-    row.turn_advantages?.length > k && `advantage ${signed(row.turn_advantages[k])}`,
+    advantageText(row, k),
     typeof row.turn_rewards?.[k] === "number" && `turn reward ${number(row.turn_rewards[k])}`,
     typeof turn.reward === "number" && `the environment's ${number(turn.reward)}`,
     typeof turn.mean_logprob === "number" && `logprob ${number(turn.mean_logprob)}, least ${number(turn.min_logprob)}`,
@@ -486,10 +510,11 @@ function sampledParts(item, k, colour, scale) {
 function about(item, brief) {
   const { row } = item;
   const answer = Array.isArray(row.answer) ? row.answer.join(" | ") : row.answer;
-  const rewards = Object.entries(row.rewards || {}).map(([name, value]) => `${short(name)} ${number(value)}`).join(", ");
+  const given = ([name, value]) => value !== null || !["environment", "tool"].includes(name);  // which may give none
+  const rewards = Object.entries(row.rewards || {}).filter(given).map(([name, value]) => `${short(name)} ${number(value)}`).join(", ");
   return definitions([["reward", number(item.reward)],
     rewards && ["functions", `${rewards} (without their weights)`], ["ended by", item.stop],
-    !brief && answer !== null && answer !== undefined && ["answer", typeof answer === "object" ? JSON.stringify(answer) : answer],
+    !brief && answer !== null && answer !== undefined && ["gold answer", typeof answer === "object" ? JSON.stringify(answer) : answer],
     row.error && ["error", row.error],
     !brief && ["place", `step ${item.step}, ${item.mode}, rollout ${item.number} of rank ${item.rank}${item.attempt ? `, attempt or batch ${item.attempt + 1}` : ""}`],
     !brief && ["tokens", `${row.num_prompt_tokens ?? "?"} of the prompt, ${item.tokens} behind it, in ${row.records ?? 1} ${row.records > 1 ? "rows" : "row"} of the loss`],
@@ -512,25 +537,52 @@ function promptParts(item) {
     : el("pre", {}, textOf(message.content))));
 }
 
+// A group on one screen: a line for each rollout, a cell for each turn with its advantage.
+function overview(items, colour) {
+  const most = Math.max(...items.map((item) => item.row.turns.length)), scale = scaleOf(items.map(withoutTokens), COLOURS.advantage);
+  const cell = (item, k) => el("td", { class: "number", title: advantageText(item.row, k),
+    background: colour && paint(COLOURS.advantage, item.row.turn_advantages?.[k], scale) }, item.row.turns[k] ? signed(item.row.turn_advantages?.[k]) : "");
+  const jump = (item) => el("button", { type: "button", class: "plain", onclick: () => document.getElementById(`r${item.id}`).scrollIntoView({ block: "start" }) }, String(item.number));
+  return el("table", { class: "overview", "aria-label": "The group" }, el("thead", {}, el("tr", {},
+    ["rollout", "reward", "ended by", ...Array.from({ length: Math.min(most, 12) }, (_, k) => `turn ${k}`)].map((text, i) => el("th", { class: i === 1 || i > 2 ? "number" : "" }, text)))),
+  el("tbody", {}, items.map((item) => el("tr", {}, el("td", {}, jump(item)), el("td", { class: "number" }, number(item.reward)), el("td", {}, item.stop),
+    Array.from({ length: Math.min(most, 12) }, (_, k) => cell(item, k))))));
+}
+
+const withoutTokens = (item) => ({ row: { ...item.row, turns: item.row.turns.map(() => ({})) } });
+
+// The rollouts of the same prompt in another run: of the group whose step is nearest.
+async function sameIn(run, item) {
+  const { rows } = await source.table({ run, prompt: item.prompt.slice(0, 1000), mode: item.mode, limit: 500 });
+  const same = rows.filter((other) => other.prompt === item.prompt).sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
+  return same.length ? byReward(await source.group(run, same[0].id)) : [];
+}
+
+const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
+
 function conversation(item, title, colour, scale, withPrompt) {
   const fields = el("details", {}, el("summary", { class: "small soft" }, "all fields"));
   fields.addEventListener("toggle", () => {
     if (fields.open && !fields.querySelector("pre")) fields.append(el("pre", {}, JSON.stringify(item.row, null, 1)));
   });
-  return el("article", {}, el("h2", {}, title), about(item, !withPrompt), withPrompt && promptParts(item),
+  return el("article", { id: `r${item.id}` }, el("h2", {}, title), about(item, !withPrompt), withPrompt && promptParts(item),
     item.row.turns.map((_, k) => turnParts(item, k, colour, scale)), fields);
 }
 
 async function showConversations(kind, run, id) {
-  const items = kind === "group" ? await source.group(run, id) : [await source.rollout(run, id)];
-  const name = state.colour, colour = COLOURS[name], scale = scaleOf(items, colour);
+  const items = kind === "rollout" ? [await source.rollout(run, id)] : byReward(await source.group(run, id));
+  const other = 1 - run, runs = state.info.runs;
+  const others = kind === "both" ? await sameIn(other, items[0]) : [];
+  const name = state.colour, colour = COLOURS[name], scale = scaleOf([...items, ...others], colour);
   const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
   const at = known.list.indexOf(Number(id));
-  const go = (to, label, key) => (to === undefined ? null : el("a", { href: `#rollout/${run}/${to}`, "data-key": key }, label));
+  const go = (to, label, key) => (to === undefined ? null : el("a", { href: conversationHash("rollout", run, to), "data-key": key }, label));
   const end = at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "the last of its page");
   const chosen = el("div", { class: "readout", "aria-live": "polite" });
   const buttons = Object.keys(COLOURS).map((each) => el("button", { type: "button", "aria-pressed": String(each === name),
-    onclick: () => { state.colour = each; show(); } }, each));
+    disabled: each !== "none" && !scaleOf([...items, ...others], COLOURS[each]), "data-colour": each,
+    title: each !== "none" && !scaleOf([...items, ...others], COLOURS[each]) && "The log has none here, or all are 0.",
+    onclick: () => { location.hash = conversationHash(kind, run, id, each); } }, each));
   const pick = (event) => {  // a finger has no pointer that hovers
     const token = event.target.closest(".t");
     if (!token) return;
@@ -542,17 +594,26 @@ async function showConversations(kind, run, id) {
     !DATA.only && el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "◂ rollouts"),
     kind === "rollout" && go(known.list[at - 1], "previous", "p"),
     kind === "rollout" && go(at < 0 ? undefined : known.list[at + 1], "next", "n"), kind === "rollout" && end,
-    kind === "rollout" ? el("a", { href: `#group/${run}/${id}`, "data-key": "g" }, "its group side by side")
-      : !DATA.only && el("a", { href: `#rollout/${run}/${id}`, "data-key": "g" }, "one of them"),
+    kind === "rollout" ? el("a", { href: conversationHash("group", run, id), "data-key": "g" }, "its group side by side")
+      : !DATA.only && el("a", { href: conversationHash("rollout", run, id), "data-key": "g" }, "one of them"),
+    runs.length > 1 && kind !== "both" && el("a", { href: conversationHash("both", run, id) }, `the same prompt in ${runs[other].name}`),
     el("span", { class: "soft" }, "colour by"), buttons, legend(colour, scale, name));
   const hint = colour && scale > 0 && !items.every(hasTokens) && el("p", { class: "soft small" },
     "The log has no tokens, so a turn has one colour: log_rollout_tokens: true gives one to each token.");
   const struck = colour && items.some(hasTokens) && el("p", { class: "soft small" },
-    "Struck out: not sampled by the policy, or masked, and so out of the loss. Hold the pointer over a token, or tap it, for its numbers.");
-  const title = (item) => (kind === "group" ? `rollout ${item.number}` : `step ${item.step}, rollout ${item.number}`);
-  const shared = kind === "group" && el("article", {}, promptParts(items[0]));
-  const articles = items.map((item) => conversation(item, title(item), colour, scale, kind !== "group"));
-  return [bar, hint, struck, chosen, shared, el("div", { class: kind === "group" ? "side" : "", onclick: pick }, articles)];
+    "Grey text: not sampled by the policy, or masked, and so out of the loss. Hold the pointer over a token, or tap it, for its numbers.");
+  const title = (item) => (kind === "rollout" ? `step ${item.step}, rollout ${item.number}` : `rollout ${item.number}`);
+  const articles = (of) => el("div", { class: kind === "rollout" ? "" : "side", onclick: pick },
+    of.map((item) => conversation(item, title(item), colour, scale, kind === "rollout")));
+  if (kind === "rollout") return [bar, hint, struck, chosen, articles(items)];
+  const size = items[0].row.group_size;
+  const head = (of, name) => el("h2", {}, `${name}step ${of[0].step}: ${of.length}${size > of.length ? ` of ${size}` : ""} rollouts${size > of.length ? " were logged" : ""}, the best first`);
+  const gold = items[0].row.answer ?? null;
+  const shared = el("article", {}, promptParts(items[0]), gold !== null && definitions([["gold answer", textOf(Array.isArray(gold) ? gold.join(" | ") : gold)]]));
+  const group = (of, name) => [head(of, name), overview(of, colour), articles(of)];
+  return [bar, hint, struck, chosen, shared, ...group(items, kind === "both" ? `${runs[run].name}, ` : ""),
+    ...(kind !== "both" ? [] : others.length ? group(others, `${runs[other].name}, `)
+      : [el("p", { class: "note" }, `The log of ${runs[other].name} has no rollout of this prompt.`)])];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -571,7 +632,7 @@ const links = [["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]
 
 function header() {
   const runs = state.info.runs;
-  say(counts, runs.map((run) => run.which || `${run.count.toLocaleString("en")} rollouts, step ${run.steps[0] ?? "-"} to ${run.steps[1] ?? "-"}${run.reading ? ", reading" : ""}`).join("; "));
+  say(counts, runs.map((run) => run.which || `${run.count.toLocaleString("en")}${run.sampled > run.count ? ` of ${run.sampled.toLocaleString("en")}` : ""} rollouts${run.sampled > run.count ? " were logged" : ""}, step ${run.steps[0] ?? "-"} to ${run.steps[1] ?? "-"}${run.reading ? ", reading" : ""}`).join("; "));
   const notes = [...(DATA.notes || []), ...runs.flatMap((run) => run.notes.map((note) => (runs.length > 1 ? `${run.name}: ${note}` : note)))];
   problems.replaceChildren(...notes.map((note) => el("p", { class: "note" }, note)));
 }
@@ -593,6 +654,7 @@ function trace(node) {
 
 async function show() {
   const { parts: [view, run, id], query } = place();
+  if (["rollout", "group", "both"].includes(view)) state.colour = Object.hasOwn(COLOURS, query.colour ?? "") ? query.colour : "advantage";
   const mine = ++state.view, found = trace(document.activeElement);
   links.forEach((link) => {
     const here = link.dataset.view === (view === "curves" ? "curves" : "rollouts");
@@ -601,7 +663,7 @@ async function show() {
   let content;
   try {
     content = view === "rollouts" ? await showTable(query)
-      : ["rollout", "group"].includes(view) ? await showConversations(view, Number(run), Number(id)) : await showCurves();
+      : ["rollout", "group", "both"].includes(view) ? await showConversations(view, Number(run), Number(id)) : await showCurves();
   } catch (error) {
     content = [el("p", { class: "note", role: "alert" }, error.message)];
   }
@@ -630,7 +692,7 @@ async function look() {  // whether a running job has added rollouts
   }
   header();
   const { parts: [view], query } = place();
-  if (generations() !== generation && ["rollout", "group"].includes(view)) {  // another run began in the folder
+  if (generations() !== generation && ["rollout", "group", "both"].includes(view)) {  // another run began in the folder
     location.hash = "rollouts";
     return;
   }
@@ -667,8 +729,8 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "j") move(1);
   else if (event.key === "k") move(-1);
   else if (event.key === "c" && main.querySelector("article")) {
-    state.colour = names[(names.indexOf(state.colour) + 1) % names.length];
-    show();
+    const usable = names.filter((name) => !main.querySelector(`[data-colour="${name}"]`).disabled);
+    main.querySelector(`[data-colour="${usable[(usable.indexOf(state.colour) + 1) % usable.length]}"]`).click();
   } else if (event.key === "1" && !DATA.only) location.hash = "curves";
   else if (event.key === "2" && !DATA.only) location.hash = lastTable();
   else if (event.key === "?") help.showModal();

@@ -321,7 +321,7 @@ def test_the_text_of_a_group():
         "      turn rewards ran 0.20, step (weight 2) 0.25; 0.20 to",
         "                   the rollout, 0.50 to its turns",
         "   0    0.50      +2.00    +0.75   +1.25  <tool>{}↵then</to…",
-        "                                          -> call error: E…",
+        "                                          -> call error: Er…",
         "   1       -      -0.50        -       -  <answer>4</answer>",
         "",
         "rollout 1  no_tool_call",

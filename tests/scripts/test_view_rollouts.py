@@ -73,8 +73,8 @@ def rows():
 
 CASES = [  # filters, and the rollouts that they leave, in order
     ({}, [1, 2, 3, 4, 5, 6]),
-    ({"step_from": "1"}, [5, 6]),
-    ({"step_to": "0"}, [1, 2, 3, 4]),
+    ({"step_from": "2"}, [5, 6]),
+    ({"step_to": "1"}, [1, 2, 3, 4]),
     ({"prompt": "louvre"}, [1, 2]),
     ({"stop": "max_turns"}, [4]),
     ({"tool": "search"}, [1, 4]),
@@ -129,14 +129,14 @@ def test_a_line_of_the_table_and_a_group(tmp_path):
     index = index_of(write_log(tmp_path, rows()))
     (line,) = index.table(Query(offset=3, limit=1))["rows"]
     assert line == {
-        "id": 4, "rank": 0, "step": 0, "mode": "train", "number": 3, "attempt": 0, "team": "train/0/0/1",
+        "id": 4, "rank": 0, "step": 1, "mode": "train", "number": 3, "attempt": 0, "team": "train/1/0/1",
         "prompt": "What is 19 - 3?", "stop": "max_turns", "reward": 0.25,
         "rewards": {"exact_reward_func": 0.25, "style": None}, "turns": 1, "tokens": 7, "seconds": 1.0,
         "tools": ["calculator", "search"], "errors": ["call"], "version": 0,
     }  # fmt: skip
     assert ids(index.group(4)) == [3, 4] and index.rollout(4)["row"] == rows()[3]
     info = index.info()
-    assert (info["count"], info["steps"], info["tools"]) == (6, [0, 1], ["calculator", "search"])
+    assert (info["count"], info["steps"], info["tools"]) == (6, [1, 2], ["calculator", "search"])
     assert info["errors"] == ["call", "rollout", "timeout"] and info["modes"] == ["train"] and info["notes"] == []
     assert info["stops"] == ["answered", "environment_error", "max_turns", "no_tool_call"]
     assert info["rewards"] == ["exact_reward_func", "style"]
@@ -250,9 +250,9 @@ def test_a_sample_says_which(tmp_path):
     index = index_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
     assert index.sample(40) == (list(range(1, 41)), "all 40 rollouts")
     chosen, which = index.sample(20)
-    assert [index.rollout(number)["step"] for number in chosen[::4]] == [1, 3, 5, 7, 9]
-    assert which == "20 of 40 rollouts: one step in 2 (1, 3, 5, 7, ...)"
-    assert index.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
+    assert [index.rollout(number)["step"] for number in chosen[::4]] == [2, 4, 6, 8, 10]
+    assert which == "20 of 40 rollouts: one step in 2 (2, 4, 6, 8, ...)"
+    assert index.sample(3) == ([37, 38, 39], "the first 3 of step 10, of 40 rollouts")
 
 
 def test_a_sample_has_every_mode(tmp_path):
@@ -538,8 +538,8 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     until(page, "document.querySelector('#count').textContent.includes('of 1 ')")
     go(page, "rollouts")
     page.click("th button:has-text('reward')")
-    page.wait_for_selector("th[aria-sort=descending]")
-    assert table_ids(page) == [1, 3, 4, 2, 5, 6]
+    page.wait_for_selector("th[aria-sort=ascending]")
+    assert table_ids(page) == [6, 5, 2, 4, 3, 1]
     assert page.locator("button:has-text('before')").is_disabled()
 
 
@@ -634,15 +634,17 @@ def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):
     painted = page.evaluate("[...document.querySelectorAll('.policy pre')].map(pre => pre.style.background)")
     assert painted == ["rgba(0, 110, 230, 0.65)"] * 2 + ["rgba(235, 125, 0, 0.65)"]
     assert "log_rollout_tokens: true" in page.inner_text("main")
-    page.click("button:has-text('difference')")
-    until(page, "document.querySelector('#scale').textContent.includes('No difference is known')")
+    off = page.evaluate("[...document.querySelectorAll('[data-colour]:disabled')].map(each => each.textContent)")
+    assert off == ["difference"]  # there is nothing to show
+    page.click("button:has-text('logprob')")
+    until(page, "location.hash === '#group/0/4?colour=logprob'")
 
 
 def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/4")
     parts = page.evaluate("[...document.querySelectorAll('.part')].map(part => [part.className, part.innerText])")
     kinds = [kind.split()[1] for kind, _ in parts]
-    assert kinds == ["given", "given", "policy", "call", "call", "result", "error"]
+    assert kinds == ["given", "given", "policy", "call", "error", "result", "error"]
     text = " ".join(text for _, text in parts)
     for said in ("What is 19 - 3?", "policy, turn 0", "advantage -1.00", "turn reward 0.10", "call calculator",
                  '{"expression": "19 - 3"}', "error: call", "logprob -0.50, least -1.00",
@@ -709,7 +711,7 @@ def test_the_keyboard_is_enough(open_page, tmp_path):
     page.keyboard.press("p")
     here("#rollout/0/3")
     page.keyboard.press("c")
-    page.wait_for_selector("button[aria-pressed=true]:has-text('advantage')")
+    page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
     page.keyboard.press("g")
     here("#group/0/3")
     assert page.locator(".side > article").count() == 2
@@ -831,7 +833,7 @@ def test_two_runs_are_overlaid(open_page, tmp_path):
         page.keyboard.press("ArrowRight")
     assert page.locator(".readout").first.inner_text() == "step 2: first reward, weighted 2, second reward, weighted 4"
     page.keyboard.press("Enter")
-    until(page, "location.hash === '#rollouts?step_from=1&step_to=1&mode=train'")
+    until(page, "location.hash === '#rollouts?step_from=2&step_to=2&mode=train'")
     go(page, "rollouts?run=1")
     assert table_ids(page) == [1, 2, 3, 4]
     page.select_option("select[name=run]", "0")
@@ -859,3 +861,68 @@ def test_it_follows_a_running_job(served, open_page, tmp_path):
     assert page.locator(".side > article").count() == 8
     shown = page.locator(".part.policy .t").count()
     assert shown == sum(len(each["token_ids"]) for line in logged[:8] for each in line["turns"])
+
+
+def split_rows():
+    """A group of 8, of 16, in a batch of 64, and one whose call is of no tool. Step 1 in the numbering of metrics."""
+    unknown = turn("Well.", [("serach", {})], [("Error: unknown tool 'serach'", "call")])
+    sizes = {"group_size": 16, "batch_size": 64, "outcome_advantage": 0.75, "group": 0, "turn_advantages": [1.0]}
+    return [row(0, i, "Who?", [unknown], reward=i % 3 / 2, **sizes) for i in range(8)]
+
+
+def test_a_group_is_on_one_screen_the_best_first(open_page, tmp_path):
+    """With its advantages split, the share that was logged, and calls of unknown tools in red."""
+    page = open_page(one_page(write_log(tmp_path, split_rows())) + "#group/0/1", width=1400)
+    rewards = page.evaluate("[...document.querySelectorAll('.overview tbody tr')].map(tr => tr.cells[1].textContent)")
+    assert rewards == ["1.00"] * 2 + ["0.50"] * 3 + ["0.00"] * 3
+    inside = "[...document.querySelectorAll('.side > article')].every(a => a.getBoundingClientRect().right <= 1400)"
+    assert page.evaluate(inside) and page.evaluate("document.scrollingElement.scrollWidth") == 1400
+    text = page.inner_text("main")
+    assert "step 1: 8 of 16 rollouts were logged, the best first" in text and "gold answer" in text
+    assert "advantage +1.00 = outcome +0.75, turn +0.25" in text
+    assert page.locator(".part.error:has-text('call serach')").count() == 8
+    assert page.locator("button[aria-pressed=true]").inner_text() == "advantage"
+
+
+def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp_path):
+    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts", width=420)
+    page.click("th button:has-text('reward')")
+    until(page, "location.hash.includes('sort=reward&descending=false')")
+    assert table_ids(page) == [6, 5, 2, 4, 3, 1]
+    broken = """() => {
+      const found = [], walker = document.createTreeWalker(document.querySelector('table'), NodeFilter.SHOW_TEXT);
+      for (let node; (node = walker.nextNode());) {
+        for (const word of node.data.matchAll(/[^\\s_]+/g)) {
+          const range = document.createRange();
+          range.setStart(node, word.index);
+          range.setEnd(node, word.index + word[0].length);
+          if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) found.push(word[0]);
+        }
+      }
+      return found;
+    }"""
+    assert page.evaluate(broken) == []
+
+
+def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
+    info = index_of(write_log(tmp_path, split_rows())).info()
+    assert (info["count"], info["sampled"]) == (8, 64)
+
+
+def test_two_runs_are_side_by_side(open_page, tmp_path):
+    """Their last values, the settings that differ, and the same prompt in both."""
+    for name, rate in (("first", 1e-6), ("second", 2e-6)):
+        folder = write_log(tmp_path / name, rows())
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "reward": rate * 1e6}) + "\n")
+        (folder / "mt_grpo_run.json").write_text(json.dumps({"learning_rate": rate, "seed": 1}))
+    page = open_page(one_page(tmp_path / "first", tmp_path / "second"))
+    cells = page.evaluate(
+        "[...document.querySelectorAll('.compared tbody tr')].map(tr => [...tr.cells].map(c => c.textContent))"
+    )
+    assert cells == [["Rewards: reward, weighted", "1 (step 2)", "2 (step 2)"], ["learning_rate", "1e-06", "2e-06"]]
+    go(page, "rollout/0/3")
+    page.click("text=the same prompt in second")
+    until(page, "document.querySelectorAll('.overview').length === 2")
+    heads = page.evaluate("[...document.querySelectorAll('main > h2')].map(h => h.textContent)")
+    assert heads == ["first, step 1: 2 rollouts, the best first", "second, step 1: 2 rollouts, the best first"]
+    assert page.inner_text("main").count("too slow") == 2
