@@ -78,7 +78,7 @@ from mt_grpo.conversation.sampling import (
     sampling_defaults,
     sampling_params,
 )
-from mt_grpo.conversation.tools.results import as_result, error_text
+from mt_grpo.conversation.tools.results import as_result, cut_far_beyond, cut_messages, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion
@@ -290,7 +290,7 @@ class MultiTurnToolEnv(Conversations):
             if rollout.stop_reason is not None:
                 turn.messages = []  # nobody reads them
             elif reply.history:
-                self.edit(rollout, turn, reply.history, tokenizer)
+                self.edit(rollout, turn, reply.history, llm)
             elif reply.continuation:
                 self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), llm)
             else:
@@ -303,7 +303,8 @@ class MultiTurnToolEnv(Conversations):
         rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
         rollout.tools = tools_of(rollout.environment, self.tools)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
-        rollout.prompt_ids = self.prompt_ids(rollout.prompt_messages, tokenizer, rollout.tools)
+        readable = cut_messages(rollout.prompt_messages, self._context(llm), tokenizer)
+        rollout.prompt_ids = self.prompt_ids(readable, tokenizer, rollout.tools)
 
     async def sample_turn(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
@@ -431,7 +432,8 @@ class MultiTurnToolEnv(Conversations):
         If no answer fits behind the text, this is the end.
         """
         written, room = self.format_of(self._tokenizer(llm)), self._room(rollout, llm)
-        ids = written.text_ids(text)
+        readable = cut_far_beyond(text, room.tokens, self._tokenizer(llm))
+        ids = written.text_ids(readable)
         if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
             turn.messages, rollout.stop_reason = [], room.reason
             return
@@ -441,13 +443,14 @@ class MultiTurnToolEnv(Conversations):
         else:
             turn.observation_ids = ids
 
-    def edit(self, rollout: Rollout, turn: Turn, history: list[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+    def edit(self, rollout: Rollout, turn: Turn, history: list[Message], llm: Any) -> None:
         """Have the model read another history: a further record begins with its next turn."""
-        read = rollout.history  # its messages stay as they are; the environment's are text
+        tokenizer, read = self._tokenizer(llm), rollout.history  # its messages stay; the environment's are text
         clean = self.format_of(tokenizer).clean
         history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
         turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
-        rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))
+        readable = cut_messages(history, self._context(llm), tokenizer)
+        rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))
 
     def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
         """A turn's results, each cut to `max_tool_response_tokens`, and the messages with them."""

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
-LIMITS = {"_room", "tokens", "new_tokens", "longest_turn"}
+LIMITS = {"_room", "_context", "cut_messages", "tokens", "new_tokens", "longest_turn"}
 LOGGING = {
     "conversation_columns",
     "conversation_metrics",

@@ -48,8 +48,12 @@ class Conversations(Limits):
     # -- what the conversation reads: its limits, its format, its state --
 
     def _room(self, rollout: Rollout, llm: Any) -> Room:
-        context = self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
-        return Room(self.max_completion_length - rollout.new_tokens, context - len(rollout.history_ids))
+        context = self._context(llm) - len(rollout.history_ids)
+        return Room(self.max_completion_length - rollout.new_tokens, context)
+
+    def _context(self, llm: Any) -> float:
+        """The model's context in tokens."""
+        return self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
 
     def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         """How a model with this tokenizer writes calls and reads results."""

@@ -37,15 +37,15 @@ class PromptTooLong(Exception):
     """The prompt after `reset` leaves no room for a turn: the end of its rollout, which is not trained on.
 
     Args:
-        length: Of the prompt, in tokens.
+        length: Of the prompt, in tokens. It may be that of a beginning which is too long already.
         beyond: How many of them are beyond the context, 0 where they fill it.
         limit: What to raise, in words.
     """
 
     def __init__(self, length: int, beyond: int, limit: str):
         super().__init__(
-            f"the prompt has {length} tokens after reset, and the context {length - beyond}: there is no room for a "
-            f"turn. Shorten what reset says, or raise {limit}."
+            f"the prompt has at least {length} tokens after reset, and the context {length - beyond}: there is no "
+            f"room for a turn. Shorten what reset says, or raise {limit}."
         )
 
 

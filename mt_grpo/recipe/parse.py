@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
+from mt_grpo.base.bounded_yaml import BoundedLoader
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
@@ -37,8 +38,8 @@ from mt_grpo.rollout import join
 logger = logging.getLogger(__name__)
 
 
-class RecipeLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
+class RecipeLoader(BoundedLoader):
+    """`BoundedLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[Any, int] = {}
@@ -128,13 +129,13 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
             hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
-            raise ValueError(f"{key}: {value!r} in {path} is {type(value).__name__}, expected {name}.{hint}")
+            raise ValueError(f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {name}.{hint}")
         # transformers checks only the command line by its choices, not the recipe.
         allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
         if allowed and value not in (*allowed, default_of(key, classes)):
-            raise ValueError(f"{key}: {value!r} in {path} is not known. Expected one of: {', '.join(allowed)}.")
+            raise ValueError(f"{key}: {value!r:.200} in {path} is not known. Expected one of: {', '.join(allowed)}.")
         if key in REFUSED_KEYS and value != default_of(key, classes):
-            raise ValueError(f"{key}: {value!r} in {path} is not supported: {REFUSED_KEYS[key]}.")
+            raise ValueError(f"{key}: {value!r:.200} in {path} is not supported: {REFUSED_KEYS[key]}.")
     return recipe
 
 
@@ -142,15 +143,17 @@ def check_variables(variables: Any, path: str) -> None:
     """Raise `ValueError` unless the `env` of a recipe can be set as environment variables."""
     if not isinstance(variables, dict):
         raise ValueError(
-            f"env: {variables!r} in {path} is {type(variables).__name__}, expected lines of `NAME: value`."
+            f"env: {variables!r:.200} in {path} is {type(variables).__name__}, expected lines of `NAME: value`."
         )
     for name, value in variables.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
             raise ValueError(
-                f"env: {name!r} in {path} is no name of an environment variable. Expected text without =."
+                f"env: {name!r:.200} in {path} is no name of an environment variable. Expected text without =."
             )
         if not isinstance(value, (str, int, float)) or "\0" in str(value):
-            raise ValueError(f'env: {name}: {value!r} in {path}, expected text or a number (quote what is empty: "").')
+            raise ValueError(
+                f'env: {name}: {value!r:.200} in {path}, expected text or a number (quote what is empty: "").'
+            )
 
 
 def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:

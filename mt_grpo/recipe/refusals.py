@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.utils import is_liger_kernel_available
 from trl import GRPOConfig
 
 from mt_grpo.base.fields import in_range, range_text
@@ -103,6 +104,7 @@ REFUSED_KEYS = {
     "max_tool_calling_iterations": "this trainer runs its own conversations: use max_env_steps",
     "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
     "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
+    "remove_unused_columns": "rewards, tools and environments read a row's columns: remove this key",
     "log_multimodal": "rollouts are text only: remove this key",
     "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
     "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
@@ -191,6 +193,10 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         raise ValueError(
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
+        )
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ValueError(
+            "use_liger_kernel needs a package that is not installed. Run `pip install 'liger-kernel'`, or remove it."
         )
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)

@@ -1115,6 +1115,24 @@ HARMLESS = {
 }  # fmt: skip
 
 
+def test_a_body_that_is_not_encoded_as_it_says_is_refused():
+    async def agent(row, client):
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient() as http:
+            for encoding in ("gzip", "deflate"):
+                answer = await http.post(
+                    f"{client.base_url}chat/completions", content=b"no such thing",
+                    headers={**headers, "Content-Encoding": encoding},
+                )  # fmt: skip
+                assert answer.status_code == 400, answer.text
+                message = answer.json()["error"]["message"]
+                assert message.startswith(f"body: cannot be read by its Content-Encoding, '{encoding}'"), message
+        await ask(client, [user("a")])
+        return 1.0
+
+    assert run(agent, "1")[0].reward == 1.0
+
+
 def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     async def agent(row, client):
         for change, status, message in BAD:

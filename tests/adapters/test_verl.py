@@ -547,6 +547,24 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
 
 # -- what bad input gets, before a model is loaded --
 
+
+def test_a_tool_without_a_schema_is_refused(tmp_path):
+    """A class that keeps none, and a function whose schema is none."""
+    text = "tools: [{class_name: bare.Bare, tool_schema: {type: function, function: {name: f, description: x}}}]"
+    path = counter(tmp_path, NEW, text)
+    names = ("create", "execute", "calc_reward", "release")
+    steps = [f"    async def {name}(self, *args):\n        pass\n" for name in names]
+    begin = "class Bare:\n    def __init__(self, config, tool_schema):\n        pass\n"
+    (tmp_path / "bare.py").write_text(begin + "".join(steps))
+    with pytest.raises(ValueError, match="Bare has no tool_schema with a function's name. Call `super"):
+        build(tools_config_file=path)
+    (tmp_path / "five.py").write_text(
+        "from verl.tools.function_tool import function_tool\n\n\n@function_tool(schema=5)\ndef f(a: int):\n    pass\n"
+    )
+    with pytest.raises(ValueError, match="@function_tool f: schema is 5, expected a dict or a tool's schema"):
+        load_adapter_tools(settings(function_tool_path=str(tmp_path / "five.py")))
+
+
 BAD_YAML = {
     "no list": ("x: 1", "has no list `tools:`"),
     "no yaml": ("tools: [", "cannot be read"),

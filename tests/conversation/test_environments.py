@@ -783,6 +783,63 @@ def test_async_methods_and_state_keys():
     assert rollout.turns[0].results[0].reward == 0.75 and rollout.turns[0].observation == "3"
 
 
+def says(kind, text):
+    """An environment that says a text: at first, or behind the first turn."""
+
+    class Says:
+        def reset(self, **row):
+            return f" {text}" if kind == "reset" else None
+
+        def respond(self, rollout, turn):
+            if len(rollout.turns) > 1 or kind == "reset":
+                return None
+            message = {"role": "user", "content": text}
+            return Reply(**{kind: text if kind == "continuation" else [message]})
+
+    return Says
+
+
+@pytest.mark.parametrize("kind", ["reset", "messages", "continuation", "history"])
+def test_a_text_far_beyond_the_context_is_not_tokenised_whole(kind, monkeypatch):
+    """Megabytes take seconds, on the loop of all conversations. What ends, and how, is as without the cut."""
+    longest = 0
+    original = type(CHATML_TOKENIZER)._encode_plus
+
+    def note(self, text, *args, **kwargs):
+        nonlocal longest
+        longest = max(longest, len(text) if isinstance(text, str) else 0)
+        return original(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(CHATML_TOKENIZER), "_encode_plus", note)
+    limits = {"max_model_len": 400, "max_completion_length": 300, "max_steps": 3}
+    _, (rollout,), _ = run(says(kind, "far " * 250_000), [["one<|im_end|>", ANSWER]], **limits)
+    assert 0 < longest < 10_000
+    ended = {"reset": "context_length", "history": "context_length"}.get(kind, "max_tokens")
+    assert (rollout.stop_reason, len(rollout.turns)) == (ended, int(kind != "reset"))
+
+
+@pytest.mark.parametrize("kind", ["reset", "messages", "continuation", "history"])
+def test_what_may_fit_is_read_as_it_was(kind, monkeypatch):
+    """Around every limit: the same ids, turns and ends as where each text is tokenised whole."""
+    limits = {"max_model_len": 400, "max_completion_length": 300, "max_steps": 3}
+
+    def ends():
+        told = []
+        for size in (10, 250, 290, 300, 330, 350, 370, 390, 400, 410, 900, 2900, 3100, 4000):
+            _, (rollout,), _ = run(says(kind, "x" * size), [["one<|im_end|>", ANSWER]], **limits)
+            told.append((rollout.stop_reason, rollout.history_ids if rollout.error is None else None))
+        return told
+
+    found = ends()
+    for place in ("mt_grpo_trainer", "mt_grpo.conversation.formats.base"):
+        monkeypatch.setattr(f"{place}.cut_messages", lambda messages, *_: messages)
+    monkeypatch.setattr("mt_grpo_trainer.cut_far_beyond", lambda text, *_: text)
+    expected = ends()
+    assert [each[0] for each in found] == [each[0] for each in expected]
+    read = [k for k, each in enumerate(expected) if each[0] not in (StopReason.CONTEXT_LENGTH, StopReason.MAX_TOKENS)]
+    assert read and all(found[k] == expected[k] for k in read)
+
+
 class NoReset:
     def look(self) -> str:
         """Look."""

@@ -897,4 +897,18 @@ MUTATIONS = [
         "if False:",
         "tests/conversation/test_environments.py::test_what_is_no_reply_ends_the_rollout",
     ),
+    Mutation(
+        "a text far beyond the context is tokenised whole",
+        "mt_grpo/conversation/tools/results.py",
+        "            return text[:size]\n",
+        "            return text\n",
+        "tests/conversation/test_environments.py::test_a_text_far_beyond_the_context_is_not_tokenised_whole",
+    ),
+    Mutation(
+        "a text that may fit is cut before it is read",
+        "mt_grpo/conversation/tools/results.py",
+        "> limit + 8:  # the last ones may change",
+        "> limit - 80:",
+        "tests/conversation/test_environments.py::test_what_may_fit_is_read_as_it_was",
+    ),
 ]

@@ -251,14 +251,14 @@ MUTATIONS = [
     Mutation(
         "a continuation begins with a blank of the tokenizer's own",
         SCRIPT,
-        "ids = written.text_ids(text)",
+        "ids = written.text_ids(readable)",
         'ids = self._tokenizer(llm)(text, add_special_tokens=False)["input_ids"]',
         "tests/conversation/test_environments.py::test_a_continuation_begins_with_no_blank_of_the_tokenizers_own",
     ),
     Mutation(
         "an edited history counts against max_completion_length",
         SCRIPT,
-        "rollout.edited = Context(history, self.prompt_ids(history, tokenizer, rollout.tools))",
+        "rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))",
         "ids = self.prompt_ids(history, tokenizer, rollout.tools)\n        rollout.edited = Context(history, ids, len(ids))",
         "tests/conversation/test_environments.py::test_an_edited_history_begins_a_record",
     ),

@@ -466,7 +466,7 @@ HONOURED = {
         metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
         full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
         dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_find_unused_parameters
+        dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
         ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp fsdp_config deepspeed debug skip_memory_metrics
     """,
     "transformers: TrainingArguments itself": """
@@ -508,6 +508,7 @@ REFUSED = {
     "multi_objective_aggregation": "normalize_then_sum",
     "vllm_structured_outputs_regex": "[0-9]+",
     "log_multimodal": False,
+    "remove_unused_columns": True,
     "dataset_streaming": True,
     "ignore_bias_buffers": True,
     "load_in_8bit": True,
@@ -913,11 +914,24 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
         mt.parse_arguments(["--config"])
 
 
+def bomb(lines: int) -> str:
+    """Each line stands ten times in the next one: ten to the power of `lines` values."""
+    rows = [", ".join([f"*a{k - 1}" if k else "1"] * 10) for k in range(lines)]
+    return "".join(f"a{k}: &a{k} [{row}]\n" for k, row in enumerate(rows))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3. Remove one of them"),
         ("env:\n  A: 1\n  A: 2\n", "'A' is set on line 2 and again on line 3"),
+        (bomb(4), "line 4 has more than 10000 values or 50 levels, its aliases filled in"),
+        (bomb(9), "line 4 has more than 10000 values"),
+        ("a: &a [*a]\n", "line 1 has an alias of what it stands in"),
+        ("lora_target_modules: " + "[" * 3000 + "]" * 3000, "line 1 has more than 50 levels. Expected fewer"),
+        ("lora_target_modules: " + "[" * 3000, "line 1 has more than 50 levels"),
+        ("remove_unused_columns: true\n", "remove_unused_columns: True in .* is not supported: rewards, tools and"),
+        ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
         ("env:\n  A=B: x\n", "env: 'A=B' in .* is no name of an environment variable"),
         ("env:\n  A:\n", "env: A: None in .*, expected text or a number"),

@@ -538,7 +538,7 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     until(page, "document.querySelector('#count').textContent.includes('of 1 ')")
     go(page, "rollouts")
     page.click("th button:has-text('reward')")
-    page.wait_for_selector("th[aria-sort=ascending]")
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('reward')")
     assert table_ids(page) == [6, 5, 2, 4, 3, 1]
     assert page.locator("button:has-text('before')").is_disabled()
 
@@ -763,8 +763,8 @@ def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
     page = open_page(served(folder) + "#rollouts")
     page.locator("th button:has-text('reward')").focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector("th[aria-sort=descending]")
-    assert page.evaluate("document.activeElement.textContent") == "reward ▾"
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('reward')")
+    assert page.evaluate("document.activeElement.textContent") == "reward ▴"
     go(page, "rollouts")
     for _ in range(3):
         page.keyboard.press("j")

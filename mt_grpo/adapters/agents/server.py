@@ -228,6 +228,12 @@ class AgentServer:
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
             return web.json_response(error.body, status=error.status)
+        except web.RequestPayloadError as error:
+            encoding = request.headers.get("Content-Encoding", "none")
+            refused = refuse(
+                "body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error_line(error)}."
+            )
+            return web.json_response(refused.body, status=refused.status)
         served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
         text = served.text if opened is None or served.status == 200 else served.event
         served.receipt()

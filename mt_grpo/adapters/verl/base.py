@@ -139,7 +139,10 @@ def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResu
     run.__signature__ = inspect.signature(tool.fn).replace(return_annotation=ToolResult)
     if tool.tool_schema is None:
         return run
-    schema = tool.tool_schema if isinstance(tool.tool_schema, dict) else schema_dict(tool.tool_schema)
+    schema = tool.tool_schema
+    if not isinstance(schema, dict) and not hasattr(schema, "model_dump"):
+        raise ValueError(f"@function_tool {tool.name}: schema is {schema!r:.100}, expected a dict or a tool's schema.")
+    schema = schema if isinstance(schema, dict) else schema_dict(schema)
     return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=run))
 
 

@@ -42,7 +42,12 @@ def load_tools_config(path: str) -> dict[str, Any]:
             made = [make_tool(entry, cls, where)]
             made[0].create_kwargs_from = columns_of(entry, "create_kwargs_from", where)
         for tool in made:
-            name = tool.tool_schema.function.name
+            name = getattr(getattr(getattr(tool, "tool_schema", None), "function", None), "name", None)
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"{where}: {cls.__name__} has no tool_schema with a function's name. Call "
+                    "`super().__init__(config, tool_schema)` in its __init__."
+                )
             if name in tools:
                 raise ValueError(f"{where}: two tools are called {name!r}. Give one another name in its tool_schema.")
             tools[name] = tool
@@ -124,7 +129,8 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
         raise ValueError(f"{key}: {path!r} is not a file. Expected YAML with a list `{name}:`.")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = interpolated(text) if "${" in text else yaml.load(text, Loader)
+        found = yaml.load(text, Loader)
+        found = interpolated(text) if "${" in text else found
     except Exception as error:  # omegaconf has errors of its own
         raise ValueError(f"{key}: {path!r} cannot be read: {' '.join(str(error).split())}") from None
     entries = found.get(name) if isinstance(found, dict) else None

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
-from mt_grpo.conversation.tools.results import cut_to_tokens
+from mt_grpo.conversation.tools.results import cut_messages, cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 
 THINKING_TAGS = {  # what opens and closes it, by family of models
@@ -202,6 +202,8 @@ class ChatFormat:
 
         None if they do not fit: further messages are not cut.
         """
+        if cut_messages(further, most, self.tokenizer) != further:
+            return None
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
         texts = [neutralise(result.text[: 64 * limit + 1], self.tokenizer) for result in turn.results]
         while None not in (cuts := [cut_to_tokens(text, limit, self.tokenizer) for text in texts]):

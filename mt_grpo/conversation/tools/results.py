@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.rollout import ToolResult
+from mt_grpo.rollout import Message, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 
@@ -98,3 +98,29 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
             return cut
         room -= 1
     return None
+
+
+def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A text, or where it has surely more than `limit` tokens a beginning of it that has them, too.
+
+    Nobody reads such a text, and to tokenise it takes more than a second for a megabyte. What may fit is as it was.
+    """
+    if limit == float("inf"):
+        return text
+    limit = max(int(limit), 0)
+    size = 5 * limit + 1024
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > limit + 8:  # the last ones may change
+            return text[:size]
+        size *= 4
+    return text
+
+
+def cut_messages(messages: list[Message], limit: float, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """Messages with their texts as `cut_far_beyond` gives them. Of an assistant's a template may leave out parts."""
+    return [
+        {**message, "content": cut_far_beyond(message["content"], limit, tokenizer)}
+        if message["role"] != "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]

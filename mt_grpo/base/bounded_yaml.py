@@ -1,0 +1,51 @@
+"""YAML that stays as large as it is written: few levels, and few values once its aliases are filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+YAML_LEVELS = 50
+YAML_VALUES = 10_000
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """`yaml.SafeLoader` that raises `YAMLError` for more levels or values than a person writes.
+
+    An alias stands for all that it names. A few lines of aliases of aliases are more values than there is memory.
+
+    >>> yaml.load("a: &a [1, 2]\\nb: [*a, *a]", BoundedLoader)
+    {'a': [1, 2], 'b': [[1, 2], [1, 2]]}
+    """
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._open = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # (values, levels) of each node that is whole
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, as in PyYAML. Raises `YAMLError`."""
+        line, is_alias = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent)
+        self._open += 1
+        if self._open > YAML_LEVELS:
+            raise yaml.YAMLError(f"line {line} has more than {YAML_LEVELS} levels. Expected fewer.")
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.YAMLError(
+                f"line {line} has an alias of what it stands in. Expected one of something before it."
+            )
+        if is_alias:
+            return node
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [each for pair in inner for each in pair] if isinstance(node, yaml.MappingNode) else inner
+        values = 1 + sum(self._sizes[id(each)][0] for each in inner)
+        levels = 1 + max((self._sizes[id(each)][1] for each in inner), default=0)
+        if values > YAML_VALUES or levels > YAML_LEVELS:
+            raise yaml.YAMLError(
+                f"line {line} has more than {YAML_VALUES} values or {YAML_LEVELS} levels, its aliases filled in. "
+                "Expected fewer."
+            )
+        self._sizes[id(node)] = values, levels
+        return node
