@@ -1115,7 +1115,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def test_a_body_that_is_not_encoded_as_it_says_is_refused():
+def test_a_body_that_is_not_encoded_as_it_says_is_refused(caplog):
     async def agent(row, client):
         headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
         async with httpx.AsyncClient() as http:
@@ -1131,6 +1131,7 @@ def test_a_body_that_is_not_encoded_as_it_says_is_refused():
         return 1.0
 
     assert run(agent, "1")[0].reward == 1.0
+    assert "Unhandled exception" not in caplog.text
 
 
 def test_bad_requests_get_the_apis_errors_and_harm_nothing():

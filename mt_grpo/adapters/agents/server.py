@@ -233,7 +233,10 @@ class AgentServer:
             refused = refuse(
                 "body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error_line(error)}."
             )
-            return web.json_response(refused.body, status=refused.status)
+            answer = web.json_response(refused.body, status=refused.status)
+            answer.force_close()  # the client must not send its next request behind what cannot be read
+            request.content.feed_eof()  # aiohttp would read on, fail once more, and cut the answer off
+            return answer
         served = await self.serve(request.method, request.path, request.headers, content, keep_alive)
         text = served.text if opened is None or served.status == 200 else served.event
         served.receipt()
