@@ -129,7 +129,7 @@ def test_every_token_of_the_page_is_the_trainers(run):
         assert row["turn_advantages"] == [
             advantages[i, rollout.turn_ids.index(k)].item() for k in range(len(rollout.turns))
         ]
-    assert (run.data["start"], run.data["colour"], run.data["served"]) == ("group/0/0", "advantage", False)
+    assert (run.data["start"], run.data["served"]) == ("group/0/0", False)
 
 
 def test_the_text_has_every_turn_with_its_advantage(run):

@@ -290,9 +290,9 @@ def changed(**columns):
 HOSTILE = {  # what a row has, and what the index makes of it: columns that it must have, or why it is left out
     "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
     "half a character as a reason": (changed(stop_reason="\ud83d"), {"stop": "?"}),
-    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 0}),
+    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 1}),
     "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
-    "a step that SQLite does not have": (changed(step=2**70), {"step": 0}),
+    "a step that SQLite does not have": (changed(step=2**70), {"step": 1}),
     "a number of 350 digits": (changed(turns=[turn("x", seconds=10**349)]), {"seconds": 0.0}),
     "an answer of many brackets": (
         json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
@@ -300,8 +300,8 @@ HOSTILE = {  # what a row has, and what the index makes of it: columns that it m
     "rewards that JSON does not have": (
         changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}), {"reward": None, "rewards": {"b": 0.5}},
     ),
-    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 7, "reward": 0.5, "tokens": 3}),
-    "numbers that are none": (changed(step="x", reward="y"), {"step": 0, "reward": None}),
+    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 8, "reward": 0.5, "tokens": 3}),
+    "numbers that are none": (changed(step="x", reward="y"), {"step": 1, "reward": None}),
     "a message that is none": (changed(messages=[None, *rows()[0]["messages"]]), {"prompt": "Where is the Louvre?"}),
     "a message with an image": (
         changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]),
@@ -558,7 +558,8 @@ def test_pages_of_the_table(served, open_page, tmp_path):
 def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
     """Everything that is shown of a row holds tags, control characters and direction marks."""
     evil = row(0, 0, EVIL, [turn(EVIL, [(EVIL, {EVIL: EVIL})], [(EVIL, EVIL)], observation=EVIL, finish_reason=EVIL,
-                                 token_ids=[1], token_texts=[EVIL], read_texts=[EVIL], read_ids=[2])],
+                                 token_ids=[1], token_texts=[EVIL], read_texts=[EVIL], read_ids=[2],
+                                 loss_mask=[1], advantages=[1.0])],
                stop=EVIL, error=EVIL, answer=[EVIL], rewards={EVIL: 1.0}, mode=EVIL)  # fmt: skip
     folder = write_log(tmp_path / "<b>run", [evil, {**rows()[0], EVIL: 1}])
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0, f"rewards/{EVIL}/mean": 1.0}) + "\n")
@@ -735,7 +736,8 @@ def test_what_is_odd_can_be_opened(open_page, tmp_path):
 
 
 def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
-    unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1])
+    unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1],
+                  loss_mask=[1], advantages=[0.5])  # fmt: skip
     page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
     for colour in ("none", "advantage"):
         page.click(f"button:has-text('{colour}')")
@@ -850,7 +852,7 @@ def test_it_follows_a_running_job(served, open_page, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
     write_log(tmp_path / "out", [{**each, "step": 2} for each in logged[:16]], fresh=False)
     until(page, "document.querySelector('#count').textContent.includes('of 48 ')")
-    assert "48 rollouts, step 0 to 2" in page.inner_text("#total")
+    assert "48 rollouts, step 1 to 3" in page.inner_text("#total")
     go(page, "curves")
     titles = page.locator(".panel h2").all_inner_texts()
     assert titles == ["Rewards", "How conversations end", "Tools", "Tokens per rollout", "Signal", "Seconds", "Turns",
