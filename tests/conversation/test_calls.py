@@ -492,7 +492,10 @@ def cached(name: str, cache: Any = threading.Lock()) -> str:  # noqa: B008
         (by_position, r"^Tool by_position has the positional-only 'name'. Calls name their arguments"),
         (generate_names, "^Tool generate_names is a generator function. Expected `return`"),
         (generate_later, "^Tool generate_later is a generator function. Expected `return`"),
-        (unknown_hint, "^Tool unknown_hint has type hints that cannot be read: NameError: name 'Nowhere' is not defined"),
+        (
+            unknown_hint,
+            "^Tool unknown_hint has type hints that cannot be read: NameError: name 'Nowhere' is not defined",
+        ),
         (cached, "^Tool cached: the default of 'cache' is <unlocked .* at 0x.*, whose address the model would read"),
     ],
 )
