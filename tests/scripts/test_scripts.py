@@ -187,6 +187,18 @@ ENVIRONMENT = Game
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
+def noted_sampling(client) -> list:
+    """The sampling parameters of each request that the client makes from now on."""
+    generate, sent = client.generate, []
+
+    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
+        sent.append(sampling_params)
+        return await generate(prompt_ids, max_tokens, sampling_params, index)
+
+    client.generate = noted
+    return sent
+
+
 @pytest.mark.parametrize("changes", [{}, {"generation_kwargs": {"frequency_penalty": 0.25, "top_k": 5}}])
 def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, changes):
     """Every parameter of the recipe reaches the server, `generation_kwargs` last. Training sends the same."""
@@ -196,14 +208,7 @@ def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, 
     expected = {**SAMPLING, **changes.get("generation_kwargs", {})}
     assert ev.sampling_params(args) == expected
     client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), []
-    generate = client.generate
-
-    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
-        sent.append(sampling_params)
-        return await generate(prompt_ids, max_tokens, sampling_params, index)
-
-    client.generate = noted
+    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
     ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
     assert sent and all({key: each[key] for key in expected} == expected for each in sent)
     args.use_vllm, args.generation_kwargs = False, {**SAMPLING, **(args.generation_kwargs or {})}
@@ -373,14 +378,7 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
 
 def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model, recipe):
     client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), []
-    generate = client.generate
-
-    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
-        sent.append(sampling_params)
-        return await generate(prompt_ids, max_tokens, sampling_params, index)
-
-    client.generate = noted
+    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
     parsed = ev.load_recipe(recipe, ["--top_p", "0.5"])
     ev.evaluate(client, parsed, 1, tokenizer=client.tokenizer, progress=False, greedy=True)
     assert sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in sent)
