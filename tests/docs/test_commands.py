@@ -94,7 +94,7 @@ ARGUMENTS = {
         "cp mt_grpo_trainer.py my_idea.py": "a vLLM server; tests/method/test_fork.py runs such a copy without one",
         "python my_idea.py": "a copy with the page's diff; tests/method/test_fork.py trains by one",
     },
-    "docs/recipes.md": {"python scripts/evaluate.py": "2,048 conversations of a model that `quickstart.sh calculator` trains"},
+    "docs/recipes.md": {"python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh calculator`"},
     "docs/rented_gpus.md": {
         'git clone "$REPOSITORY" mt-grpo': "a network, GPUs, and an installation of gigabytes",
         'export HF_HOME="$PWD/.hub"': "the Hub",
