@@ -126,10 +126,14 @@ from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes
+from mt_grpo.training.pass_metrics import PassMetrics
+from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, window_of
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.shareable import choose_layout, prove_layout
+from mt_grpo.training.shared_prompts import forward_inputs, share
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
@@ -812,6 +816,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             output = super()._generate_and_score_completions(rows_for_trl(inputs))
         finally:
             self.env.close(batch.rollouts)
+            batch.loss_masks = None
         advantages = self._advantages(batch.rewards, self.scale_rewards)  # (N, K)
         check_advantages(batch.rewards, advantages, self.state.global_step, self.turn_advantage_coef)
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
@@ -847,6 +852,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(
             self._tokenizer.pad_token_id, self.args.mask_truncated_completions
         )
+        batch.loss_masks = loss_masks
         return (
             prompt_ids,
             completion_ids,
@@ -856,18 +862,70 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip
 
+    # -- 3.2 the loss: TRL's, in passes of our own --
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """TRL's, which rolls out where it is time to; a pass is prepared."""
-        return generation_batch if isinstance(generation_batch, Pass) else super()._prepare_inputs(generation_batch)
+        """TRL's, which rolls out where it is time to. Then the rows of an optimizer step are put into passes.
+
+        A pass is one row per prompt: the prompt, and behind it its completions. Each completion reads the prompt and
+        itself (`SharedRow`), so that a group's prompt is computed once and nothing is padding. A pass has at most
+        `max_tokens_per_pass` tokens, and the gradient is the sum over passes.
+        """
+        if isinstance(generation_batch, Pass):
+            return generation_batch
+        buffered = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.layout == "trl":
+            return inputs
+        if not self.model.training:
+            return into_passes(self, [inputs])[0]
+        if self._buffered_inputs is not buffered:
+            micro_batches, window = self._buffered_inputs, window_of(self.args, self.loss_type)
+            prove_layout(self, micro_batches[0])
+            steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
+            self._buffered_inputs = [each for step in steps for each in into_passes(self, step)]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
-        """TRL's loss of a micro-batch; where its rollouts have further records, the sum over passes."""
-        if FURTHER_RECORDS in inputs:
+        """TRL's loss, of a pass; of a micro-batch the sum over its passes."""
+        if FURTHER_RECORDS in inputs:  # in TRL's layout
+            inputs = into_passes(self, [inputs])[0]
+        if PASSES in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss * inputs.scale if isinstance(inputs, Pass) else loss
+        if not isinstance(inputs, Pass):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.current_pass = inputs
+        try:
+            with self.pass_metrics.of(self._metrics, self._mode, inputs):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * inputs.scale
+        finally:
+            self.current_pass = None
 
-    # -- 3.2 roll out --
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        batch_size: int | None = None, compute_entropy: bool = False, **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """TRL's, from rows that share prompts: logprobs and entropies (M, C), 0 where nobody trains, and no router loss.
+
+        Args:
+            input_ids, attention_mask: (M, P + C), as TRL pads them.
+            logits_to_keep: C.
+        """
+        if self.layout != "shared":
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
+        if self.current_pass is not None:
+            rows = [self.current_pass.shared]
+        else:
+            rows = shared_rows(self, input_ids, attention_mask, logits_to_keep, batch_size)
+        with self.accelerator.autocast():
+            outputs = [(row, model(**forward_inputs(row))) for row in rows]
+        logps = sum(row.spread(output.log_probs) for row, output in outputs)
+        entropies = sum(row.spread(output.entropy) for row, output in outputs) if compute_entropy else None
+        return logps, entropies, None
+
+    # -- 3.3 roll out --
 
     def _roll_out(self, rows: list[dict[str, Any]]) -> list[Rollout]:
         """All conversations of this rank, each one from weights that the server is known to have held throughout.
@@ -882,7 +940,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.in_flight.start_next()
         return rollouts
 
-    # -- 3.3 rewards --
+    # -- 3.4 rewards --
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
@@ -904,7 +962,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 logger.warning(text)
         return batch.logged
 
-    # -- 3.4 logging --
+    # -- 3.5 logging --
 
     def _log_step(self, output: dict[str, Any], advantages: torch.Tensor) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
@@ -928,7 +986,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
         super().log(logs, start_time)
 
-    # -- 3.5 set-up --
+    # -- 3.6 set-up --
 
     def __init__(
         self,
@@ -986,6 +1044,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         setting = f"credit_assignment={args.credit_assignment}"
         if self.turn_advantage_coef == 0:
             setting += ", turn_advantage_coef=0"
+        self.layout, self.layout_reason = choose_layout(self, MTGRPOEnvTrainer)
+        if self.layout == "shared":
+            share(self.model, self.ref_model)
+        self.layout_proof: float | None = None  # the largest difference of a logprob from that of TRL's rows
+        self.current_pass: Pass | None = None  # the one whose loss is computed
+        self.pass_metrics = PassMetrics(self.importance_sampling_level == "sequence")
         self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
         self._rollout_log = RolloutLog(
             args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
@@ -1170,6 +1234,13 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     late_groups: str = key(
         "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
         one_of=("wait", "admit"), backend="server",
+    )  # fmt: skip
+    share_prompts: bool = key(
+        True, "Train a row per prompt, in passes by tokens; false: TRL's rows and passes", trained=False
+    )
+    max_tokens_per_pass: int | None = key(
+        None, "Tokens of a forward pass. None: as many as the device's batch size of the longest record",
+        within="[1, inf)", trained=False,
     )  # fmt: skip
     old_logps: str = key(
         "policy", "What the loss clips around: the policy before the step, or as sampled",

@@ -26,6 +26,7 @@ class Batch:
         rollouts: The B conversations.
         records: The M records that the loss reads: a first one per rollout, then the further ones.
         owners: The rollout of each of the M records.
+        loss_masks: Of each record's completion, as TRL gets them; None once TRL has its tensors.
         failed: Whether the environment failed, of each of the N rollouts.
         facts: Numbers of each conversation, (N, 12): see `conversation_columns`.
         rewards: The `RewardTable` of the N rollouts.
@@ -42,6 +43,7 @@ class Batch:
     records: list[Record] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     failed: list[bool] = field(default_factory=list)
+    loss_masks: list[list[int]] | None = None
     facts: torch.Tensor | None = None
     rewards: Any = None
     weights: torch.Tensor | None = None

@@ -1,0 +1,390 @@
+"""From TRL's micro-batches to forward passes: which rows go together, on which rank, and what each pass counts.
+
+TRL shuffles a rank's rows and cuts them into micro-batches of equally many, padded to the longest of all. Here the rows
+of the micro-batches of one optimizer step are put together anew: groups stay whole where they fit, so that a prompt is
+computed once (`shared_prompts`), and a pass has a number of tokens in place of a number of rows. The step's gradient is
+the same sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import Trainer
+
+from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
+from mt_grpo.training.shared_prompts import Example, SharedRow
+
+logger = logging.getLogger(__name__)
+
+PASSES = "passes"  # the key of a micro-batch that has been cut into passes
+UNEVEN = 1.05  # the fullest rank's tokens over the mean, from which rows change ranks
+MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides by a micro-batch's number of rows
+
+
+class Pass(dict):
+    """What one forward pass reads: some rows, as a batch for TRL's loss.
+
+    Attributes:
+        loss_type: TRL's, for this call.
+        scale: What its loss counts in the micro-batch's.
+        shared: The same rows as one that shares prompts; None: they are computed as they are.
+        num_rows, num_tokens: How many rows, and how many trained tokens, this pass has on all ranks.
+    """
+
+    loss_type, scale = "", 1.0
+    shared: SharedRow | None = None
+    num_rows = num_tokens = 0
+
+
+@dataclass
+class TrainedRow:
+    """A record of a rollout as the loss reads it.
+
+    Attributes:
+        values: TRL's tensors, without the columns that are padding.
+        prompt_ids, completion_ids: As lists.
+        trained: Whether the policy sampled a token, of each of the completion's.
+        number: Of its row in the batch that it is of.
+    """
+
+    values: Row
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    trained: list[bool]
+    number: int = 0
+
+    @cached_property
+    def prompt(self) -> int:
+        """Tells prompts apart."""
+        return hash(tuple(self.prompt_ids))
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(self.trained)
+
+    @cached_property
+    def own(self) -> int:
+        """Tokens that are computed for this record alone where it shares its prompt: up to the last trained one."""
+        return max((k + 1 for k, trained in enumerate(self.trained) if trained), default=0)
+
+    def without_trained(self) -> TrainedRow:
+        return replace(self, trained=[])
+
+    def to(self, device: Any) -> TrainedRow:
+        return replace(self, values={key: value.to(device) for key, value in self.values.items()})
+
+
+# -- which rows there are --
+
+
+def rows_of(micro_batch: dict[str, Any]) -> list[list[TrainedRow]]:
+    """The rows of each rollout of TRL's micro-batch."""
+    further = micro_batch.get(FURTHER_RECORDS) or [[] for _ in micro_batch["prompt_ids"]]
+    return [[trained_row(row) for row in (row_of(micro_batch, i), *rest)] for i, rest in enumerate(further)]
+
+
+def trained_row(row: Row) -> TrainedRow:
+    prompt, completion = int(row["prompt_mask"].sum()), int(row["completion_mask"].sum())
+    width, start = row["completion_mask"].shape[0], row["prompt_mask"].shape[0] - prompt
+    values = {
+        key: value[start:] if key.startswith("prompt_") else value[:completion] if value.shape == (width,) else value
+        for key, value in row.items()
+    }
+    trained = (values["tool_mask"] > 0).tolist() if "tool_mask" in row else [True] * completion
+    return TrainedRow(values, values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained)
+
+
+def weigh_tokens(
+    rollouts: list[list[TrainedRow]], num_rollouts: float, loss_type: str, max_completion_length: int
+) -> tuple[list[TrainedRow], float | None]:
+    """Rows of rollouts with several records, and what the sum of their tokens' losses is divided by; None: as TRL.
+
+    TRL's means are over rows, and here several rows can be one rollout. With this divisor the call is that of `dapo`,
+    which divides by a given number.
+    INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
+
+    Args:
+        rollouts: The rows of each.
+        num_rollouts: Of one micro-batch.
+    """
+    divisor = {
+        "grpo": num_rollouts * max_completion_length,  # times each token's weight: the mean of the rollouts' means
+        "dr_grpo": num_rollouts * max_completion_length,
+        "luspo": num_rollouts,
+        "bnpo": max(1, sum(row.num_trained for rows in rollouts for row in rows)),
+    }.get(loss_type)
+    if loss_type == "grpo":
+        for i, rows in enumerate(rollouts):
+            weight = max_completion_length / max(1, sum(row.num_trained for row in rows))
+            rollouts[i] = [
+                replace(row, values={**row.values, "tool_mask": row.values["tool_mask"] * weight}) for row in rows
+            ]
+    return [row for rows in rollouts for row in rows], divisor
+
+
+# -- which rows go together --
+
+
+def cost(rows: list[TrainedRow], shares: bool) -> int:
+    """Tokens that a pass of these rows computes: of the shared row, or of the padded ones."""
+    if shares:
+        prompts = {row.prompt: len(row.prompt_ids) - 1 for row in rows if row.own}
+        return sum(prompts.values()) + sum(row.own for row in rows)
+    longest = max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows)
+    return len(rows) * longest
+
+
+def units_of(rows: list[TrainedRow], limit: float, shares: bool) -> list[list[TrainedRow]]:
+    """Rows that stay together, each unit of at most `limit` tokens if it has more than one: groups, or single rows."""
+    if not shares:
+        return [[row] for row in rows]
+    groups: dict[int, list[TrainedRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.prompt].append(row)
+    units = []
+    for group in groups.values():
+        unit: list[TrainedRow] = []
+        for row in sorted(group, key=lambda row: -row.own):
+            if unit and cost([*unit, row], shares) > limit:
+                units.append(unit)
+                unit = []
+            unit.append(row)
+        units.append(unit)
+    return units
+
+
+def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[TrainedRow]]:
+    """Rows in passes of at most `budget` tokens, longest first. A row that is longer by itself is a pass of its own."""
+    bins: list[list[TrainedRow]] = []
+    units = units_of(rows, budget, shares)
+    for unit in sorted(units, key=lambda unit: -cost(unit, shares)):
+        # Padded rows go behind those of their length; a group goes wherever it fits.
+        for into in bins if shares else bins[-1:]:
+            if cost(into + unit, shares) <= budget:
+                into += unit
+                break
+        else:
+            bins.append(list(unit))
+    return bins
+
+
+def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any) -> list[TrainedRow]:
+    """The rows that this rank computes, where those of its own would leave other ranks waiting. Collective.
+
+    A group whose rows were on two ranks comes together.
+    """
+    if accelerator.num_processes == 1:
+        return rows
+    load = torch.tensor([sum(cost(each, shares) for each in fill(rows, budget, shares))], device=accelerator.device)
+    loads = accelerator.gather(load).tolist()
+    if max(loads) <= UNEVEN * sum(loads) / len(loads):
+        return rows
+    everyones = gather_object([row.to("cpu") for row in rows])
+    limit = min(budget, sum(loads) / len(loads))
+    ranks: list[list[TrainedRow]] = [[] for _ in loads]
+    sums = [0] * len(loads)
+    for unit in sorted(units_of(everyones, limit, shares), key=lambda unit: -cost(unit, shares)):
+        least = sums.index(min(sums))
+        ranks[least] += unit
+        sums[least] += cost(unit, shares)
+    if max(sums) >= max(loads):
+        return rows
+    return [row.to(accelerator.device) for row in ranks[accelerator.process_index]]
+
+
+# -- a step's micro-batches in passes --
+
+
+def compares_tokens(args: Any) -> bool:
+    """Whether TRL compares a micro-batch's tokens with each other: it is one pass then, whatever its size."""
+    return args.top_entropy_quantile < 1.0 or args.entropy_coef != 0.0 or args.use_adaptive_entropy
+
+
+def window_of(args: Any, loss_type: str) -> int:
+    """How many of TRL's micro-batches are put together: those of one optimizer step, from the same rollouts.
+
+    A loss that compares a micro-batch's tokens, or divides by their number, keeps TRL's own.
+    """
+    if compares_tokens(args) or loss_type == "bnpo":
+        return 1
+    return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+
+
+def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As many micro-batches, each of which has a list of passes under `PASSES`. Collective.
+
+    INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
+
+    Args:
+        trainer: Says how passes are laid out (`layout`), and which loss they are for.
+        micro_batches: Of one optimizer step, from the same rollouts: TRL's, each of B rollouts.
+    """
+    accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout == "shared"
+    training, count = trainer.model.training, len(micro_batches)
+    size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+    rollouts = [rows for each in micro_batches for rows in rows_of(each)]
+    has_further = FURTHER_RECORDS in micro_batches[0]  # on all ranks or on none
+    per_micro_batch = len(rollouts) / count
+    rows, divisor = [row for found in rollouts for row in found], None
+    if has_further:
+        rows, divisor = weigh_tokens(rollouts, per_micro_batch, trainer.loss_type, trainer.max_completion_length)
+    num_items = micro_batches[0]["num_items_in_batch"]  # of all ranks, and of all micro-batches from these rollouts
+    if divisor is not None:
+        divisor *= accelerator.num_processes * (args.steps_per_generation if training else 1)
+        num_items = torch.tensor(float(divisor), device=accelerator.device)
+    longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
+    found = torch.tensor([[len(rows), longest]], device=accelerator.device)
+    num_rows, longest = accelerator.gather(found).T.tolist()
+    if trainer.loss_type == "sapo":  # a record is the sequence: the mean is over those of all ranks
+        per_micro_batch = sum(num_rows) / len(num_rows) / count
+    elif trainer.loss_type == "bnpo":
+        per_micro_batch = max(1, sum(row.num_trained for row in rows))
+    dummy = dummy_row(rows[0])
+    if compares_tokens(args):
+        bins = [rows]
+    else:
+        budget = args.max_tokens_per_pass or size * max(longest)
+        if trainer.loss_type != "bnpo":
+            rows = balance(rows, budget, shares, accelerator)
+        bins = fill(rows, budget, shares)
+    most = accelerator.gather(torch.tensor([len(bins)], device=accelerator.device)).max()
+    bins += [[] for _ in range(max(int(most), count) - len(bins))]
+    passes = [to_pass(rows or [dummy], trainer.pad_to_multiple_of or 1, shares) for rows in bins]
+    sums = torch.tensor([[len(rows), sum(row.num_trained for row in rows)] for rows in bins])
+    of_all_ranks = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    for each, own, (each.num_rows, each.num_tokens) in zip(passes, sums.tolist(), of_all_ranks, strict=True):
+        each["num_items_in_batch"] = num_items
+        each.loss_type = trainer.loss_type if divisor is None else "dapo"
+        if divisor is None and trainer.loss_type in MEAN_OF_ROWS:
+            each.scale = own[0] / per_micro_batch
+        elif divisor is None and trainer.loss_type == "bnpo":
+            each.scale = own[1] / per_micro_batch
+    cuts = [len(passes) * k // count for k in range(count + 1)]
+    return [{PASSES: passes[first:last], "is_last": last == cuts[-1]} for first, last in zip(cuts, cuts[1:])]
+
+
+def dummy_row(row: TrainedRow) -> TrainedRow:
+    """One real token, the prompt's last, and no loss. Zeros elsewhere, as TRL's logprobs of padding are."""
+    values = {
+        key: value[-1:] if key.startswith("prompt_") else torch.zeros_like(value[:1])
+        for key, value in row.values.items()
+    }
+    return TrainedRow(values, row.prompt_ids[-1:], [], [])
+
+
+def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
+    """Rows as one batch, padded to the longest of them: prompts on the left, the others on the right."""
+    batch = Pass()
+    for key, value in rows[0].values.items():
+        found = [row.values[key] for row in rows]
+        side = "prompt" if key.startswith("prompt_") else "completion"
+        if any(len(each) != len(row.values[f"{side}_mask"]) for each, row in zip(found, rows)):
+            batch[key] = torch.stack(found)  # one value per row, as TRL's ratio of a sequence
+            continue
+        width = max(1, *(len(row.values[f"{side}_mask"]) for row in rows))
+        width = -(-width // multiple) * multiple
+        padded = value.new_zeros(len(rows), width)
+        for i, each in enumerate(found):
+            padded[i, width - len(each) if side == "prompt" else 0 :][: len(each)] = each
+        batch[key] = padded
+    if shares:
+        numbered = [replace(row, number=i) for i, row in enumerate(rows)]
+        batch.shared = shared_row(numbered, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
+    return batch
+
+
+def shared_row(rows: list[TrainedRow], shape: tuple[int, int], device: Any) -> SharedRow:
+    """These of the (B, C) rows of a batch, by their numbers."""
+    examples = {row.number: Example(row.prompt_ids, row.completion_ids, row.trained) for row in rows}
+    return SharedRow(examples, shape, device)
+
+
+def pass_of_two(trainer: Any, micro_batch: dict[str, Any]) -> Pass:
+    """The two shortest rows of one prompt, as a pass; one, where no prompt has two."""
+    rows = [row for found in rows_of(micro_batch) for row in found]
+    groups = units_of([row for row in rows if row.own], math.inf, shares=True) or [rows[:1]]
+    pairs = [sorted(group, key=lambda row: row.own)[:2] for group in groups]
+    pair = min(pairs, key=lambda pair: (-len(pair), sum(row.own for row in pair)))
+    return to_pass(pair, trainer.pad_to_multiple_of or 1, shares=True)
+
+
+def shared_rows(
+    trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, size: int | None
+) -> list[SharedRow]:
+    """All rows of a batch as rows that share prompts, of which a forward pass reads one. Collective.
+
+    Args:
+        trainer: If its batch has `loss_masks`, they say whose logprobs are wanted: those of the tokens that are trained.
+        input_ids, attention_mask: (M, P + C), prompts padded on the left.
+        width: C.
+        size: TRL's number of rows per pass; None: one pass.
+    """
+    masks = trainer.batch.loss_masks if trainer.batch is not None else None
+    rows = []
+    for i, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
+        start = len(ids) - width
+        prompt = [token for token, real in zip(ids[:start], mask) if real]
+        completion = ids[start : start + sum(mask[start:])]
+        trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
+        rows.append(TrainedRow({}, prompt, completion, trained, number=i))
+    accelerator = trainer.accelerator
+    found = torch.tensor(max(len(row.prompt_ids) + len(row.completion_ids) for row in rows), device=accelerator.device)
+    longest = int(accelerator.gather(found).max())
+    budget = (trainer.args.max_tokens_per_pass or size * longest) if size else len(rows) * longest
+    bins = fill(rows, budget, shares=True)
+    most = accelerator.gather(torch.tensor(len(bins), device=accelerator.device)).max()
+    bins += [[rows[0].without_trained()] for _ in range(int(most) - len(bins))]
+    return [shared_row(each, (len(rows), width), input_ids.device) for each in bins]
+
+
+# -- the loss of a micro-batch --
+
+
+def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_items: Any) -> torch.Tensor:
+    """TRL's loss of a micro-batch. In training all passes but the last go backward here.
+
+    The last pass's gradient is the caller's, as that of any loss: it is then that ranks exchange gradients.
+    """
+    loss_type, aux_coef, total = trainer.loss_type, trainer.router_aux_loss_coef, 0.0
+    *others, last = passes = micro_batch[PASSES]
+    trainer.loss_type = passes[0].loss_type
+    trainer.router_aux_loss_coef /= sum(each.scale for each in passes) or 1.0  # the router's loss is of a micro-batch
+    try:
+        for each in others:
+            if trainer.model.training:
+                with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
+                    total += Trainer.training_step(trainer, model, each, num_items)
+            else:
+                total += trainer.compute_loss(model, each)
+        total = total + trainer.compute_loss(model, last)
+        if micro_batch["is_last"]:
+            trainer.pass_metrics.finish(trainer._metrics[trainer._mode])
+        return total
+    finally:
+        trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
+
+
+@contextmanager
+def without_sync(accelerator: Any, model: Any, is_deepspeed: bool) -> Iterator[None]:
+    """Gradients only add up, as in a micro-batch that is not the last one of its accumulation."""
+    state = accelerator.gradient_state
+    if not state.sync_gradients:  # it is none
+        yield
+        return
+    syncs_anyway = is_deepspeed or state.plugin_kwargs.get("sync_each_batch", False)
+    state._set_sync_gradients(False)
+    try:
+        with nullcontext() if syncs_anyway else accelerator.no_sync(model):
+            yield
+    finally:
+        state._set_sync_gradients(True)

@@ -1,0 +1,138 @@
+"""Which models and runs can train a row per prompt, and why others cannot."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from peft import PeftModel
+from trl.models.utils import disable_gradient_checkpointing
+
+from mt_grpo.training.passes import pass_of_two
+from mt_grpo.training.shared_prompts import NAME
+
+logger = logging.getLogger(__name__)
+
+LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")  # that a fork may replace
+
+
+def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
+    """Why a model's tokens would have other hidden states in a shared row; None: they have the same.
+
+    A shared row has many conversations in it. So all that passes from token to token must go through an attention
+    function which knows them, and what is drawn or counted per row must not matter.
+
+    Args:
+        model: A causal language model, maybe with adapters.
+        asked: The run's `attn_implementation`.
+    """
+    if isinstance(model, PeftModel):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            return "its adapter writes into the prompt"
+        model = model.get_base_model()
+    config = model.config
+    if asked not in (None, "sdpa"):
+        return f"attn_implementation: {asked} is asked for. Rows that share a prompt need sdpa"
+    if config._attn_implementation not in ("sdpa", NAME):
+        return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
+    if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
+        return f"{type(model).__name__} takes no attention function from outside"
+    if config is not config.get_text_config():
+        return "it reads images"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    if kinds:
+        return f"it has layers of the kind {min(kinds)}"
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        return f"it has a sliding window of {config.sliding_window} tokens"
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if hasattr(module, "sinks"):
+            return f"its attention has sinks ({name})"
+        if isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
+            return f"it has a layer that mixes neighbouring tokens ({name}: {kind})"
+        dropped = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
+        dropped = dropped or getattr(module, "attention_dropout", 0.0)
+        if isinstance(dropped, float) and dropped > 0:
+            key = "lora_dropout" if "lora" in name else name
+            return f"{key} has a dropout of {dropped:g}, which would be drawn once for all that share a prompt"
+    return None
+
+
+def why_trls(trainer: Any, own_methods: type) -> str | None:
+    """Why a run keeps TRL's micro-batches; None: its rows can be put together anew.
+
+    Args:
+        trainer: Its model is loaded.
+        own_methods: The class whose loss reads passes.
+    """
+    for name in LOSS_METHODS:
+        if getattr(type(trainer), name) is not getattr(own_methods, name):
+            return f"{type(trainer).__name__} has a {name} of its own"
+    if trainer.aux_loss_enabled:
+        return "router_aux_loss_coef is set, and the router's loss compares the tokens of a micro-batch"
+    if trainer.args.torch_compile:
+        return "torch_compile is set, and each pass has another shape"
+    return None
+
+
+def why_padded(trainer: Any) -> str | None:
+    """Why a run's rows cannot share prompts; None: they can."""
+    if trainer.pad_to_multiple_of:
+        return "pad_to_multiple_of is set"
+    asked = (trainer.args.model_init_kwargs or {}).get("attn_implementation")
+    found = [why_not_in_model(trainer.model, asked)]
+    found += [why_not_in_model(trainer.ref_model)] if trainer.ref_model is not None else []
+    return next(filter(None, found), None)
+
+
+def choose_layout(trainer: Any, own_methods: type) -> tuple[str, str]:
+    """(how passes are laid out, why).
+
+    `shared`: a row per prompt. `padded`: rows sorted by length, in passes by tokens. `trl`: TRL's micro-batches.
+    """
+    args = trainer.args
+    if not args.share_prompts:
+        return "trl", "share_prompts: false"
+    if reason := why_trls(trainer, own_methods):
+        return "trl", reason
+    if reason := why_padded(trainer):
+        return "padded", reason
+    return "shared", ""
+
+
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob, in a sequence of its own
+LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ by more
+
+
+def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
+    """Compare shared rows with TRL's before the first step; where they differ, rows are padded from now on. Collective.
+
+    Two rows of one prompt are read in both ways. A model's own code can do what its configuration does not say.
+    """
+    if trainer.layout != "shared" or trainer.layout_proof is not None:
+        return
+    accelerator, compared = trainer.accelerator, pass_of_two(trainer, micro_batch)
+    ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+    logps = []
+    for trainer.layout in ("padded", "shared"):
+        trainer.current_pass = compared
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            found = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, masks, compared["completion_ids"].shape[1]
+            )[0]
+        logps.append(found.float())
+    trainer.current_pass = None
+    trained = compared["completion_mask"] * compared.get("tool_mask", 1) > 0
+    difference = (logps[0] - logps[1]).abs()[trained]
+    found = torch.stack([difference.max(), difference.mean()]) if len(difference) else trained.new_zeros(2).float()
+    largest, mean = accelerator.gather(found[None]).amax(0).tolist()
+    trainer.layout_proof = largest
+    exact = LARGEST_DIFFERENCE.get(next(trainer.model.parameters()).dtype)
+    if trainer.accelerator.mixed_precision != "no":
+        exact = None
+    if not (largest <= exact if exact else mean <= LARGEST_MEAN_DIFFERENCE):
+        trainer.layout, trainer.layout_reason = "padded", (
+            f"{type(trainer.model).__name__} gave a token another logprob in a row that shares prompts, by {largest:.2g}"
+        )
+        logger.warning(f"{trainer.layout_reason}. Rows are padded from now on, as in TRL.")

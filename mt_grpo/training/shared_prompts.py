@@ -1,0 +1,218 @@
+"""One row per prompt: the records of a group behind the prompt that they share, without padding.
+
+A row is [the prompt without its last token | per record the prompt's last token and all but the last of its
+completion]. Positions of each record go on from the prompt. In the attention the prompt is causal, and a record reads
+the prompt and itself. So linear layers see no prompt twice and no padding, and each token has the hidden state that it
+has in a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "shared_prompts"  # of the attention function, as transformers knows it
+KEYWORD = "shared_row"  # the argument of a model's forward that says how a row is laid out
+
+
+@dataclass
+class Segment:
+    """Tokens of a row that follow each other in a conversation.
+
+    Attributes:
+        start, stop: Where they stand in the row.
+        context: (start, stop) of what comes before them in the conversation, in its order.
+    """
+
+    start: int
+    stop: int
+    context: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_before(self) -> int:
+        return sum(stop - start for start, stop in self.context)
+
+
+@dataclass
+class Example:
+    """A record, of which some tokens are trained.
+
+    Attributes:
+        prompt_ids: At least one.
+        completion_ids: What follows.
+        scored: Whether the logprob of a completion's token is wanted, for each of them.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    scored: Sequence[int | bool]
+
+
+class SharedRow:
+    """Examples laid out as one row of L tokens, of which the logprobs of S tokens are wanted.
+
+    Args:
+        examples: By their numbers among the B rows of a batch.
+        shape: (B, C), the shape of the batch's completions.
+        device: Where the model is.
+
+    Attributes:
+        input_ids, position_ids: (1, L).
+        scored: (S,), where in the row the token before a wanted one stands. At least one.
+        labels: (1, S), the wanted tokens; -100 for one that nobody wants.
+        segments: What the attention reads.
+
+    >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
+    >>> row = SharedRow(examples, (2, 3))
+    >>> row.input_ids, row.position_ids
+    (tensor([[1, 2, 3, 4, 3, 6]]), tensor([[0, 1, 2, 3, 2, 3]]))
+    >>> row.scored, row.labels  # behind a record's last wanted token nothing is computed
+    (tensor([2, 3, 5]), tensor([[4, 5, 7]]))
+    >>> row.spread(torch.tensor([[-1.0, -2.0, -3.0]]))
+    tensor([[-1., -2.,  0.],
+            [ 0., -3.,  0.]])
+    """
+
+    def __init__(self, examples: dict[int, Example], shape: tuple[int, int], device: torch.device | str = "cpu"):
+        self.shape, self.device = shape, torch.device(device)
+        self.segments: list[Segment] = []
+        self._masks: dict[tuple, torch.Tensor | None] = {}
+        ids: list[int] = []
+        positions: list[int] = []
+        scored, labels, cells = [], [], []
+        prompts: dict[tuple[int, ...], Segment] = {}
+        for number, example in examples.items():
+            wanted = [k for k, flag in enumerate(example.scored) if flag]
+            if not wanted:
+                continue
+            begin = tuple(example.prompt_ids[:-1])
+            before = prompts.get(begin)
+            if before is None and begin:
+                before = prompts[begin] = Segment(len(ids), len(ids) + len(begin))
+                self.segments.append(before)
+                ids += begin
+                positions += range(len(begin))
+            own = [example.prompt_ids[-1], *example.completion_ids[: wanted[-1]]]
+            start = len(ids)
+            context = ((before.start, before.stop),) if before else ()
+            self.segments.append(Segment(start, start + len(own), context))
+            ids += own
+            positions += range(len(begin), len(begin) + len(own))
+            scored += [start + k for k in wanted]
+            labels += [example.completion_ids[k] for k in wanted]
+            cells += [number * shape[1] + k for k in wanted]
+        if not cells:  # a model's forward pass needs one token, and the head one position
+            self.segments, ids, positions = [Segment(0, 1)], [next(iter(examples.values())).prompt_ids[-1]], [0]
+            scored, labels, cells = [0], [-100], [shape[0] * shape[1]]
+        self.input_ids, self.position_ids = self._tensor([ids]), self._tensor([positions])
+        self.scored, self.labels, self._cells = self._tensor(scored), self._tensor([labels]), self._tensor(cells)
+
+    def _tensor(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[1]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(1, S) of the wanted tokens as (B, C) of the batch, 0 elsewhere."""
+        rows, width = self.shape
+        flat = values.new_zeros(rows * width + 1).index_copy(0, self._cells.to(values.device), values[0])
+        return flat[:-1].view(rows, width)
+
+    def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
+        """What a segment's tokens do not read, as numbers that are added: (its tokens, what it reads); None: nothing.
+
+        It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
+        """
+        size = segment.stop - segment.start
+        if size == 1:
+            return None
+        key = (size, segment.num_before, like.dtype, like.device)
+        if key not in self._masks:
+            shape = size, segment.num_before + size
+            hidden = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device)
+            self._masks[key] = hidden.triu(segment.num_before + 1)
+        return self._masks[key]
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    shared_row: SharedRow | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: of a `SharedRow`, else SDPA's own.
+
+    INVARIANT: the layout comes as an argument. Gradient checkpointing calls this again in the backward pass, when
+    another row may be the present one.
+
+    Args:
+        query: (1, heads, L, size of a head); key and value (1, key heads, L, ...).
+
+    Returns:
+        (1, L, heads, size of a head), and no attention weights.
+    """
+    if shared_row is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for segment in shared_row.segments:
+        own = slice(segment.start, segment.stop)
+        ranges = [slice(*each) for each in segment.context] + [own]
+        keys, values = (torch.cat([x[:, :, each] for each in ranges], 2) if len(ranges) > 1 else x[:, :, own]
+                        for x in (key, value))  # fmt: skip
+        alone = not segment.context and segment.stop - segment.start > 1
+        mask = None if alone else shared_row.mask(segment, query)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, own], keys, values, attn_mask=mask, is_causal=alone, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # of ordinary rows; a `SharedRow` needs none
+
+
+def share(*models: PreTrainedModel | PeftModel | None) -> None:
+    """Let models with SDPA read rows of either kind. For ordinary ones nothing changes."""
+
+    def keep_scored(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The head is as wide as the vocabulary: it reads the wanted positions alone."""
+        if (row := kwargs.get(KEYWORD)) is not None:
+            output.last_hidden_state = output.last_hidden_state[:, row.scored]
+        return output
+
+    for model in filter(None, models):
+        model = model.get_base_model() if isinstance(model, PeftModel) else model
+        model.config._attn_implementation = NAME
+        model.base_model.register_forward_hook(keep_scored, with_kwargs=True)
+
+
+def forward_inputs(row: SharedRow) -> dict[str, Any]:
+    """Arguments of a model's forward, with TRL's fused head."""
+    return {
+        "input_ids": row.input_ids,
+        "position_ids": row.position_ids,
+        # A mask of four dimensions is taken as it is: none is made from the positions, and `attention` reads none.
+        "attention_mask": row.input_ids.new_ones(1, 1, 1, 1),
+        "shift_labels": row.labels,
+        "fused_lm_head": True,
+        KEYWORD: row,
+    }
