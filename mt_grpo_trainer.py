@@ -1049,7 +1049,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             share(self.model, self.ref_model)
         self.layout_proof: float | None = None  # the largest difference of a logprob from that of TRL's rows
         self.current_pass: Pass | None = None  # the one whose loss is computed
-        self.pass_metrics = PassMetrics(self.importance_sampling_level == "sequence")
+        self.pass_metrics = PassMetrics()
         self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
         self._rollout_log = RolloutLog(
             args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,

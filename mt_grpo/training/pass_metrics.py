@@ -9,18 +9,11 @@ from typing import Any
 
 from mt_grpo.training.passes import Pass
 
-OF_ROWS = ("clip_ratio/", "vespo/")  # with a ratio per sequence TRL's means are over rows
-
 
 class PassMetrics:
-    """What TRL logs in each call of its loss, put together: means by tokens, smallest and largest by passes.
+    """What TRL logs in each call of its loss, put together: means by tokens, smallest and largest by passes."""
 
-    Args:
-        per_row: Whether the ratios of the loss are of sequences.
-    """
-
-    def __init__(self, per_row: bool):
-        self.per_row = per_row
+    def __init__(self):
         self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)  # name -> (value, what it weighs)
 
     @contextmanager
@@ -42,14 +35,13 @@ class PassMetrics:
 
     def add(self, name: str, value: float, each: Pass) -> None:
         """A value of one pass, the same on all ranks."""
-        by_row = self.per_row and name.startswith(OF_ROWS)
-        self._values[name].append((value, each.num_rows if by_row else each.num_tokens))
+        self._values[name].append((value, each.weight))
 
     def finish(self, metrics: dict[str, list[float]]) -> None:
         """One value per name for all passes since the last call.
 
-        >>> values, first, second = PassMetrics(False), Pass(), Pass()
-        >>> first.num_tokens, second.num_tokens = 3, 1
+        >>> values, first, second = PassMetrics(), Pass(), Pass()
+        >>> first.weight, second.weight = 3, 1
         >>> for name in ("entropy", "clip_ratio/low_min"):
         ...     values.add(name, 1.0, first), values.add(name, 5.0, second)
         (None, None)
@@ -60,14 +52,14 @@ class PassMetrics:
         {'entropy': [2.0], 'clip_ratio/low_min': [1.0]}
         """
         for name, found in self._values.items():
-            counted = [(value, weight) for value, weight in found if weight > 0] or found[-1:]
-            values = [value for value, _ in counted]
-            if name.endswith("_min") or name.endswith("/min"):
-                metrics[name].append(min(values))
-            elif name.endswith("_max") or name.endswith("/max"):
-                metrics[name].append(max(values))
+            counted = [(value, weight) for value, weight in found if weight > 0]
+            if not counted:  # no token is trained: as TRL has it
+                metrics[name].append(found[-1][0])
+            elif name.endswith("min"):
+                metrics[name].append(min(value for value, _ in counted))
+            elif name.endswith("max"):
+                metrics[name].append(max(value for value, _ in counted))
             else:
-                total = sum(weight for _, weight in counted) or 1.0
-                mean = sum(value * weight for value, weight in counted) / total
-                metrics[name].append(mean if total else values[-1])
+                total = sum(weight for _, weight in counted)
+                metrics[name].append(sum(value * weight for value, weight in counted) / total)
         self._values.clear()

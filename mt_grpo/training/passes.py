@@ -38,12 +38,12 @@ class Pass(dict):
         loss_type: TRL's, for this call.
         scale: What its loss counts in the micro-batch's.
         shared: The same rows as one that shares prompts; None: they are computed as they are.
-        num_rows, num_tokens: How many rows, and how many trained tokens, this pass has on all ranks.
+        weight: The sum of its loss mask on all ranks: its trained tokens, each as its mask counts it.
     """
 
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
-    num_rows = num_tokens = 0
+    weight = 0.0
 
 
 @dataclass
@@ -71,6 +71,12 @@ class TrainedRow:
     @cached_property
     def num_trained(self) -> int:
         return sum(self.trained)
+
+    @cached_property
+    def weight(self) -> float:
+        """The sum of its loss mask."""
+        mask = self.values["completion_mask"]
+        return float((mask * self.values.get("tool_mask", mask)).sum())
 
     @cached_property
     def own(self) -> int:
@@ -254,21 +260,26 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         bins = [rows]
     else:
         budget = args.max_tokens_per_pass or size * max(longest)
-        if trainer.loss_type != "bnpo":
+        if training and trainer.loss_type != "bnpo":  # transformers weighs an evaluation's losses by rank
             rows = balance(rows, budget, shares, accelerator)
         bins = fill(rows, budget, shares)
     most = accelerator.gather(torch.tensor([len(bins)], device=accelerator.device)).max()
     bins += [[] for _ in range(max(int(most), count) - len(bins))]
-    passes = [to_pass(rows or [dummy], trainer.pad_to_multiple_of or 1, shares) for rows in bins]
-    sums = torch.tensor([[len(rows), sum(row.num_trained for row in rows)] for rows in bins])
-    of_all_ranks = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
-    for each, own, (each.num_rows, each.num_tokens) in zip(passes, sums.tolist(), of_all_ranks, strict=True):
+    sums = torch.tensor([[[float(len(rows)), sum(row.weight for row in rows)] for rows in bins]])
+    of_ranks = accelerator.gather(sums.to(accelerator.device))  # (ranks, passes, 2)
+    most_rows, weights = of_ranks[:, :, 0].amax(0).clamp(min=1), of_ranks[:, :, 1].sum(0)
+    passes = []
+    for rows, num_rows, weight in zip(bins, most_rows.int().tolist(), weights.tolist(), strict=True):
+        # INVARIANT: all ranks have as many rows in a pass. TRL gathers one number per row for its metrics.
+        each = to_pass([*rows, *[dummy] * (num_rows - len(rows))], trainer.pad_to_multiple_of or 1, shares)
         each["num_items_in_batch"] = num_items
         each.loss_type = trainer.loss_type if divisor is None else "dapo"
         if divisor is None and trainer.loss_type in MEAN_OF_ROWS:
-            each.scale = own[0] / per_micro_batch
+            each.scale = num_rows / per_micro_batch
         elif divisor is None and trainer.loss_type == "bnpo":
-            each.scale = own[1] / per_micro_batch
+            each.scale = sum(row.num_trained for row in rows) / per_micro_batch
+        each.weight = weight
+        passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last], "is_last": last == cuts[-1]} for first, last in zip(cuts, cuts[1:])]
 
@@ -291,7 +302,8 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
         if any(len(each) != len(row.values[f"{side}_mask"]) for each, row in zip(found, rows)):
             batch[key] = torch.stack(found)  # one value per row, as TRL's ratio of a sequence
             continue
-        width = max(1, *(len(row.values[f"{side}_mask"]) for row in rows))
+        # With one column TRL would take its metrics for those of sequences.
+        width = max(2 if side == "completion" else 1, *(len(row.values[f"{side}_mask"]) for row in rows))
         width = -(-width // multiple) * multiple
         padded = value.new_zeros(len(rows), width)
         for i, each in enumerate(found):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from mt_grpo.base.ranks import RunError
 from mt_grpo.rollout import Context, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import FURTHER_RECORDS, Pass, loss_in_passes, to_passes, without_sync
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -357,101 +357,6 @@ def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
     with pytest.raises(RunError, match="in all 8 rollouts of step 0. .*ConnectionError: no database for rollout 0"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-# -- passes --
-
-
-def row(prompt, completion, trained):
-    """Masks as TRL pads them, to three prompt tokens and four of the completion."""
-    return {
-        "prompt_mask": torch.tensor([0] * (3 - prompt) + [1] * prompt),
-        "completion_mask": torch.tensor([1] * completion + [0] * (4 - completion)),
-        "tool_mask": torch.tensor(trained + [1] * (4 - len(trained))),
-    }
-
-
-def passes_of(loss_type, training=True):
-    """Two rollouts, of two records and one, on a rank of two. The other rank has five rows."""
-    rows = [row(1, 2, [1, 0]), row(2, 3, [1, 1, 1])]
-    micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]}
-    micro_batch |= {"num_items_in_batch": torch.tensor(77), "further_records": [[row(1, 3, [0, 1, 1])], []]}
-    settings = dict(per_device_train_batch_size=2, per_device_eval_batch_size=4, steps_per_generation=3)
-    accelerator = SimpleNamespace(
-        device="cpu", num_processes=2, gather=lambda rows: torch.cat([rows, torch.tensor([5])])
-    )
-    return to_passes(
-        SimpleNamespace(
-            args=SimpleNamespace(**settings), accelerator=accelerator, model=SimpleNamespace(training=training),
-            loss_type=loss_type, max_completion_length=30, pad_to_multiple_of=None,
-        ), micro_batch,
-    )  # fmt: skip
-
-
-def test_passes_are_as_many_on_all_ranks():
-    """Five rows, two of them without loss and with one real token; widths are those of a pass's own rows."""
-    passes = passes_of("sapo")
-    assert [each["prompt_mask"].tolist() for each in passes] == [[[1], [1]], [[1, 1], [0, 1]], [[1]]]
-    assert [each["completion_mask"].tolist() for each in passes] == [
-        [[1, 1, 0], [1, 1, 1]], [[1, 1, 1], [0, 0, 0]], [[0]],
-    ]  # fmt: skip
-    trained = [(each["completion_mask"] * each["tool_mask"]).sum(1).tolist() for each in passes]
-    assert trained == [[1, 2], [3, 0], [0]]
-    assert [each.scale for each in passes] == [2 / 4, 2 / 4, 1 / 4]  # 3 and 5 records: 4 per rank
-    assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
-    assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [4, 1]
-
-
-def test_a_loss_in_passes_leaves_the_settings_as_they_were(monkeypatch):
-    """The loss of a router is divided among the passes of a micro-batch. The next one begins with all of it."""
-    each, read = Pass(), []
-    each.loss_type, each.scale = "dapo", 1.0
-    trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
-    trainer.compute_loss = lambda *_: read.append((trainer.loss_type, trainer.router_aux_loss_coef)) or 1.0
-    monkeypatch.setattr("mt_grpo.training.records.to_passes", lambda *_: [each] * 3)
-    assert loss_in_passes(trainer, None, {}, None) == 3.0 and read == [("dapo", 0.25)] * 3
-    assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
-
-
-@pytest.mark.parametrize(
-    "loss_type, divisor, weights",
-    [
-        ("dapo", None, [1, 1, 1]),
-        ("grpo", 2 * 30, [30 / 3, 30 / 3, 30 / 3]),  # rollout 0 has 1 + 2 trained tokens, rollout 1 has 3
-        ("dr_grpo", 2 * 30, [1, 1, 1]),
-        ("bnpo", 6, [1, 1, 1]),
-        ("luspo", 2, [1, 1, 1]),
-    ],
-)
-def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
-    first, second, _ = passes_of(loss_type)
-    assert {first.loss_type, second.loss_type} == {"dapo"}
-    # TRL divides it by the number of processes, and by the micro-batches of a batch of rollouts.
-    assert first["num_items_in_batch"] == (divisor * 2 * 3 if divisor else 77)
-    assert first["tool_mask"].amax(1).tolist() + second["tool_mask"].amax(1).tolist() == [*weights, 0]
-
-
-@pytest.mark.parametrize("loss_type, divisor", [("grpo", 2 * 30), ("dr_grpo", 2 * 30), ("bnpo", 6), ("luspo", 2)])
-def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
-    """By the number of processes. An evaluation has one micro-batch, however many steps a batch of training has."""
-    assert {each["num_items_in_batch"].item() for each in passes_of(loss_type, training=False)} == {divisor * 2}
-
-
-@pytest.mark.parametrize("is_deepspeed", [False, True])
-@pytest.mark.parametrize("last_of_its_accumulation", [False, True])
-def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
-    """A pass that is not the last only adds up; where the micro-batch does so anyway, nothing is changed."""
-    seen = []
-    accelerator = Accelerator(cpu=True)
-    accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
-    accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
-    try:
-        with without_sync(accelerator, "model", is_deepspeed):
-            assert not accelerator.sync_gradients
-        assert accelerator.sync_gradients == last_of_its_accumulation
-    finally:
-        accelerator.gradient_state._set_sync_gradients(True)
-    assert seen == (["model"] if last_of_its_accumulation and not is_deepspeed else [])
 
 
 # -- two ranks --

@@ -1,0 +1,128 @@
+"""Random batches of TRL's, trained in one layout or another. Run in one process and by two ranks."""
+
+import copy
+import random
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from mt_grpo.training.records import FURTHER_RECORDS
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+GROUP_SIZE = 4
+PROMPTS = (1, 2, 9, 23)  # tokens; one of a single token has nothing to share
+ROW = {"prompt": [{"role": "user", "content": "x"}]}
+
+
+def nothing(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def random_rows(seed: int, count: int, further: bool) -> list[dict]:
+    """Rows of TRL's batch without padding. Some have no trained token, some one token, and prompts come back."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(200) for _ in range(rng.choice(PROMPTS))] for _ in range(count // GROUP_SIZE)]
+
+    def row(prompt):
+        length = rng.choice((1, 2, 7, 30, 45))
+        trained = [int(rng.random() < 0.7) for _ in range(length)] if rng.random() < 0.85 else [0] * length
+        numbers = {name: [rng.gauss(0, size) for _ in range(length)]
+                   for name, size in (("advantages", 1.0), ("old", 0.3), ("ref", 0.5), ("ratio", 0.2))}  # fmt: skip
+        return {"prompt": prompt, "ids": [rng.randrange(200) for _ in range(length)], "trained": trained, **numbers}
+
+    rows = []
+    for i in range(count):
+        first = row(prompts[i // GROUP_SIZE])
+        first["further"] = [row([5] * rng.choice(PROMPTS)) for _ in range(rng.choice((0, 0, 1, 2)))] if further else []
+        rows.append(first)
+    return rows
+
+
+def tensors(rows: list[dict], settings: dict, near: float) -> dict:
+    """As TRL pads them. Old logprobs lie around `near`, that of a token of the random model."""
+    of_all = [each for row in rows for each in (row, *row["further"])]
+    before = max(len(row["prompt"]) for row in of_all)
+    behind = max(len(row["ids"]) for row in of_all)
+
+    def padded(row):
+        left, right = [0] * (before - len(row["prompt"])), [0] * (behind - len(row["ids"]))
+        advantages = row["advantages"]
+        if settings.get("credit_assignment") == "outcome":
+            advantages = advantages[:1] * len(advantages)
+        found = {
+            "prompt_ids": left + row["prompt"], "prompt_mask": left + [1] * len(row["prompt"]),
+            "completion_ids": row["ids"] + right, "completion_mask": [1] * len(row["ids"]) + right,
+            "tool_mask": row["trained"] + [1] * len(right), "advantages": advantages + [0.0] * len(right),
+        }  # fmt: skip
+        if settings.get("num_iterations", 1) > 1 or settings.get("vllm"):
+            found["old_per_token_logps"] = [near + value for value in row["old"]] + [0.0] * len(right)
+        if settings.get("vllm") == "token":
+            found["importance_sampling_ratio"] = [1 + abs(value) for value in row["ratio"]] + [1.0] * len(right)
+        elif settings.get("vllm") == "sequence":
+            found["importance_sampling_ratio"] = [1 + abs(row["ratio"][0])]
+        if settings.get("vllm"):
+            found["sampling_per_token_logps"] = [near + 2 * value for value in row["old"]] + [0.0] * len(right)
+        if settings.get("beta"):
+            found["ref_per_token_logps"] = [near + value for value in row["ref"]] + [0.0] * len(right)
+        return {key: torch.tensor(value) for key, value in found.items()}
+
+    single = [padded(row) for row in rows]
+    batch = {key: torch.stack([each[key] for each in single]) for key in single[0]}
+    if any(row["further"] for row in rows):
+        batch[FURTHER_RECORDS] = [[padded({**each, "further": []}) for each in row["further"]] for row in rows]
+    return batch
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]).clone())
+
+
+class OfBatches(MTGRPOEnvTrainer):
+    """Trains random batches in place of what was rolled out."""
+
+    settings, near = {}, -5.4
+
+    def _generate_and_score_completions(self, inputs):
+        count, ranks = len(inputs), self.accelerator.num_processes
+        rows = random_rows(self.settings.get("seed", 0) + self._step, count * ranks, self.settings.get("further"))
+        trained = sum(sum(each["trained"]) for row in rows for each in (row, *row["further"]))
+        first = self.accelerator.process_index * count
+        own = tensors(rows, self.settings, self.near)
+        batch = {key: value[first : first + count] for key, value in own.items()}
+        return batch | {"num_items_in_batch": torch.tensor(trained)}
+
+
+def make_trainer(model, out, layout, settings, **changes):
+    """A trainer of `OfBatches` in a layout: `trl`, `shared` or `padded`."""
+    args = dict(
+        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_completion_length=64, max_env_steps=2,
+        disable_tqdm=True, save_strategy="no", max_steps=2, logging_steps=1, num_generations=GROUP_SIZE,
+        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False,
+        share_prompts=layout != "trl",
+    )  # fmt: skip
+    own = {"vllm", "further", "seed", "peft"}
+    args |= {key: value for key, value in settings.items() if key not in own} | changes
+    trainer = OfBatches(
+        model, MultiTurnToolEnv([], system_prompt=None), [], [nothing], args=MTGRPOConfig(**args),
+        callbacks=[gradients := Gradients()], train_dataset=Dataset.from_list([ROW] * 64),
+        peft_config=copy.deepcopy(settings.get("peft")),
+    )  # fmt: skip
+    trainer.settings, trainer.gradients = settings, gradients.steps
+    trainer.use_vllm = bool(settings.get("vllm"))
+    assert trainer.layout == ("trl" if layout == "trl" else "shared"), trainer.layout_reason
+    trainer.layout = layout
+    return trainer
+
+
+def train(model, out, layout, settings, **changes):
+    """Gradients of the steps, and the log of the first."""
+    trainer = make_trainer(model, out, layout, settings, **changes)
+    trainer.train()
+    assert trainer.layout == layout
+    return {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history}

@@ -1,0 +1,76 @@
+"""A step in passes of our own layout has the gradient of TRL's step."""
+
+import pytest
+import random_batches as batches
+import torch
+
+CLOSE = 1e-5  # of a gradient's largest entry, in float32
+
+OF_SEQUENCES = dict(credit_assignment="outcome")  # what reads the sign of a sequence's advantage
+SETTINGS = [
+    *[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")],
+    dict(loss_type="vespo", **OF_SEQUENCES),
+    dict(loss_type="dapo", beta=0.1, vllm="token"),
+    dict(loss_type="grpo", beta=0.1, vllm="token", num_iterations=2, max_steps=4),
+    dict(loss_type="dapo", importance_sampling_level="sequence", vllm="sequence"),
+    dict(loss_type="luspo", importance_sampling_level="sequence", vllm="sequence", beta=0.05),
+    dict(loss_type="vespo", vllm="sequence", **OF_SEQUENCES),
+    dict(loss_type="grpo", vllm="token", off_policy_mask_threshold=0.02, **OF_SEQUENCES),
+    dict(loss_type="dapo", vllm="token", delta=1.5),
+    dict(loss_type="bnpo", vllm="token", beta=0.1),
+    dict(loss_type="grpo", top_entropy_quantile=0.5),
+    dict(loss_type="dapo", entropy_coef=0.01),
+    dict(loss_type="dapo", gradient_accumulation_steps=1, steps_per_generation=2, vllm="token"),  # two steps per batch
+    dict(loss_type="grpo", gradient_accumulation_steps=4, steps_per_generation=2),  # two batches per step
+    dict(loss_type="grpo", gradient_accumulation_steps=3, steps_per_generation=2, vllm="token"),
+    dict(loss_type="dapo", gradient_checkpointing=True),
+    dict(loss_type="grpo", gradient_accumulation_steps=1, vllm="token", beta=0.1, per_device_train_batch_size=8),
+    dict(loss_type="dapo", gradient_accumulation_steps=1, importance_sampling_level="sequence", vllm="sequence",
+         per_device_train_batch_size=8),
+    dict(loss_type="dapo", further=True, beta=0.1),
+    dict(loss_type="grpo", further=True, vllm="token"),
+    dict(loss_type="sapo", further=True, gradient_accumulation_steps=1, seed=1),
+    dict(loss_type="bnpo", further=True),
+]
+
+
+def distance(one, other):
+    """The largest difference, as a share of the largest entry, over all steps."""
+    assert one.shape == other.shape and one.abs().amax(1).min() > 1e-6
+    return ((one - other).abs().amax(1) / one.abs().amax(1)).max().item()
+
+
+def metrics(log):
+    """Those of the loss: TRL makes them in each pass, and of passes with different numbers of tokens."""
+    return {key: value for key, value in log.items() if key.startswith(("clip", "cispo", "vespo", "entropy", "kl"))}
+
+
+@pytest.fixture(scope="module")
+def of_trl(random_model, tmp_path_factory):
+    """Gradients and logs of TRL's own layout, made once for each setting."""
+    found = {}
+
+    def get(settings):
+        key = repr(settings)
+        if key not in found:
+            found[key] = batches.train(random_model, tmp_path_factory.mktemp("trl"), "trl", settings)
+        return found[key]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", ["shared", "padded"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: " ".join(f"{k}={v}" for k, v in each.items()))
+def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layout):
+    expected = of_trl(settings)
+    whole = batches.train(random_model, tmp_path / "whole", layout, settings)
+    cut = batches.train(random_model, tmp_path / "cut", layout, settings, max_tokens_per_pass=80)
+    for found in (whole, cut):
+        assert distance(expected["gradients"], found["gradients"]) < CLOSE
+        for theirs, ours in zip(expected["log"], found["log"], strict=True):
+            assert set(theirs) == set(ours)
+            if "loss" in theirs:
+                assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+                assert metrics(ours) == pytest.approx(metrics(whole["log"][theirs["step"] - 1]), abs=1e-5, nan_ok=True)
+                if settings.get("gradient_accumulation_steps") == 1 and "further" not in settings:
+                    assert metrics(ours) == pytest.approx(metrics(theirs), abs=1e-5, nan_ok=True)
