@@ -127,7 +127,7 @@ from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, window_of
+from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, skips_first_pass, window_of
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
@@ -812,18 +812,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = self.in_flight.rows_of_step(inputs)
         first = self.accelerator.process_index * len(inputs)
         self.batch = batch = Batch(inputs, self._group_size, first, self._mode, data_of(self))
+        correction, skips = self.vllm_importance_sampling_correction, skips_first_pass(self)
         try:
+            self.vllm_importance_sampling_correction = correction and not skips  # for it TRL makes the pass
             output = super()._generate_and_score_completions(rows_for_trl(inputs))
         finally:
             self.env.close(batch.rollouts)
-            batch.loss_masks = None
+            batch.loss_masks, self.vllm_importance_sampling_correction = None, correction
         advantages = self._advantages(batch.rewards, self.scale_rewards)  # (N, K)
         check_advantages(batch.rewards, advantages, self.state.global_step, self.turn_advantage_coef)
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         self._log_step(output, advantages)
-        if self.args.old_logps == "sampled":
+        if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
         return batch.per_rollout(output)
 
@@ -905,25 +907,31 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, compute_entropy: bool = False, **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """TRL's, from rows that share prompts: logprobs and entropies (M, C), 0 where nobody trains, and no router loss.
+        """TRL's, from rows that share prompts: logprobs and entropies (M, C), 0 where nobody trains.
 
         Args:
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
+        current = self.current_pass
         if self.layout != "shared":
-            return super()._get_per_token_logps_and_entropies(
+            found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        if self.current_pass is not None:
-            rows = [self.current_pass.shared]
         else:
-            rows = shared_rows(self, input_ids, attention_mask, logits_to_keep, batch_size)
-        with self.accelerator.autocast():
-            outputs = [(row, model(**forward_inputs(row))) for row in rows]
-        logps = sum(row.spread(output.log_probs) for row, output in outputs)
-        entropies = sum(row.spread(output.entropy) for row, output in outputs) if compute_entropy else None
-        return logps, entropies, None
+            rows = (
+                [current.shared]
+                if current
+                else shared_rows(self, input_ids, attention_mask, logits_to_keep, batch_size)
+            )
+            with self.accelerator.autocast():
+                outputs = [(row, model(**forward_inputs(row))) for row in rows]
+            logps = sum(row.spread(output.log_probs) for row, output in outputs)
+            entropies = sum(row.spread(output.entropy) for row, output in outputs) if compute_entropy else None
+            found = logps, entropies, None
+        if current is not None and current.is_first:
+            self.pass_metrics.compare(current, found[0].detach(), self)
+        return found
 
     # -- 3.3 roll out --
 

@@ -101,17 +101,34 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
 
 
 def train(
-    model, out, edit=None, ratios=None, evaluate=False, old_logps="policy", mode="token_truncate", cut=3.0, **changes
+    model,
+    out,
+    edit=None,
+    ratios=None,
+    evaluate=False,
+    old_logps="policy",
+    mode="token_truncate",
+    least=None,
+    cut=3.0,
+    **changes,
 ):
     """Gradients and losses of a run; with `ratios` as if a server of that kind had sampled."""
     trainer = make_trainer(model, out, edit, **changes)
     if ratios:
         trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, mode
-        trainer.vllm_importance_sampling_clip_max = cut
+        trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = least, cut
         trainer.args.old_logps = old_logps
         trainer.llm = ratios(trainer.processing_class)
+    passes, own = [], trainer._get_per_token_logps_and_entropies
+
+    def counted(*inputs, **kwargs):
+        passes.append(torch.is_grad_enabled())
+        return own(*inputs, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counted
     trainer.train()
     result = {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history[0]}
+    result["passes"] = passes.count(False) - 2 * trainer.args.share_prompts  # of the rollouts; two prove the layout
     if evaluate:
         result["eval_loss"] = trainer.evaluate()["eval_loss"]
     return result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from mt_grpo.training.passes import Pass
 
@@ -37,6 +40,56 @@ class PassMetrics:
         """A value of one pass, the same on all ranks."""
         self._values[name].append((value, each.weight))
 
+    def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
+        """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.
+
+        They are the policy's before the step, since this is the first step of its rollouts. They become what the loss
+        clips around (with `old_logps: sampled` only where a sampled one is not known), and the importance ratio and
+        its metrics are made from them.
+
+        Args:
+            each: The pass.
+            logps: (B, C), without gradient.
+            trainer: Says which ratio: `old_logps`, `vllm_importance_sampling_mode`, and where it is cut.
+        """
+        mode, least, most = (
+            getattr(trainer, f"vllm_importance_sampling_{key}") for key in ("mode", "clip_min", "clip_max")
+        )
+        sampled = each["sampling_per_token_logps"]  # (B, C)
+        trained = each["completion_mask"] * each["tool_mask"] > 0
+        known = trained & ~sampled.isnan()
+        difference = torch.where(known, logps - sampled, 0.0)
+        own_ratio = difference.exp()
+        ratio, counted = importance_ratio(difference, mode, least, most), trained
+        if ratio.shape[1] == 1:
+            counted = trained.any(1, keepdim=True)
+        if trainer.args.old_logps == "sampled":
+            each["old_per_token_logps"] = torch.where(sampled.isnan(), logps, sampled)
+            each["importance_sampling_ratio"] = torch.ones_like(ratio)
+        else:
+            each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
+        is_cut = (ratio == 0) | (ratio >= (math.inf if most is None else most))
+        sums = [known.sum(), difference.abs().sum(), (own_ratio * known).sum(), trained.sum(),
+                (is_cut.expand(trained.shape) * trained).sum(), counted.sum(), (ratio * counted).sum()]  # fmt: skip
+        num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = trainer.accelerator.reduce(
+            torch.stack([value.double() for value in sums]), reduction="sum"
+        ).tolist()
+        ends = [difference.abs().max(), ratio.masked_fill(~counted, math.inf).min(), (ratio * counted).max()]
+        ends = trainer.accelerator.gather(torch.stack(ends)[None])  # (ranks, 3)
+        if not num_trained:
+            return
+        apart, ratio_name = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+        for name, value, weight in (
+            (f"{apart}/mean", absolute / max(num_known, 1), num_known),
+            (f"{apart}/max", ends[:, 0].max().item(), num_known),
+            (f"{ratio_name}/min", ends[:, 1].min().item(), num_ratios),
+            (f"{ratio_name}/mean", ratios / num_ratios, num_ratios),
+            (f"{ratio_name}/max", ends[:, 2].max().item(), num_ratios),
+            ("sampling/token_ratio_mean", own_ratios / max(num_known, 1), num_known),
+            ("sampling/frac_tokens_ratio_zero_or_clipped", num_cut / num_trained, num_trained),
+        ):
+            self._values[name].append((value, weight))
+
     def finish(self, metrics: dict[str, list[float]]) -> None:
         """One value per name for all passes since the last call.
 
@@ -63,3 +116,30 @@ class PassMetrics:
                 total = sum(weight for _, weight in counted)
                 metrics[name].append(sum(value * weight for value, weight in counted) / total)
         self._values.clear()
+
+
+def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
+    """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
+
+    Args:
+        difference: (B, C), the policy's logprob minus the sampled one; 0 where it does not count.
+        mode: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
+        least, most: Where a ratio is cut, or from where it is 0.
+
+    >>> difference = torch.tensor([[0.0, 2.0], [-1.0, 0.5]])
+    >>> importance_ratio(difference, "token_truncate", 0.5, 3.0)
+    tensor([[1.0000, 3.0000],
+            [0.5000, 1.6487]])
+    >>> importance_ratio(difference, "sequence_mask", None, 3.0)
+    tensor([[0.0000],
+            [0.6065]])
+    """
+    ratio = (difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference).exp()
+    if mode.endswith("truncate"):
+        return ratio if least is None and most is None else ratio.clamp(min=least, max=most)
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if least is not None:
+        outside |= ratio < least
+    if most is not None:
+        outside |= ratio > most
+    return ratio.masked_fill(outside, 0.0)

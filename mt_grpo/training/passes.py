@@ -1,9 +1,9 @@
-"""From TRL's micro-batches to forward passes: which rows go together, on which rank, and what each pass counts.
+"""From TRL's micro-batches to forward passes: which rows go together, on which rank, and what a pass counts.
 
-TRL shuffles a rank's rows and cuts them into micro-batches of equally many, padded to the longest of all. Here the rows
-of the micro-batches of one optimizer step are put together anew: groups stay whole where they fit, so that a prompt is
-computed once (`shared_prompts`), and a pass has a number of tokens in place of a number of rows. The step's gradient is
-the same sum.
+TRL shuffles a rank's rows and cuts them into micro-batches of equally many, padded to the longest of all. Here the
+rows of the micro-batches of one optimizer step are put together anew: groups stay whole where they fit, so that a
+prompt is computed once (`shared_prompts`), and a pass has a number of tokens in place of a number of rows. The step's
+gradient is the same sum.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Pass(dict):
         scale: What its loss counts in the micro-batch's.
         shared: The same rows as one that shares prompts; None: they are computed as they are.
         weight: The sum of its loss mask on all ranks: its trained tokens, each as its mask counts it.
+        is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
     """
 
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
     weight = 0.0
+    is_first = False
 
 
 @dataclass
@@ -170,7 +172,7 @@ def units_of(rows: list[TrainedRow], limit: float, shares: bool) -> list[list[Tr
 
 
 def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[TrainedRow]]:
-    """Rows in passes of at most `budget` tokens, longest first. A row that is longer by itself is a pass of its own."""
+    """Rows in passes of at most `budget` tokens, longest first. A row that is longer is a pass of its own."""
     bins: list[list[TrainedRow]] = []
     units = units_of(rows, budget, shares)
     for unit in sorted(units, key=lambda unit: -cost(unit, shares)):
@@ -214,6 +216,23 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 def compares_tokens(args: Any) -> bool:
     """Whether TRL compares a micro-batch's tokens with each other: it is one pass then, whatever its size."""
     return args.top_entropy_quantile < 1.0 or args.entropy_coef != 0.0 or args.use_adaptive_entropy
+
+
+def skips_first_pass(trainer: Any) -> bool:
+    """Whether rollouts of a server need no forward pass before their step: the loss's own pass says the same.
+
+    The pass stays with several optimizer steps of a batch, of which only the first has that policy; for a log that
+    shows its logprobs; and where a `_mask` mode goes with `old_logps: sampled`.
+    """
+    args = trainer.args
+    return (
+        trainer.layout != "trl"
+        and trainer.use_vllm
+        and trainer.vllm_importance_sampling_correction
+        and not args.log_rollout_tokens
+        and (args.old_logps == "policy" or trainer.vllm_importance_sampling_mode.endswith("truncate"))
+        and args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
+    )
 
 
 def window_of(args: Any, loss_type: str) -> int:
@@ -278,7 +297,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             each.scale = num_rows / per_micro_batch
         elif divisor is None and trainer.loss_type == "bnpo":
             each.scale = sum(row.num_trained for row in rows) / per_micro_batch
-        each.weight = weight
+        each.weight, each.is_first = weight, skips_first_pass(trainer)
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last], "is_last": last == cuts[-1]} for first, last in zip(cuts, cuts[1:])]
@@ -336,7 +355,7 @@ def shared_rows(
     """All rows of a batch as rows that share prompts, of which a forward pass reads one. Collective.
 
     Args:
-        trainer: If its batch has `loss_masks`, they say whose logprobs are wanted: those of the tokens that are trained.
+        trainer: If its batch has `loss_masks`, they say whose logprobs are wanted: those of trained tokens.
         input_ids, attention_mask: (M, P + C), prompts padded on the left.
         width: C.
         size: TRL's number of rows per pass; None: one pass.

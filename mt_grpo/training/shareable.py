@@ -106,7 +106,7 @@ LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ 
 
 
 def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
-    """Compare shared rows with TRL's before the first step; where they differ, rows are padded from now on. Collective.
+    """Compare shared rows with TRL's before the first step; where they differ, rows are padded. Collective.
 
     Two rows of one prompt are read in both ways. A model's own code can do what its configuration does not say.
     """
@@ -117,7 +117,10 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
     logps = []
     for trainer.layout in ("padded", "shared"):
         trainer.current_pass = compared
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+        ):
             found = trainer._get_per_token_logps_and_entropies(
                 trainer.model, ids, masks, compared["completion_ids"].shape[1]
             )[0]
@@ -132,7 +135,6 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
     if trainer.accelerator.mixed_precision != "no":
         exact = None
     if not (largest <= exact if exact else mean <= LARGEST_MEAN_DIFFERENCE):
-        trainer.layout, trainer.layout_reason = "padded", (
-            f"{type(trainer.model).__name__} gave a token another logprob in a row that shares prompts, by {largest:.2g}"
-        )
+        trainer.layout, model = "padded", type(trainer.model).__name__
+        trainer.layout_reason = f"{model} gave a token another logprob in a shared row, by {largest:.2g}"
         logger.warning(f"{trainer.layout_reason}. Rows are padded from now on, as in TRL.")

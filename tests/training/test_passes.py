@@ -2,7 +2,7 @@
 
 import pytest
 import random_batches as batches
-import torch
+import records_batch
 
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
@@ -25,8 +25,13 @@ SETTINGS = [
     dict(loss_type="grpo", gradient_accumulation_steps=3, steps_per_generation=2, vllm="token"),
     dict(loss_type="dapo", gradient_checkpointing=True),
     dict(loss_type="grpo", gradient_accumulation_steps=1, vllm="token", beta=0.1, per_device_train_batch_size=8),
-    dict(loss_type="dapo", gradient_accumulation_steps=1, importance_sampling_level="sequence", vllm="sequence",
-         per_device_train_batch_size=8),
+    dict(
+        loss_type="dapo",
+        gradient_accumulation_steps=1,
+        importance_sampling_level="sequence",
+        vllm="sequence",
+        per_device_train_batch_size=8,
+    ),
     dict(loss_type="dapo", further=True, beta=0.1),
     dict(loss_type="grpo", further=True, vllm="token"),
     dict(loss_type="sapo", further=True, gradient_accumulation_steps=1, seed=1),
@@ -74,3 +79,39 @@ def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layo
                 assert metrics(ours) == pytest.approx(metrics(whole["log"][theirs["step"] - 1]), abs=1e-5, nan_ok=True)
                 if settings.get("gradient_accumulation_steps") == 1 and "further" not in settings:
                     assert metrics(ours) == pytest.approx(metrics(theirs), abs=1e-5, nan_ok=True)
+
+
+# -- no pass before the step --
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_path, mode, beta):
+    """Gradient and metrics of importance sampling are TRL's, and the policy is read once less."""
+    settings = dict(ratios=records_batch.Unknown, mode=mode, cut=1.4, beta=beta, loss_type="dapo")
+    settings |= dict(least=0.7) if mode.startswith("token") else {}
+    settings |= records_batch.LAYOUTS["accumulated"]
+    ours = records_batch.train(random_model, tmp_path / "ours", **settings)
+    theirs = records_batch.train(random_model, tmp_path / "theirs", share_prompts=False, **settings)
+    reference = int(beta > 0)
+    assert (ours["passes"], theirs["passes"]) == (reference, reference + 1)
+    assert distance(theirs["gradients"], ours["gradients"]) < CLOSE
+    names = [name for name in theirs["log"] if name.startswith("sampling/")]
+    assert len(names) == 7 and theirs["log"]["sampling/sampling_logp_difference/max"] > 0.1
+    for name in names:
+        assert ours["log"][name] == pytest.approx(theirs["log"][name], abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(mode="token_mask", old_logps="sampled", **records_batch.LAYOUTS["accumulated"]),
+        dict(log_rollout_tokens=True, **records_batch.LAYOUTS["accumulated"]),
+        dict(num_iterations=2, max_steps=2),
+        records_batch.LAYOUTS["two steps"],
+        dict(share_prompts=False),
+    ],
+    ids=" ".join,
+)
+def test_the_pass_before_the_step_stays_with(random_model, tmp_path, settings):
+    assert records_batch.train(random_model, tmp_path, ratios=records_batch.Near, **settings)["passes"] == 1

@@ -1,6 +1,5 @@
 """Rollouts of several records: trained as one, each token in its own context; rollouts without an environment."""
 
-import contextlib
 import copy
 import json
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pandas
 import pytest
 import records_batch as batch
 import torch
-from accelerate import Accelerator
 from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -210,7 +208,11 @@ def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, s
     assert 0.1 < clipped.float().mean() < 0.9 and (0.02 < masked < 0.5 if mode == "token_mask" else masked == 0)
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])[None]
     settings = dict(loss_type="dapo", ratios=server, mode=mode, cut=1.4, epsilon=0.2, epsilon_high=0.3)
-    settings |= dict(log_rollout_tokens=True, **batch.LAYOUTS["accumulated"])
+    settings |= batch.LAYOUTS["accumulated"]
+    shorter = batch.train(random_model, tmp_path / "shorter", edit_second, old_logps="sampled", **settings)
+    assert shorter["passes"] == (0 if mode == "token_truncate" else 1)
+    assert batch.train(random_model, tmp_path / "policy 0", edit_second, **settings)["passes"] == 0
+    settings["log_rollout_tokens"] = True
     folder = tmp_path / "sampled"
     result = batch.train(random_model, folder, edit_second, old_logps="sampled", **settings)
     assert batch.distance(expected, result["gradients"]) < CLOSE
@@ -225,6 +227,12 @@ def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, s
          for turn in row["turns"]] for out in (folder, tmp_path / "policy")
     )  # fmt: skip
     assert first == second and len(first) > 8
+    # With no pass before the step the loss's own pass says the same.
+    assert result["passes"] == 1 and batch.distance(result["gradients"], shorter["gradients"]) < CLOSE
+    names = [name for name in result["log"] if name.startswith("sampling/")]
+    assert len(names) == 7
+    for name in names:
+        assert shorter["log"][name] == pytest.approx(result["log"][name], abs=1e-4), name
 
 
 def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_model, tmp_path):
