@@ -127,7 +127,16 @@ from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, skips_first_pass, window_of
+from mt_grpo.training.passes import (
+    PASSES,
+    Pass,
+    into_passes,
+    loss_in_passes,
+    memory_errors,
+    shared_rows,
+    skips_first_pass,
+    window_of,
+)
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
@@ -887,6 +896,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
             self._buffered_inputs = [each for step in steps for each in into_passes(self, step)]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """TRL's. Where a pass does not fit into memory, the error says what makes it smaller."""
+        with memory_errors(self):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
         """TRL's loss, of a pass; of a micro-batch the sum over its passes."""

@@ -97,6 +97,31 @@ def check_old_logps(args: GRPOConfig) -> None:
             )
 
 
+def check_passes(args: GRPOConfig) -> None:
+    """Raise `ValueError` where `max_tokens_per_pass` has no effect, or a record would not fit."""
+    limit = args.max_tokens_per_pass
+    if limit is None:
+        return
+    if not args.share_prompts:
+        raise ValueError(
+            f"max_tokens_per_pass={limit} has no effect with share_prompts: false, whose passes have "
+            "per_device_train_batch_size rows. Remove one of them."
+        )
+    for key, value in {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}.items():
+        if getattr(args, key) != value:
+            raise ValueError(
+                f"max_tokens_per_pass={limit} has no effect with {key}={getattr(args, key)}, which compares the "
+                "tokens of a micro-batch: it is one pass. Remove one of them. A smaller "
+                "per_device_train_batch_size makes it smaller."
+            )
+    if limit <= args.max_completion_length:
+        raise ValueError(
+            f"max_tokens_per_pass={limit}: a single conversation can have max_completion_length="
+            f"{args.max_completion_length} tokens behind its prompt, and a pass has at least one. Expected more than "
+            "that and the longest prompt."
+        )
+
+
 # TRL settings that have no effect, or another meaning, in a multi-turn rollout. They are refused, so that every line
 # of a recipe has its effect. Key -> the reason, and what to do.
 REFUSED_KEYS = {
@@ -206,6 +231,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     check_staleness(args)
     check_old_logps(args)
+    check_passes(args)
     estimator = estimators[args.credit_assignment]
     if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
         readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)

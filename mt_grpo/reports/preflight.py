@@ -27,6 +27,7 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.shareable import text_of_layout
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ def plan(trainer: Any) -> list[tuple[str, str]]:
         ("tools", tools_line(env)), ("a batch", batch_line(args)), ("an epoch", epoch_line(len(train), args)),
         ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
-        ("context", context_line(env, train, args)),
-        ("memory", memory_line(model, args, reference, trainer._is_sharded)),
+        ("context", context_line(env, train, args)), ("rows", text_of_layout(trainer)),
+        ("memory", memory_line(model, args, longest_prompt(env, train), reference, trainer._is_sharded)),
         ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line()),
     ]  # fmt: skip
 
@@ -128,22 +129,30 @@ def context_line(env: Any, train: Any, args: Any) -> str:
     )
 
 
-def memory_line(model: Any, args: Any, reference: bool, sharded: bool) -> str:
-    """Bytes of a rank's weights, gradients and optimizer, and of the logits of one forward pass.
+def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bool) -> str:
+    """Bytes of a rank's weights, gradients and optimizer, and the tokens and logits of one forward pass.
 
-    The logits are a lower limit of what activations take. `reference`: whether there is a reference model.
+    The logits are a lower limit of what activations take.
+
+    Args:
+        model, args: Of the run.
+        prompt: Tokens of the longest prompt.
+        reference: Whether there is a reference model.
+        sharded: Whether ranks divide the weights.
     """
     sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
     weights, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
     copies = weights if reference else 0
-    logits = 4 * args.per_device_train_batch_size * args.max_completion_length
+    rows = args.per_device_train_batch_size
+    tokens = args.max_tokens_per_pass or rows * (prompt + args.max_completion_length)
+    logits = 4 * min(tokens, rows * args.max_completion_length)
     logits *= model.config.get_text_config().vocab_size
     parts = f"weights {size(weights)}, gradients {size(trained)}, Adam {size(2 * trained)}"
     parts += f", reference model {size(copies)}" if copies else ""
     return (
         f"{size(weights + 3 * trained + copies)} per rank ({parts})"
-        f"{', before it is divided among the ranks' if sharded else ''}, and activations: the logits of a "
-        f"pass alone are {size(logits)} at most"
+        f"{', before it is divided among the ranks' if sharded else ''}, and activations of a pass of "
+        f"at most {tokens:,} tokens (max_tokens_per_pass): its logits alone are {size(logits)} at most"
     )
 
 

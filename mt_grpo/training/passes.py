@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
+from mt_grpo.base.ranks import RunError
 from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
@@ -38,13 +39,14 @@ class Pass(dict):
         loss_type: TRL's, for this call.
         scale: What its loss counts in the micro-batch's.
         shared: The same rows as one that shares prompts; None: they are computed as they are.
+        num_tokens: How many it computes.
         weight: The sum of its loss mask on all ranks: its trained tokens, each as its mask counts it.
         is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
     """
 
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
-    weight = 0.0
+    num_tokens, weight = 0, 0.0
     is_first = False
 
 
@@ -331,6 +333,8 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
     if shares:
         numbered = [replace(row, number=i) for i, row in enumerate(rows)]
         batch.shared = shared_row(numbered, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
+    sides = ("prompt_ids", "completion_ids")
+    batch.num_tokens = len(batch.shared) if shares else sum(batch[side].numel() for side in sides)
     return batch
 
 
@@ -379,6 +383,24 @@ def shared_rows(
 
 
 # -- the loss of a micro-batch --
+
+
+@contextmanager
+def memory_errors(trainer: Any) -> Iterator[None]:
+    """Say which setting makes a pass smaller, where one does not fit. Raises `RunError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        largest = max(
+            (one.num_tokens for each in trainer._buffered_inputs or [] for one in each.get(PASSES, [])), default=0
+        )
+        if not largest:  # in a rollout, or TRL's layout
+            raise
+        raise RunError(
+            f"A forward and backward pass of {largest} tokens does not fit into the memory of the device. Set "
+            f"max_tokens_per_pass below {largest} (now {trainer.args.max_tokens_per_pass}); it changes no gradient. "
+            f"{str(error).partition('. ')[0]}."
+        ) from error
 
 
 def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_items: Any) -> torch.Tensor:

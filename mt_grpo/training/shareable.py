@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from mt_grpo.training.passes import pass_of_two
-from mt_grpo.training.shared_prompts import NAME
+from mt_grpo.training.passes import compares_tokens, pass_of_two
+from mt_grpo.training.shared_prompts import KERNEL, NAME
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,6 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
     config = model.config
     if asked not in (None, "sdpa"):
         return f"attn_implementation: {asked} is asked for. Rows that share a prompt need sdpa"
-    if config._attn_implementation not in ("sdpa", NAME):
-        return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
-    if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
-        return f"{type(model).__name__} takes no attention function from outside"
     if config is not config.get_text_config():
         return "it reads images"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
@@ -56,6 +52,10 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
         if isinstance(dropped, float) and dropped > 0:
             key = "lora_dropout" if "lora" in name else name
             return f"{key} has a dropout of {dropped:g}, which would be drawn once for all that share a prompt"
+    if config._attn_implementation not in ("sdpa", NAME):
+        return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
+    if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
+        return f"{type(model).__name__} takes no attention function from outside"
     return None
 
 
@@ -101,6 +101,21 @@ def choose_layout(trainer: Any, own_methods: type) -> tuple[str, str]:
     return "shared", ""
 
 
+def text_of_layout(trainer: Any) -> str:
+    """For people: how rows are laid out, and why."""
+    args = trainer.args
+    if trainer.layout == "trl":
+        return f"TRL's rows and passes, since {trainer.layout_reason}"
+    text = "a row per prompt, without padding"
+    if trainer.layout == "padded":
+        text = f"rows of their own, sorted by length, since {trainer.layout_reason}"
+    if compares_tokens(args):
+        return f"{text}; a pass is a micro-batch"
+    if args.max_tokens_per_pass:
+        return f"{text}; a pass has at most {args.max_tokens_per_pass} tokens"
+    return f"{text}; a pass has at most the tokens of {args.per_device_train_batch_size} longest conversations"
+
+
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob, in a sequence of its own
 LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ by more
 
@@ -114,18 +129,28 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
         return
     accelerator, compared = trainer.accelerator, pass_of_two(trainer, micro_batch)
     ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-    logps = []
-    for trainer.layout in ("padded", "shared"):
-        trainer.current_pass = compared
+
+    def logps_in(layout: str) -> torch.Tensor:
+        trainer.layout, width = layout, compared["completion_ids"].shape[1]
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
         ):
-            found = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, masks, compared["completion_ids"].shape[1]
-            )[0]
-        logps.append(found.float())
-    trainer.current_pass = None
+            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, masks, width)[0].float()
+
+    trainer.current_pass = compared
+    try:
+        logps = [logps_in("padded")]
+        try:
+            logps.append(logps_in("shared"))
+        except RuntimeError as error:  # of a kernel that does not know this GPU, or this size of heads
+            if accelerator.device.type != "cuda" or not KERNEL.usable:
+                raise
+            logger.warning(f"PyTorch's attention for sequences of different lengths failed: {error}. SDPA is used.")
+            KERNEL.usable = False
+            logps.append(logps_in("shared"))
+    finally:
+        trainer.current_pass = None
     trained = compared["completion_mask"] * compared.get("tool_mask", 1) > 0
     difference = (logps[0] - logps[1]).abs()[trained]
     found = torch.stack([difference.max(), difference.mean()]) if len(difference) else trained.new_zeros(2).float()

@@ -8,8 +8,9 @@ has in a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -127,6 +128,17 @@ class SharedRow:
         flat = values.new_zeros(rows * width + 1).index_copy(0, self._cells.to(values.device), values[0])
         return flat[:-1].view(rows, width)
 
+    @cached_property
+    def lengths(self) -> Lengths:
+        ranges = [[*segment.context, (segment.start, segment.stop)] for segment in self.segments]
+        queries = torch.tensor([0] + [segment.stop - segment.start for segment in self.segments], dtype=torch.int32)
+        keys = torch.tensor([0] + [sum(stop - start for start, stop in each) for each in ranges], dtype=torch.int32)
+        return Lengths(
+            self._tensor([k for each in ranges for start, stop in each for k in range(start, stop)]),
+            queries.cumsum(0, dtype=torch.int32).to(self.device), keys.cumsum(0, dtype=torch.int32).to(self.device),
+            int(queries.max()), int(keys.max()),
+        )  # fmt: skip
+
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
         """What a segment's tokens do not read, as numbers that are added: (its tokens, what it reads); None: nothing.
 
@@ -141,6 +153,55 @@ class SharedRow:
             hidden = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device)
             self._masks[key] = hidden.triu(segment.num_before + 1)
         return self._masks[key]
+
+
+@dataclass
+class Lengths:
+    """A row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
+
+    Attributes:
+        keys: Where in the row the tokens stand that each segment reads, its context and itself, one after another.
+        queries_end, keys_end: (segments + 1,), sums of lengths so far.
+        max_queries, max_keys: The longest.
+    """
+
+    keys: torch.Tensor
+    queries_end: torch.Tensor
+    keys_end: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+def kernel_of(query: torch.Tensor) -> Callable | None:
+    """PyTorch's attention for sequences of different lengths: on GPUs, in half precision."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or not KERNEL.usable:
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # an older PyTorch
+        return None
+    return varlen_attn
+
+
+class KERNEL:
+    """Whether the kernel is used: until it fails in the proof of the layout, before the first step."""
+
+    usable = True
+
+
+def by_kernel(
+    kernel: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: SharedRow, scale: float | None
+) -> torch.Tensor:
+    """Attention of all segments in one call, (1, L, heads, size of a head).
+
+    A kernel's causal mask is aligned at the end: a segment's last token reads all of its keys.
+    """
+    found = row.lengths
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (L, heads, size of a head)
+    return kernel(
+        query, key[found.keys], value[found.keys], found.queries_end, found.keys_end, found.max_queries,
+        found.max_keys, scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+    )[None]  # fmt: skip
 
 
 def attention(
@@ -169,6 +230,8 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
+    if kernel := kernel_of(query):
+        return by_kernel(kernel, query, key, value, shared_row, scaling), None
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for segment in shared_row.segments:

@@ -1,0 +1,234 @@
+"""Rows that share a prompt: every token has the logprob, entropy and gradient that it has in a row of its own."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from trl.trainer.utils import add_fused_lm_head
+
+from mt_grpo.training import shared_prompts
+from mt_grpo.training.shareable import why_not_in_model
+from mt_grpo.training.shared_prompts import Example, Segment, SharedRow, forward_inputs, share
+
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+
+SHARES = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+    "phi3": transformers.Phi3Config(**SIZES, sliding_window=None),
+    "olmo2": transformers.Olmo2Config(**SIZES),
+    "glm": transformers.GlmConfig(**SIZES, head_dim=8),
+    "starcoder2": transformers.Starcoder2Config(**SIZES, residual_dropout=0.0, embedding_dropout=0.0),
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0,
+                                    embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt_neox": transformers.GPTNeoXConfig(**SIZES),
+    "a mixture of experts": transformers.Qwen3MoeConfig(**SIZES, **MOE, head_dim=8),
+}  # fmt: skip
+
+REASONS = {
+    "a sliding window": (transformers.MistralConfig(**SIZES, sliding_window=16), "sliding"),
+    "windows in some layers": (transformers.Gemma2Config(**SIZES, head_dim=8), "sliding_attention"),
+    "sinks": (transformers.GptOssConfig(**SIZES, num_local_experts=2, head_dim=8, layer_types=["full_attention"] * 2),
+              "sinks"),
+    "linear attention": (transformers.Qwen3NextConfig(**SIZES, **MOE, head_dim=8), "linear_attention"),
+    "convolutions": (transformers.Lfm2Config(**SIZES, full_attn_idxs=[0]), "conv"),
+    "mamba": (transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2), "linear_attention"),
+    "dropout": (transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "dropout of 0.1"),
+    "dropout of the attention": (transformers.LlamaConfig(**SIZES, attention_dropout=0.2), "dropout of 0.2"),
+}  # fmt: skip
+
+
+def random_examples(seed: int) -> dict[int, Example]:
+    """Of three prompts, one of them a single token; completions without a wanted token, and empty ones."""
+    rng = random.Random(seed)
+
+    def ids(count):
+        return [rng.randrange(3, 97) for _ in range(count)]
+
+    prompts = [ids(11), ids(1), ids(24)]
+    examples = {}
+    for number in rng.sample(range(20), 9):
+        prompt, length = rng.choice(prompts), rng.choice((0, 1, 3, 8, 19))
+        scored = [int(rng.random() < 0.7) for _ in range(length)] if rng.random() < 0.8 else [0] * length
+        examples[number] = Example(list(prompt), ids(length), scored)
+    return examples
+
+
+def alone(model, example: Example) -> torch.Tensor:
+    """Logprobs and entropies of a completion, (2, n), from a row that has nothing else."""
+    ids = torch.tensor([example.prompt_ids + example.completion_ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(example.prompt_ids) - 1 : -1].float()
+    logps = logits.log_softmax(-1)
+    entropies = -(logps.exp() * logps).sum(-1)
+    return torch.stack([logps.gather(1, ids[0, len(example.prompt_ids) :, None])[:, 0], entropies])
+
+
+def make(config, seed=0):
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():  # as much attention to each token as a trained model has
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+    return model
+
+
+def gradients(model) -> torch.Tensor:
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def check_model(model, seed: int) -> None:
+    examples = random_examples(seed)
+    width = max(len(example.completion_ids) for example in examples.values())
+    weights = torch.randn(2, 20, width, generator=torch.Generator().manual_seed(seed))
+    expected, total = torch.zeros(2, 20, width), 0.0
+    for number, example in examples.items():
+        if example.completion_ids:
+            found = alone(model, example) * torch.tensor(example.scored)
+            expected[:, number, : found.shape[1]] = found.detach()
+            total = total + (found[0] * weights[0, number, : found.shape[1]]).sum()
+    total.backward()
+    its_gradients = gradients(model)
+    row = SharedRow(examples, (20, width))
+    output = model(**forward_inputs(row))
+    found = torch.stack([row.spread(output.log_probs), row.spread(output.entropy)])
+    (found[0] * weights[0]).sum().backward()
+    assert (found.detach() - expected).abs().max() < 2e-5
+    ours = gradients(model)
+    assert (ours - its_gradients).abs().max() < 1e-5 * its_gradients.abs().max()
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_token_is_what_it_is_in_a_row_of_its_own(name):
+    model = make(SHARES[name])
+    assert why_not_in_model(model) is None
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    share(model)
+    assert why_not_in_model(model) is None
+    for seed in range(3):
+        check_model(model, seed)
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "adapters"])
+def test_a_token_is_what_it_is_in_a_row_of_its_own_with(how):
+    """Checkpointing computes the attention again in the backward pass, when another row may be laid out."""
+    model = make(SHARES["qwen3"])
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if how == "adapters":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0, r=4))
+        assert why_not_in_model(model) is None
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.3) if "lora_B" in name else None
+    share(model)
+    if how == "checkpointing":
+        model.train()
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        assert model.is_gradient_checkpointing
+        rows = [SharedRow(random_examples(seed), (20, 19)) for seed in range(2)]
+        outputs = [row.spread(model(**forward_inputs(row)).log_probs).sum() for row in rows]
+        sum(outputs).backward()  # the first row's layers are computed again when the second one is the present one
+        together = gradients(model)
+        model.gradient_checkpointing_disable()
+        for row in rows:
+            row.spread(model(**forward_inputs(row)).log_probs).sum().backward()
+        assert (together - gradients(model)).abs().max() < 1e-5 * together.abs().max()
+    check_model(model, 1)
+
+
+def test_ordinary_rows_are_read_as_by_sdpa():
+    """With padding on both sides, and while tokens are sampled with a cache."""
+    model = make(SHARES["llama"]).eval()
+    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, 9:] = 0
+    before = model(input_ids=ids, attention_mask=mask).logits
+    sampled = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    share(model)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), sampled)
+    assert shared_prompts.NAME not in model.config.to_json_string()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_model_that_cannot_share_says_why(name):
+    config, expected = REASONS[name]
+    found = why_not_in_model(make(config))
+    assert found is not None and expected in found
+
+
+def test_an_adapter_or_an_attention_that_cannot_share_says_why():
+    model = make(SHARES["llama"])
+    assert "eager is asked for" in why_not_in_model(model, "eager")
+    with_dropout = get_peft_model(make(SHARES["llama"]), LoraConfig(target_modules=["q_proj"], lora_dropout=0.05))
+    assert "lora_dropout has a dropout of 0.05" in why_not_in_model(with_dropout)
+    tuned = get_peft_model(make(SHARES["llama"]), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert "writes into the prompt" in why_not_in_model(tuned)
+    model.config._attn_implementation = "eager"
+    assert "its attention is 'eager'" in why_not_in_model(model)
+
+
+# -- layouts written by hand --
+
+
+def test_a_row_of_two_prompts():
+    """Prompts 7 8 9 and 5; what follows a completion's last wanted token is not computed."""
+    row = SharedRow(
+        {0: Example([7, 8, 9], [1, 2], [1, 1]), 2: Example([5], [3, 4, 6], [1, 0, 0]),
+         3: Example([7, 8, 9], [6, 6, 6], [0, 1, 0]), 1: Example([7, 8, 9], [2], [0])}, (4, 3),
+    )  # fmt: skip
+    assert row.input_ids.tolist() == [[7, 8, 9, 1, 5, 9, 6]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 2, 3]]
+    assert row.segments == [
+        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5), Segment(5, 7, ((0, 2),)),
+    ]  # fmt: skip
+    assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 4, 6], [[1, 2, 3, 6]])
+    spread = row.spread(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]))
+    assert spread.tolist() == [[-1, -2, 0], [0, 0, 0], [-3, 0, 0], [0, -4, 0]]
+    hidden = float("-inf")
+    assert row.mask(row.segments[1], torch.zeros(1)).tolist() == [[0, 0, 0, hidden], [0, 0, 0, 0]]
+    assert row.mask(row.segments[2], torch.zeros(1)) is None
+
+
+def test_a_row_in_which_nothing_is_wanted_has_one_token():
+    row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
+    assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
+    assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
+
+
+# -- the kernel of GPUs, by what it is said to do --
+
+
+def test_a_kernel_for_sequences_reads_what_sdpa_reads():
+    """A stand-in computes each sequence by itself, its causal mask aligned at the end, as flash attention does."""
+    calls = []
+
+    def kernel(query, key, value, queries_end, keys_end, max_queries, max_keys, *, scale, window_size, enable_gqa):
+        calls.append((max_queries, max_keys, window_size))
+        assert queries_end.dtype == keys_end.dtype == torch.int32
+        outputs = []
+        for k in range(len(queries_end) - 1):
+            own, (start, stop) = query[queries_end[k] : queries_end[k + 1]], keys_end[k : k + 2]
+            mask = torch.ones(len(own), stop - start, dtype=torch.bool).tril(stop - start - len(own))
+            inputs = [x.transpose(0, 1)[None] for x in (own, key[start:stop], value[start:stop])]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            outputs.append(attend(*inputs, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0])
+        return torch.cat([each.transpose(0, 1) for each in outputs])
+
+    generator = torch.Generator().manual_seed(0)
+    row = SharedRow(random_examples(3), (20, 19))
+    query, key, value = (torch.randn(1, heads, len(row), 8, generator=generator) for heads in (4, 2, 2))
+    expected, _ = shared_prompts.attention(SimpleNamespace(), query, key, value, None, 0.3, shared_row=row)
+    found = shared_prompts.by_kernel(kernel, query, key, value, row, 0.3)
+    assert found.shape == expected.shape and (found - expected).abs().max() < 1e-6
+    longest = max(segment.stop - segment.start for segment in row.segments)
+    assert calls == [(longest, max(s.stop - s.start + s.num_before for s in row.segments), (-1, 0))]
+    assert shared_prompts.kernel_of(query) is None  # on a CPU
