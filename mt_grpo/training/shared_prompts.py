@@ -29,17 +29,12 @@ class Segment:
     """Tokens of a row that follow each other in a conversation.
 
     Attributes:
-        start, stop: Where they stand in the row.
-        context: (start, stop) of what comes before them in the conversation, in its order.
+        length: Their number. Segments follow each other in the row.
+        context: The numbers of the segments that come before them in the conversation, in its order.
     """
 
-    start: int
-    stop: int
-    context: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_before(self) -> int:
-        return sum(stop - start for start, stop in self.context)
+    length: int
+    context: tuple[int, ...] = ()
 
 
 @dataclass
@@ -89,29 +84,27 @@ class SharedRow:
         ids: list[int] = []
         positions: list[int] = []
         scored, labels, cells = [], [], []
-        prompts: dict[tuple[int, ...], Segment] = {}
+        prompts: dict[tuple[int, ...], int] = {}  # -> the number of its segment
         for number, example in examples.items():
             wanted = [k for k, flag in enumerate(example.scored) if flag]
             if not wanted:
                 continue
             begin = tuple(example.prompt_ids[:-1])
-            before = prompts.get(begin)
-            if before is None and begin:
-                before = prompts[begin] = Segment(len(ids), len(ids) + len(begin))
-                self.segments.append(before)
+            if begin and begin not in prompts:
+                prompts[begin] = len(self.segments)
+                self.segments.append(Segment(len(begin)))
                 ids += begin
                 positions += range(len(begin))
             own = [example.prompt_ids[-1], *example.completion_ids[: wanted[-1]]]
             start = len(ids)
-            context = ((before.start, before.stop),) if before else ()
-            self.segments.append(Segment(start, start + len(own), context))
+            self.segments.append(Segment(len(own), (prompts[begin],) if begin else ()))
             ids += own
             positions += range(len(begin), len(begin) + len(own))
             scored += [start + k for k in wanted]
             labels += [example.completion_ids[k] for k in wanted]
             cells += [number * shape[1] + k for k in wanted]
         if not cells:  # a model's forward pass needs one token, and the head one position
-            self.segments, ids, positions = [Segment(0, 1)], [next(iter(examples.values())).prompt_ids[-1]], [0]
+            self.segments, ids, positions = [Segment(1)], [next(iter(examples.values())).prompt_ids[-1]], [0]
             scored, labels, cells = [0], [-100], [shape[0] * shape[1]]
         self.input_ids, self.position_ids = self._tensor([ids]), self._tensor([positions])
         self.scored, self.labels, self._cells = self._tensor(scored), self._tensor([labels]), self._tensor(cells)
@@ -129,14 +122,22 @@ class SharedRow:
         return flat[:-1].view(rows, width)
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Of the segments."""
+        return [segment.length for segment in self.segments]
+
+    def num_before(self, segment: Segment) -> int:
+        """Tokens of a segment's context."""
+        return sum(self.sizes[k] for k in segment.context)
+
+    @cached_property
     def lengths(self) -> Lengths:
-        ranges = [[*segment.context, (segment.start, segment.stop)] for segment in self.segments]
-        queries = torch.tensor([0] + [segment.stop - segment.start for segment in self.segments], dtype=torch.int32)
-        keys = torch.tensor([0] + [sum(stop - start for start, stop in each) for each in ranges], dtype=torch.int32)
+        places = torch.arange(len(self)).split(self.sizes)
+        keys = [places[k] for number, segment in enumerate(self.segments) for k in (*segment.context, number)]
+        num_keys = [self.num_before(segment) + segment.length for segment in self.segments]
+        ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, num_keys))
         return Lengths(
-            self._tensor([k for each in ranges for start, stop in each for k in range(start, stop)]),
-            queries.cumsum(0, dtype=torch.int32).to(self.device), keys.cumsum(0, dtype=torch.int32).to(self.device),
-            int(queries.max()), int(keys.max()),
+            *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
         )  # fmt: skip
 
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
@@ -144,14 +145,13 @@ class SharedRow:
 
         It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
         """
-        size = segment.stop - segment.start
-        if size == 1:
+        if segment.length == 1:
             return None
-        key = (size, segment.num_before, like.dtype, like.device)
+        key = (segment.length, self.num_before(segment), like.dtype, like.device)
         if key not in self._masks:
-            shape = size, segment.num_before + size
+            shape = segment.length, self.num_before(segment) + segment.length
             hidden = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device)
-            self._masks[key] = hidden.triu(segment.num_before + 1)
+            self._masks[key] = hidden.triu(self.num_before(segment) + 1)
         return self._masks[key]
 
 
@@ -234,17 +234,24 @@ def attention(
         return by_kernel(kernel, query, key, value, shared_row, scaling), None
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for segment in shared_row.segments:
-        own = slice(segment.start, segment.stop)
-        ranges = [slice(*each) for each in segment.context] + [own]
-        keys, values = (torch.cat([x[:, :, each] for each in ranges], 2) if len(ranges) > 1 else x[:, :, own]
-                        for x in (key, value))  # fmt: skip
-        alone = not segment.context and segment.stop - segment.start > 1
+    # Split, and not cut out one by one: each cut would have a gradient as long as the row.
+    queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
+    for number, segment in enumerate(shared_row.segments):
+        reads = (*segment.context, number)
+        own_keys, own_values = (torch.cat([x[k] for k in reads], 2) if segment.context else x[number]
+                                for x in (keys, values))  # fmt: skip
+        alone = not segment.context and segment.length > 1
         mask = None if alone else shared_row.mask(segment, query)
         outputs.append(
             F.scaled_dot_product_attention(
-                query[:, :, own], keys, values, attn_mask=mask, is_causal=alone, scale=scaling, enable_gqa=grouped
-            )
+                queries[number],
+                own_keys,
+                own_values,
+                attn_mask=mask,
+                is_causal=alone,
+                scale=scaling,
+                enable_gqa=grouped,
+            )  # fmt: skip
         )
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 

@@ -57,21 +57,36 @@ from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded,
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
 SIDES = ("trl", "ours")
-LIMIT = 1.05  # of TRL's step
 WARM_UP = 3  # pairs that are not counted
 GROUP_SIZE = 8
-CONTEXT = 2048  # tokens
-# Tokens: on average per rollout, tool results included; lengths go from 0.6 to 1.4 times that. `short`: of --short.
-# With `generates` they are those that are sampled.
+CONTEXT = 4096  # tokens
+# `tokens`: on average per rollout, tool results included; lengths go from 0.6 to 1.4 times that, with `spread` they are
+# log-normal with that mean, a 99th percentile of ten times it, and cut at five times. `prompt`: its tokens; 0: as it
+# is. `rows`: `per_device_train_batch_size`, the rows of one of TRL's passes; 0: all. `model`: see `build_model`.
+# `goal`: how many times as fast as TRL's the step is to be. `short`: of --short. With `generates` tokens are sampled.
 SHAPES: dict[str, dict[str, Any]] = {
-    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 90, "wide": False, "pairs": 40,
-               "short": {"pairs": 20}},
-    "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "wide": False, "pairs": 20,
-             "short": {"rollouts": 8, "pairs": 16}},
-    "wide": {"title": "wider model", "rollouts": 32, "tokens": 90, "wide": True, "pairs": 20, "short": None},
-    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "wide": False, "pairs": 20,
-                   "generates": True, "short": {"pairs": 8}},
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 90, "goal": 2.5, "pairs": 20, "short": {"pairs": 8}},
+    "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
+               "pairs": 8, "short": {"rollouts": 16, "pairs": 4}},
+    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "spread": True, "rows": 8,
+               "goal": 6.0, "pairs": 6, "short": {"rollouts": 16, "pairs": 2}},
+    "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
+             "goal": 2.5, "pairs": 4, "short": None},
+    "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "pairs": 10,
+             "short": {"rollouts": 8, "pairs": 4}},
+    "wide": {"title": "wider model", "rollouts": 32, "tokens": 90, "model": "wide", "pairs": 8, "short": None},
+    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 20, "generates": True,
+                   "short": {"pairs": 8}},
 }  # fmt: skip
+DEFAULTS = {
+    "prompt": 0,
+    "spread": False,
+    "rows": 0,
+    "model": "tiny",
+    "goal": None,
+    "generates": False,
+    "G": GROUP_SIZE,
+}
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -88,7 +103,7 @@ Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids
 
 def make_conversations(shape: Shape) -> list[Conversation]:
     """What a shape takes: whole conversations, or what is to be sampled."""
-    return make_forced(shape) if shape.get("generates") else make_canned(shape)
+    return make_forced(shape) if shape["generates"] else make_canned(shape)
 
 
 def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
@@ -102,15 +117,30 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
     rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(MODEL)
     env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), "Use the calculator, then answer.")
     conversations = []
-    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+    for row in make_arithmetic(shape["rollouts"] // shape["G"], seed):
         prompt = env.with_system_prompt([{"role": "user", "content": row["question"]}])
-        for _ in range(GROUP_SIZE):
+        filler = shape["prompt"] - len(env.prompt_ids(prompt, tokenizer))
+        if filler > 0:  # examples, schemas: what stands before a question
+            text = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(filler))
+            text = tokenizer.decode(tokenizer(text)["input_ids"][:filler])
+            prompt[-1]["content"] = f"{text} {prompt[-1]['content']}"
+        for _ in range(shape["G"]):
             num_turns = rng.choice((2, 3))
-            length = round(shape["tokens"] * rng.uniform(0.6, 1.4)) // num_turns
+            length = draw_length(rng, shape) // num_turns
             turns = [make_turn(env, tokenizer, rng, length, last=k + 1 == num_turns) for k in range(num_turns)]
             ids = env.prompt_ids(prompt, tokenizer)
             conversations.append({"prompt": prompt, "prompt_ids": ids, "turns": turns, "answer": row["answer"]})
     return conversations
+
+
+def draw_length(rng: random.Random, shape: Shape) -> int:
+    """Tokens of a rollout."""
+    mean = shape["tokens"]
+    if not shape["spread"]:
+        return round(mean * rng.uniform(0.6, 1.4))
+    # Log-normal: exp(mu + sigma^2 / 2) is the mean, exp(mu + 2.326 sigma) the 99th percentile, ten times as much.
+    sigma = 2.326 - math.sqrt(2.326**2 - 2 * math.log(10))
+    return round(min(max(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma), 20), 5 * mean))
 
 
 def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
@@ -120,10 +150,10 @@ def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
     from mt_grpo.recipe.data import make_arithmetic
 
     rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
-    for row in make_arithmetic(shape["rollouts"] // GROUP_SIZE, seed):
+    for row in make_arithmetic(shape["rollouts"] // shape["G"], seed):
         system = {"role": "system", "content": "Use the calculator, then answer."}
         prompt = [system, {"role": "user", "content": row["question"]}]
-        for _ in range(GROUP_SIZE):
+        for _ in range(shape["G"]):
             expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
             call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
             turns = []
@@ -251,15 +281,24 @@ def force(model: Any, conversations: list[Conversation], meter: Any) -> None:
 
 
 def build_model(shape: Shape) -> Any:
-    """A bundled model, or a wider one of random weights; float32, and room for the longest conversation."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """In float32, with room for the longest conversation: `tiny`, a bundled model; `wide`, `135M`: random weights.
 
-    model = HERMES_MODEL if shape.get("generates") else MODEL
-    config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
-    if not shape["wide"]:
-        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
+    135M has the sizes of SmolLM2-135M, a Llama: 30 layers of 576, a vocabulary of 49,152.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
     torch.manual_seed(0)
+    if shape["model"] == "135M":
+        config = LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=CONTEXT,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = HERMES_MODEL if shape["generates"] else MODEL
+    config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
+    if shape["model"] == "tiny":
+        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
     layers = 8
     config.update({
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers, "num_attention_heads": 8,
@@ -279,13 +318,14 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
-    generates = shape.get("generates", False)
+    generates, rows_per_pass = shape["generates"], shape["rows"] or shape["rollouts"]
     tokenizer = AutoTokenizer.from_pretrained(HERMES_MODEL if generates else MODEL)
-    rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[::GROUP_SIZE]]
+    rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[:: shape["G"]]]
+    longest = max(sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations)
     settings = {
-        "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": shape["rollouts"],
-        "gradient_accumulation_steps": 1, "max_steps": 1000, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
-        "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": 2 * shape["tokens"],
+        "output_dir": folder, "num_generations": shape["G"], "per_device_train_batch_size": rows_per_pass,
+        "gradient_accumulation_steps": shape["rollouts"] // rows_per_pass, "max_steps": 1000, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
+        "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": longest,
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False,
     }  # fmt: skip
@@ -293,7 +333,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
               "processing_class": tokenizer, "callbacks": [meter]}  # fmt: skip
     if generates:
         meter.prepare = lambda: None
-        settings["max_completion_length"] = 4 * shape["tokens"]
+        settings["max_completion_length"] = 2 * longest
         trainer = build_generating(side, settings, common)
         force(trainer.model, conversations, meter)
         trainer.remove_callback(PrinterCallback)
@@ -371,7 +411,7 @@ def make_meter(connection: Any) -> Any:
 
     class Meter(TrainerCallback):
         def __init__(self):
-            self.prepare, self.batch = None, None
+            self.prepare, self.batch, self.trainer = None, None, None
             self.kind, self.timing, self.seconds = None, None, {}
             self.sampled = 0  # tokens, where the step generates
             self.profile = cProfile.Profile()
@@ -391,6 +431,11 @@ def make_meter(connection: Any) -> Any:
                     return self.start(*rest)
                 connection.send(self.report())
 
+        def computed(self) -> int:
+            """Tokens that the passes of the last step read; 0 where they are TRL's."""
+            buffered = getattr(self.trainer, "_buffered_inputs", None) or []
+            return sum(one.num_tokens for each in buffered for one in each.get("passes", []))
+
         def start(self, kind: str | None) -> None:
             self.kind, self.timing, self.sampled = kind, contextlib.ExitStack(), 0
             if kind == "python":
@@ -402,7 +447,7 @@ def make_meter(connection: Any) -> Any:
         def stop(self) -> dict[str, float]:
             self.profile.disable()
             self.timing.close()
-            figures = {**self.seconds, "sampled": self.sampled}
+            figures = {**self.seconds, "sampled": self.sampled, "computed": self.computed()}
             if self.kind == "python":
                 figures["python_mib"] = tracemalloc.get_traced_memory()[1] / 2**20
                 tracemalloc.stop()
@@ -445,7 +490,8 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
     folder = tempfile.mkdtemp(prefix="bench-step-")
     try:
         meter = make_meter(connection)
-        build_trainer(side, shape, conversations, folder, meter).train()
+        meter.trainer = build_trainer(side, shape, conversations, folder, meter)
+        meter.trainer.train()
     except Finished:
         pass
     finally:
@@ -511,10 +557,10 @@ def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str,
 
     >>> shapes = chosen(None, short=True, pairs=None)
     >>> list(shapes), shapes["long"]["rollouts"], chosen(["wide"], True, 6)["wide"]["pairs"]
-    (['recipe', 'long', 'generation'], 8, 6)
+    (['recipe', 'prompt', 'spread', 'long', 'generation'], 8, 6)
     """
     names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
-    shapes = {name: {**SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
+    shapes = {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
     return {name: {**shape, "pairs": pairs or shape["pairs"]} for name, shape in shapes.items()}
 
 
@@ -522,6 +568,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     """Take all pairs of one shape; returns its row of the results file."""
     conversations = make_conversations(shape)
     lengths = [sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations]
+    prompts = [0 if shape["generates"] else len(c["prompt_ids"]) for c in conversations]
     with both_sides(shape, conversations, threads, KEEP) as sides:
         taken: list[dict[str, dict[str, float]]] = []
         for number in range(WARM_UP + shape["pairs"]):
@@ -531,7 +578,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
                 raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
             ratio = steps["ours"]["wall"] / steps["trl"]["wall"]
-            print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, {ratio:.2f}x", flush=True)
+            print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, TRL / ours {1 / ratio:.2f}",
+                  flush=True)  # fmt: skip
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
         memory = {"built_mib": {name: side.ask("report")["now_mib"] for name, side in sides.items()}}
         for _ in range(2):
@@ -539,8 +587,11 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
                 side.step()
         memory["peak_mib"] = {name: side.ask("report")["peak_mib"] for name, side in sides.items()}
         memory["python_mib"] = {name: side.step("python")["python_mib"] for name, side in sides.items()}
-    return {**{key: shape[key] for key in ("title", "rollouts", "wide")},
-            "generates": shape.get("generates", False), "tokens": round(statistics.mean(lengths)),
+    trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
+    computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
+    return {**{key: shape[key] for key in ("title", "rollouts", "model", "generates", "goal", "rows", "G")},
+            "prompt": max(prompts), "tokens": round(statistics.mean(lengths)), "longest": max(lengths),
+            "per_trained": {side: tokens / trained for side, tokens in computed.items()},
             **figures_of(taken, memory)}  # fmt: skip
 
 
@@ -583,36 +634,44 @@ def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The worst of all shapes.
+    """How many times as fast as TRL's step each shape is.
 
-    >>> ratio = {"wall": {"median": 1.01}, "cpu": {"median": 1.02}, "memory": 1.0}
-    >>> summary({"shapes": {"recipe": {"ratio": ratio}}})
-    'step 1.01x wall, 1.02x cpu, 1.00x memory'
+    >>> ratio = {"wall": {"median": 0.25}, "cpu": {"median": 0.2}, "memory": 0.5}
+    >>> summary({"shapes": {"recipe": {"title": "tiny recipe", "goal": 2.5, "ratio": ratio}}})
+    'tiny recipe: 4.00 times as fast as TRL (CPU seconds 5.00 times), 0.50 of its memory; goal 2.5'
     """
-    ratios = [row["ratio"] for row in results["shapes"].values()]
-    wall, cpu = (max(ratio[kind]["median"] for ratio in ratios) for kind in ("wall", "cpu"))
-    return f"step {wall:.2f}x wall, {cpu:.2f}x cpu, {max(ratio['memory'] for ratio in ratios):.2f}x memory"
+    return "\n".join(
+        f"{row['title']}: {1 / row['ratio']['wall']['median']:.2f} times as fast as TRL (CPU seconds "
+        f"{1 / row['ratio']['cpu']['median']:.2f} times), {row['ratio']['memory']:.2f} of its memory"
+        + (f"; goal {row['goal']:g}" if row["goal"] else "")
+        for row in results["shapes"].values()
+    )
 
 
 def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md: one row per shape."""
     where, threads = results["machine"], results["threads"]
-    pairs = " or ".join(map(str, sorted({row["pairs"] for row in results["shapes"].values()})))
     lines = [
         "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for the row that "
-        "says so (there TRL's has `tools=`, and both sample in their process): median (smallest to largest) of ours / "
-        f"TRL's over {pairs} alternating pairs of steps, two of opposite orders as one; the limit is {LIMIT:g}. "
+        "says so (there TRL's has `tools=`, and both sample in their process). *Times as fast*: TRL's seconds over "
+        "ours, median (smallest to largest) of pairs of alternating steps, two of opposite orders as one. *Computed*: "
+        "tokens that the passes of a step read per token that is trained, TRL's and ours. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.", "",
-        "| batch | TRL's step | wall seconds, ours / TRL's | CPU seconds | peak memory |", "|---|---|---|---|---|",
+        "| batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak memory "
+        "| computed |", "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in results["shapes"].values():
-        ratio, peak = row["ratio"], row["memory"]["peak_mib"]
-        wall, cpu = ("{median:.3f} ({min:.2f} to {max:.2f})".format(**ratio[kind]) for kind in ("wall", "cpu"))
+        ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
+        wall, cpu = (
+            f"{1 / ratio[kind]['median']:.2f} ({1 / ratio[kind]['max']:.2f} to {1 / ratio[kind]['min']:.2f})"
+            for kind in ("wall", "cpu")
+        )
+        computed = "-" if row["generates"] else f"{each['trl']:.1f}, {each['ours']:.1f}"
         lines.append(
-            f"| {row['title']}: {row['rollouts']} x {row['tokens']:,} tokens | "
-            f"{row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | {ratio['memory']:.3f} of "
-            f"{peak['trl']:,.0f} MiB |"
+            f"| {row['title']}: {row['rollouts']} rollouts | {row['prompt'] or '-'} | {row['tokens']:,}, "
+            f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
+            f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed} |"
         )
     return "\n".join(lines)
 
@@ -621,8 +680,9 @@ def print_shape(name: str, row: dict[str, Any]) -> None:
     ratio, seconds = row["ratio"], row["median_seconds"]
     for kind in ("wall", "cpu"):
         print(
-            f"{name:<8} {kind:<6} {ratio[kind]['median']:.3f} ({ratio[kind]['min']:.3f} to {ratio[kind]['max']:.3f}), "
-            f"{seconds['ours'][kind]:.3f} s against {seconds['trl'][kind]:.3f} s, {row['pairs']} pairs"
+            f"{name:<8} {kind:<6} {1 / ratio[kind]['median']:.2f} times as fast ({1 / ratio[kind]['max']:.2f} to "
+            f"{1 / ratio[kind]['min']:.2f}), {seconds['ours'][kind]:.3f} s against {seconds['trl'][kind]:.3f} s, "
+            f"{row['pairs']} pairs"
         )
     for key, what in (("peak_mib", "memory"), ("python_mib", "python")):
         values = row["memory"][key]

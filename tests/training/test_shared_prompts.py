@@ -188,7 +188,7 @@ def test_a_row_of_two_prompts():
     assert row.input_ids.tolist() == [[7, 8, 9, 1, 5, 9, 6]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 2, 3]]
     assert row.segments == [
-        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5), Segment(5, 7, ((0, 2),)),
+        Segment(2), Segment(2, (0,)), Segment(1), Segment(2, (0,)),
     ]  # fmt: skip
     assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 4, 6], [[1, 2, 3, 6]])
     spread = row.spread(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]))
@@ -229,6 +229,6 @@ def test_a_kernel_for_sequences_reads_what_sdpa_reads():
     expected, _ = shared_prompts.attention(SimpleNamespace(), query, key, value, None, 0.3, shared_row=row)
     found = shared_prompts.by_kernel(kernel, query, key, value, row, 0.3)
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-6
-    longest = max(segment.stop - segment.start for segment in row.segments)
-    assert calls == [(longest, max(s.stop - s.start + s.num_before for s in row.segments), (-1, 0))]
+    most_keys = max(segment.length + row.num_before(segment) for segment in row.segments)
+    assert calls == [(max(row.sizes), most_keys, (-1, 0))]
     assert shared_prompts.kernel_of(query) is None  # on a CPU
