@@ -60,15 +60,16 @@ SIDES = ("trl", "ours")
 WARM_UP = 3  # pairs that are not counted
 GROUP_SIZE = 8
 CONTEXT = 4096  # tokens
-# `tokens`: on average per rollout, tool results included; lengths go from 0.6 to 1.4 times that, with `spread` they are
-# log-normal with that mean, a 99th percentile of ten times it, and cut at five times. `prompt`: its tokens; 0: as it
-# is. `rows`: `per_device_train_batch_size`, the rows of one of TRL's passes; 0: all. `model`: see `build_model`.
-# `goal`: how many times as fast as TRL's the step is to be. `short`: of --short. With `generates` tokens are sampled.
+# `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in a
+# step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
+# times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
+# of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to be.
+# `short`: of --short. With `generates` tokens are sampled.
 SHAPES: dict[str, dict[str, Any]] = {
-    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 90, "goal": 2.5, "pairs": 20, "short": {"pairs": 8}},
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 20, "short": {"pairs": 8}},
     "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
                "pairs": 8, "short": {"rollouts": 16, "pairs": 4}},
-    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "spread": True, "rows": 8,
+    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "lengths": "log-normal", "rows": 8,
                "goal": 6.0, "pairs": 6, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "goal": 2.5, "pairs": 4, "short": None},
@@ -80,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DEFAULTS = {
     "prompt": 0,
-    "spread": False,
+    "lengths": "even",
     "rows": 0,
     "model": "tiny",
     "goal": None,
@@ -126,18 +127,20 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
             prompt[-1]["content"] = f"{text} {prompt[-1]['content']}"
         for _ in range(shape["G"]):
             num_turns = rng.choice((2, 3))
-            length = draw_length(rng, shape) // num_turns
+            length = draw_length(rng, shape, first=not conversations) // num_turns
             turns = [make_turn(env, tokenizer, rng, length, last=k + 1 == num_turns) for k in range(num_turns)]
             ids = env.prompt_ids(prompt, tokenizer)
             conversations.append({"prompt": prompt, "prompt_ids": ids, "turns": turns, "answer": row["answer"]})
     return conversations
 
 
-def draw_length(rng: random.Random, shape: Shape) -> int:
+def draw_length(rng: random.Random, shape: Shape, first: bool) -> int:
     """Tokens of a rollout."""
     mean = shape["tokens"]
-    if not shape["spread"]:
+    if shape["lengths"] == "even":
         return round(mean * rng.uniform(0.6, 1.4))
+    if shape["lengths"] == "normal":
+        return 154 if first else round(max(rng.gauss(mean, 25), 20))
     # Log-normal: exp(mu + sigma^2 / 2) is the mean, exp(mu + 2.326 sigma) the 99th percentile, ten times as much.
     sigma = 2.326 - math.sqrt(2.326**2 - 2 * math.log(10))
     return round(min(max(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma), 20), 5 * mean))
