@@ -803,6 +803,7 @@ NUMBERS_OUT_OF_RANGE = {
          "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
          "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
+         "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
          "max_tool_response_length", "mcp_max_concurrent_calls"),
         (0, -5),

@@ -988,8 +988,9 @@ def test_the_ratio_of_a_stale_batch(server, tmp_path):
             return output
 
     kept = []
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=6, max_staleness=2)
-    trainer.train()
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=6, max_staleness=2,
+                           log_rollout_tokens=True)  # fmt: skip
+    trainer.train()  # with a pass before the step, whose logprobs are in that log
     *batches, last = zip(modes, trainer.batches, kept, strict=True)
     for (mode, low, high, expected), rollouts, (state, version, output) in batches:
         stale = [version - versions_of(turn)[0] for rollout in rollouts for turn in rollout.turns]
