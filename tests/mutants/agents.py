@@ -553,4 +553,32 @@ MUTATIONS = [
         "            code",
         "tests/adapters/test_agents.py::test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it",
     ),
+    Mutation(
+        "agents: a key by a pipe stands in the environment, too",
+        "mt_grpo/adapters/agents/programs.py",
+        "variables = environment_of(server.address, None) |",
+        "variables = environment_of(server.address, session.key) |",
+        "tests/adapters/test_agents.py::test_a_key_by_a_pipe_stands_in_no_environment",
+    ),
+    Mutation(
+        "agents: a command without a key gets the trainer's own",
+        "mt_grpo/adapters/agents/programs.py",
+        'kept.pop("OPENAI_API_KEY", None)',
+        "pass",
+        "tests/adapters/test_agents.py::test_a_key_by_a_pipe_stands_in_no_environment",
+    ),
+    Mutation(
+        "agents: a program that never reads its key has a result",
+        "mt_grpo/adapters/agents/programs.py",
+        "if not is_empty(kept):",
+        "if False:",
+        "tests/adapters/test_agents.py::test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open",
+    ),
+    Mutation(
+        "agents: the pipe of a key stays open in the trainer",
+        "mt_grpo/adapters/agents/programs.py",
+        "[os.close(each) for each in passed]",
+        "os.close(watched)",
+        "tests/adapters/test_agents.py::test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open",
+    ),
 ]
