@@ -23,6 +23,7 @@ import pytest
 import torch
 import warm_python
 from processes import alive, ends
+from scripted import longest_text
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -1700,6 +1701,69 @@ def test_the_first_prompt_of_an_agent_that_is_too_long_is_its_failure():
 
     rollout, _ = run(agent, "1")
     assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
+
+
+FAR = "far " * 500_000  # 2 MB
+
+
+def described_at_length(text):
+    return {"type": "function", "function": {**ADD["function"], "description": text}}
+
+
+@pytest.mark.parametrize("messages, tools", [
+    ([user(FAR * 10)], None),
+    ([user("a"), {"role": "assistant", "content": FAR}, user("b")], None),
+    ([user(FAR[:2000])] * 1000, None),
+    ([user("a"), {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": FAR})}}]},
+      {"role": "tool", "tool_call_id": "1", "content": "2"}], None),
+    ([user("a")], [described_at_length(FAR)]),
+], ids=["user", "assistant", "many", "arguments", "tool"])  # fmt: skip
+def test_a_request_far_beyond_the_context_is_refused_and_not_tokenised_whole(monkeypatch, messages, tools):
+    """20 MB take many seconds, on the loop of all conversations. 6144 characters are more than 1024 tokens here."""
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        with pytest.raises(openai.BadRequestError, match="fewer than the context of 1024") as refused:
+            await ask(client, messages, **({"tools": tools} if tools else {}))
+        said = await ask(client, [user("a")])
+        return {"reward": 0.5, "code": refused.value.code, "said": said["content"]}
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.error is None and rollout.environment.result == {
+        "reward": 0.5, "code": "context_length_exceeded", "said": "1",
+    }  # fmt: skip
+    assert 0 < longest() <= 6144 and len(llm.asked) == 1 and len(rollout.turns) == 1
+
+
+@pytest.mark.parametrize("behind", [[user(FAR)], [user("b")] * 3 + [user(FAR)]])
+def test_messages_far_beyond_the_context_behind_an_answer_are_not_tokenised_whole(monkeypatch, behind):
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        await ask(client, [user("a"), said, *behind])
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and len(llm.asked) == 1
+    assert 0 < longest() <= 6200
+
+
+@pytest.mark.parametrize("size", [100, 1004, 1005, 1006, 1007, 1008, 1100, 3000])
+def test_what_may_fit_into_the_context_is_read_as_it_was(size):
+    """Around the limit: the same ids, and the same refusals, as where the whole text is tokenised."""
+
+    async def agent(row, client):
+        for far in ("1 " * (size // 2), "x" * size):
+            with suppress(openai.BadRequestError):
+                await ask(client, [user("a"), {"role": "assistant", "content": "."}, user(far)], max_tokens=1)
+        return 0.0
+
+    found = run(agent, "1")[1].asked
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("adapters.session", "conversation.formats.base"):
+            patch.setattr(f"mt_grpo.{place}.cut_far_beyond", lambda text, *_: text)
+        assert found == run(agent, "1")[1].asked
 
 
 def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():

@@ -581,4 +581,18 @@ MUTATIONS = [
         "os.close(watched)",
         "tests/adapters/test_agents.py::test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open",
     ),
+    Mutation(
+        "agents: a prompt far beyond the context is tokenised whole",
+        "mt_grpo/adapters/session.py",
+        "if len(readable) < len(text):",
+        "if False:",
+        "tests/adapters/test_agents.py::test_a_request_far_beyond_the_context_is_refused_and_not_tokenised_whole",
+    ),
+    Mutation(
+        "agents: what stands behind an answer is tokenised whole, however long it is",
+        "mt_grpo/adapters/agents/session.py",
+        "said, parent.turn.token_ids, self.context)",
+        "said, parent.turn.token_ids)",
+        "tests/adapters/test_agents.py::test_messages_far_beyond_the_context_behind_an_answer_are_not_tokenised_whole",
+    ),
 ]

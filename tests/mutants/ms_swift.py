@@ -314,4 +314,11 @@ MUTATIONS = [
         "if (unknown := first_unknown([], size)) is not None:",
         "tests/adapters/test_ms_swift.py::test_a_failure_is_the_environments_and_says_why",
     ),
+    Mutation(
+        "swift: a text that a scheduler puts behind a response is tokenised whole, however long it is",
+        "mt_grpo/adapters/ms_swift/samples.py",
+        "readable = cut_far_beyond(without_turns(behind, written.tokenizer), context, written.tokenizer)",
+        "readable = without_turns(behind, written.tokenizer)",
+        "tests/adapters/test_ms_swift.py::test_a_request_far_beyond_the_context_is_not_tokenised_whole",
+    ),
 ]
