@@ -347,7 +347,16 @@ BAD_FILES = {
     ),
     "one that ends": (
         '{"mcpServers": {"a": {"command": "false", "args": ["a b"]}}}',
-        "does not start: .*Connection closed. What it wrote stands above; `false 'a b'` starts it by hand",
+        r"does not start: its process ended with exit code 1 \(.*Connection closed\). What it wrote stands above; "
+        "`false 'a b'` starts it by hand",
+    ),
+    "one that exits": (
+        '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; exit 3"]}}}',
+        r"does not start: its process ended with exit code 3 \(",
+    ),
+    "one that is killed": (
+        '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; kill -9 $$"]}}}',
+        r"does not start: its process ended by SIGKILL \(",
     ),
     "one that hangs": (
         '{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}',
