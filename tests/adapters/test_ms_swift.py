@@ -442,6 +442,15 @@ def test_both_constructors():
         assert len(run(cls, "It is 2.", max_turns=3)[0].turns) == 3
 
 
+def test_an_error_of_a_constructor_is_named_once():
+    class Waits(Asks):
+        def __init__(self, infer_engine=None, max_turns=None):
+            raise TimeoutError
+
+    with pytest.raises(ValueError, match=r"^multi_turn_scheduler: Waits\(.*\) raised TimeoutError$"):
+        conversations(Waits, max_turns=3)
+
+
 def test_a_run_of_ones_own():
     """Every request is exact, at the same time too; what no output goes through is not trained."""
 

@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation(
         "swift: text behind a response is not read",
         "mt_grpo/adapters/ms_swift/samples.py",
-        "        sample.tail = sample.tail + written.text_ids(without_turns(behind, written.tokenizer))\n",
+        "        sample.tail = sample.tail + written.text_ids(readable)\n",
         "",
         "tests/adapters/test_ms_swift.py::test_a_continuation_token_for_token",
     ),

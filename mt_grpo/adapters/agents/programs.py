@@ -89,8 +89,8 @@ class CommandAgent:
     """
 
     def __init__(self, command: str, key_by_pipe: bool = False):
-        self.arguments, self.key_by_pipe = [*apart(), *shlex.split(command)], key_by_pipe
-        self.name = "agent_command"
+        self.arguments = [*apart(), *shlex.split(command)]
+        self.key_by_pipe, self.name = key_by_pipe, "agent_command"
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
         """The program's result. It is ended with all processes of its group when this is cancelled."""
