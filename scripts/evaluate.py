@@ -1,7 +1,7 @@
 """Evaluate a model on held-out problems, with a recipe's tools, rewards, limits and sampling parameters.
 
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml
-    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --model runs/calculator --k 4
+    python scripts/evaluate.py --config hf_recipes/tiny/chain-sparse.yaml --model runs/chain-sparse --k 4
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --greedy
     python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
 

@@ -1,6 +1,6 @@
 """Draw the curves of a run, or of several: rewards, how conversations end, tools, lengths, signal, seconds.
 
-    python scripts/plot_run.py runs/calculator                      # writes runs/calculator/curves.png
+    python scripts/plot_run.py runs/chain-sparse                    # writes runs/chain-sparse/curves.png
     python scripts/plot_run.py runs/a runs/b --output compared.png  # the second one dashed
 
 The metrics are those of `metrics.jsonl`, which a run writes while it goes on, or else of `trainer_state.json`.

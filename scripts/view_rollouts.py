@@ -1,8 +1,8 @@
 """Look into the rollouts of a run, or of two: curves, a table with filters, conversations token by token.
 
-    python scripts/view_rollouts.py runs/calculator               # serves it on http://127.0.0.1:8020
+    python scripts/view_rollouts.py runs/chain-sparse             # serves it on http://127.0.0.1:8020
     python scripts/view_rollouts.py runs/a runs/b                 # the curves of the second one are dashed
-    python scripts/view_rollouts.py runs/calculator --html page.html
+    python scripts/view_rollouts.py runs/chain-sparse --html page.html
 
 It follows a running job. The rollouts are those of the log (docs/rollouts.md): `log_rollouts` says how many of a batch
 are in it, and `log_rollout_tokens: true` gives each token its own colour. `--html` writes one file of at most 2,000
@@ -32,6 +32,7 @@ from aiohttp import web
 from plot_run import PANELS, lines_of
 from viewer.index import Query, RolloutIndex
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 from mt_grpo.run.checkpoints import RUN_RECORD
 
@@ -307,7 +308,7 @@ class Viewer:
                 try:
                     added = index.refresh(self.over.is_set)
                 except Exception as error:  # told, and tried again: a disk may be full for a while
-                    run.problem = f"{run.folder}: {type(error).__name__}: {error}. Trying again."
+                    run.problem = f"{run.folder}: {error_line(error)}. Trying again."
                     print(run.problem, file=sys.stderr, flush=True)
                     self.over.wait(5 * REFRESH_SECONDS)
                     continue

@@ -257,3 +257,15 @@ def run_many(tools: list, scripts: list[list], **settings) -> list[Rollout]:
     rollouts = within(lambda: env.generate(["go"] * len(scripts), backend))["rollouts"]
     verify(env, rollouts, backend)
     return rollouts
+
+
+def longest_text(monkeypatch, tokenizer):
+    """A function: how many characters the longest text has that the tokenizer got since."""
+    sizes, original = [0], type(tokenizer)._encode_plus
+
+    def note(self, text, *args, **kwargs):
+        sizes.extend(len(each) for each in ([text] if isinstance(text, str) else text) if isinstance(each, str))
+        return original(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", note)
+    return lambda: max(sizes)

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 
 
@@ -52,6 +55,27 @@ def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"], origin=Origin.AGENT) for tool in tools
     }
+
+
+def ids_of_prompt(
+    env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float
+) -> list[int]:
+    """Ids of a prompt. Where it is surely longer than the context, those of a beginning that is longer, too.
+
+    A program may send megabytes. To tokenise them takes seconds, in which no other conversation goes on.
+
+    Args:
+        env: The conversations.
+        messages, tokenizer, tools: As `env.prompt_ids` takes them.
+        context: Of the model, in tokens.
+    """
+    if len(str([messages, tools])) > 5 * context:  # shorter ones are tokenised whole in any case
+        arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
+        text = tokenizer.apply_chat_template(**arguments)
+        readable = cut_far_beyond(text, context, tokenizer)
+        if len(readable) < len(text):
+            return tokenizer(readable, add_special_tokens=False)["input_ids"]
+    return env.prompt_ids(messages, tokenizer, tools)
 
 
 class PolicyTime:

@@ -29,6 +29,16 @@ def error_line(error: BaseException) -> str:
     return f"{name}: {text}" if text and text != name else name
 
 
+def sentence(error: BaseException | str) -> str:
+    """What an error says, with one mark at its end, whichever it has.
+
+    >>> sentence("it failed"), sentence(ValueError("it failed.")), sentence("Is it running?")
+    ('it failed.', 'it failed.', 'Is it running?')
+    """
+    text = str(error).rstrip()
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 class ServerError(RuntimeError):
     """The generation server failed. The message holds the URL, the status and what to do."""
 

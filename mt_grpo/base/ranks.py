@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost, error_line
 
 
 class RunError(RuntimeError):
@@ -42,7 +42,7 @@ def raise_on_all_ranks(
         RunStopped: Any rank got a signal.
         RunError: Any rank has an error.
     """
-    text = error and f"rank {PartialState().process_index}: {type(error).__name__}: {error}"
+    text = error and f"rank {PartialState().process_index}: {error_line(error)}"
     reports = gather_object([(text, stopped, counts)])
     if signals := [signum for _, signum, _ in reports if signum]:
         raise RunStopped(signals[0], f" at step {step}")
@@ -62,7 +62,7 @@ def on_main_process(function: Callable[[], Any]) -> Any:
             outcome[0] = function()
         except Exception as error:  # every rank raises it below
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            outcome[1:] = f"{type(error).__name__}: {error}", kind
+            outcome[1:] = str(error) if isinstance(error, ServerError) else error_line(error), kind
     broadcast_object_list(outcome, from_process=0)
     if outcome[1]:
         raise outcome[2](outcome[1])

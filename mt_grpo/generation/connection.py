@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost, error_line
 from mt_grpo.base.event_loop import (
     CONTROL_THREAD,
     allow_many_open_files,
@@ -198,7 +198,7 @@ class ServerConnection:
         try:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {error}" if str(error) else f"no whole answer within {timeout:g} s"
+            problem = error_line(error) if str(error) else f"no whole answer within {timeout:g} s"
             never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
             if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
                 raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
@@ -343,11 +343,11 @@ class ServerConnection:
                     if response.status not in (429, 500, 502, 503, 504):
                         raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
             except aiohttp.ClientError as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem = error_line(error)
             except TimeoutError:
                 problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
             except ValueError as error:
-                problem, bad_answers = f"{type(error).__name__}: {error}", bad_answers + 1
+                problem, bad_answers = error_line(error), bad_answers + 1
                 if bad_answers == self.BAD_ANSWERS:
                     raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
             give_up = give_up or time.monotonic() + self.timeout

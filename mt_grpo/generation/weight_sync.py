@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weights import GatherFailed, PolicyWeights
@@ -110,7 +110,7 @@ class WeightSync:
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
-                logger.warning(f"{error}. Waiting for the server, then pushing again.")
+                logger.warning(f"{sentence(error)} Waiting for the server, then pushing again.")
                 held = None
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()

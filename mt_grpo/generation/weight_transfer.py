@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
 from mt_grpo.generation.connection import ServerConnection
@@ -331,7 +331,7 @@ class WeightTransfer:
             )
         except ServerError as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            return kind(f"Weight push to {self.server.base_url} through {folder} failed: {error}.")
+            return kind(f"Weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
         return None
 
     def _versions_folder(self, size: int) -> Path:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
+from mt_grpo.base.errors import error_line
+
 
 class GatherFailed(RuntimeError):
     """An iteration over the weights failed on some rank, or was closed there. Its message is the same on all ranks."""
@@ -108,7 +110,7 @@ class PolicyWeights(VLLMGeneration):
             return
         failed = torch.tensor(int(error is not None), device=self.accelerator.device)
         if self.accelerator.reduce(failed, "sum").item():
-            own = [] if error is None else [f"rank {self.accelerator.process_index}: {type(error).__name__}: {error}"]
+            own = [] if error is None else [f"rank {self.accelerator.process_index}: {error_line(error)}"]
             raise GatherFailed("; ".join(gather_object(own)))
 
     def _allocate_once(self, parameters: list[torch.Tensor]) -> None:

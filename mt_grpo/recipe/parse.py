@@ -17,7 +17,7 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from mt_grpo.base.bounded_yaml import BoundedLoader
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
@@ -201,7 +201,9 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     except ValueError as error:
         if "support bf16" not in str(error):
             raise
-        raise ValueError(f"bf16: {error} Without such a GPU write `use_cpu: true` and `bf16: false`.") from None
+        raise ValueError(
+            f"bf16: {sentence(error)} Without such a GPU write `use_cpu: true` and `bf16: false`."
+        ) from None
     except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
         raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:

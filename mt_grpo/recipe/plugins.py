@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
@@ -183,7 +183,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         except (RuntimeError, OSError) as error:
             raise ValueError(
                 f"tools_script: {path!r} can be imported here, but not in a process beside this one (isolate_tools): "
-                f"{error_text(error)}. See above, or set isolate_tools: false."
+                f"{sentence(error_text(error))} See above, or set isolate_tools: false."
             ) from error
         tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
     return tools

@@ -13,6 +13,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from transformers.utils import is_liger_kernel_available
 from trl import GRPOConfig
 
+from mt_grpo.base.errors import sentence
 from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.generation.connection import hide_password
@@ -191,7 +192,8 @@ def check_scheduler(args: GRPOConfig) -> None:
     except TypeError as error:
         raise ValueError(
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} do not fit lr_scheduler_type="
-            f"{str(args.lr_scheduler_type.value)!r}: {error}. Expected the arguments of that schedule in transformers."
+            f"{str(args.lr_scheduler_type.value)!r}: {sentence(error)} Expected the arguments of that schedule in "
+            "transformers."
         ) from error
 
 

@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from transformers import TrainerCallback
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError, on_main_process
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.refusals import backend_of
@@ -247,7 +247,7 @@ class FirstBatch(TrainerCallback):
                 for trouble in troubles(self.facts):
                     logger.warning(f"{trouble.name}: {trouble.text}")
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
-            logger.warning(f"The first batch cannot be reported on: {type(error).__name__}: {error}")
+            logger.warning(f"The first batch cannot be reported on: {error_line(error)}")
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""

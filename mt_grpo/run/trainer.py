@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.generation.rollout_batch import RolloutBatch
@@ -308,7 +308,7 @@ class ResumableTrainer(GRPOTrainer):
             raise
         except Exception as error:  # for a full disk tokenizers raises Exception, torch RuntimeError
             logger.info(f"could not write to {where}", exc_info=error)
-            self._save_errors.append(f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._save_errors.append(f"{where}: {error_line(error)[:300]}")
 
     def _raise_save_errors(self) -> None:
         """Raise `SaveError` on all ranks if any rank has kept an error; it holds all of them. Collective."""
@@ -367,7 +367,7 @@ class ResumableTrainer(GRPOTrainer):
         try:
             super().create_model_card(*args, **kwargs)
         except OSError as error:
-            self._warn(f"No model card in {self.args.output_dir}: {error}.")
+            self._warn(f"No model card in {self.args.output_dir}: {error_line(error)}.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's `save_model`. Raises `SaveError` on all ranks if any rank could not write. Collective."""

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown, where_raised
@@ -132,7 +132,7 @@ def call_in_main_thread(func: Callable, arguments: dict[str, Any], timeout: floa
     except OutOfTime:
         raise ToolTimeout(f"{call.name} took longer than {timeout:g} s") from None
     except BaseException as error:  # such as SystemExit, which would end the run without a word
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(error_line(error)) from error
     finally:
         call.end()
         if call.stop is not None:  # also where the function caught it
@@ -265,12 +265,12 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
                 f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
                 "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
             )
-        text = error_text(error)
+        text = error_line(error)
         hint = " (rewards run in threads here)" if "thread" in text and not in_main_thread() else ""
         if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
             hint = f": there is no such column in {', '.join(columns)}"
         where = where_raised(func, error)
-        return RewardError(f"Reward {func.__name__} raised {type(error).__name__}: {text}{hint} ({where})", func)
+        return RewardError(f"Reward {func.__name__} raised {text}{hint} ({where})", func)
 
     async def run_awaited(func: Callable) -> Any:
         started = time.monotonic()

@@ -320,7 +320,8 @@ class RolloutIndex:
             "cut off": "{name}. What is behind is left out.",
             "left out": "{count} {name}: left out.",
             "schema": f"{{count}} rollouts have schema {{name}}, this viewer knows {SCHEMA}: it shows what it can.",
-            "odd": "{count} times {name} is no number: shown as 0, or not at all.",
+            "odd": "{count} times {name} is no number: shown as what its text spells, else as 0 (a step as 1) or "
+            "not at all.",
             "unknown": "{count} times a field {name} that this viewer does not know: it stands under `all fields`.",
         }
         rows = self.db.execute("SELECT kind, name, count FROM note ORDER BY kind, count DESC LIMIT 20")

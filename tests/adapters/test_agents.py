@@ -4,12 +4,15 @@ import asyncio
 import functools
 import json
 import math
+import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -20,6 +23,7 @@ import pytest
 import torch
 import warm_python
 from processes import alive, ends
+from scripted import longest_text
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -76,7 +80,8 @@ def ids(text):
 
 def run(agent, *turns, seconds=0.0, timeout=20.0, max_model_calls=8, row=None, llm=None, **settings):
     """(the rollout, the policy) of one agent with a scripted policy."""
-    program = CommandAgent(agent) if isinstance(agent, str) else FunctionAgent(agent)
+    program = CommandAgent(agent) if isinstance(agent, str) else agent
+    program = program if isinstance(program, CommandAgent) else FunctionAgent(agent)
     settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400, **settings}
     cls = agent_conversation(mt.MultiTurnToolEnv, program, timeout, max_model_calls)
     env = cls([], None, environment=agent_environment(program), **settings)
@@ -1698,6 +1703,69 @@ def test_the_first_prompt_of_an_agent_that_is_too_long_is_its_failure():
     assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
 
 
+FAR = "far " * 500_000  # 2 MB
+
+
+def described_at_length(text):
+    return {"type": "function", "function": {**ADD["function"], "description": text}}
+
+
+@pytest.mark.parametrize("messages, tools", [
+    ([user(FAR * 10)], None),
+    ([user("a"), {"role": "assistant", "content": FAR}, user("b")], None),
+    ([user(FAR[:2000])] * 1000, None),
+    ([user("a"), {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": FAR})}}]},
+      {"role": "tool", "tool_call_id": "1", "content": "2"}], None),
+    ([user("a")], [described_at_length(FAR)]),
+], ids=["user", "assistant", "many", "arguments", "tool"])  # fmt: skip
+def test_a_request_far_beyond_the_context_is_refused_and_not_tokenised_whole(monkeypatch, messages, tools):
+    """20 MB take many seconds, on the loop of all conversations. 6144 characters are more than 1024 tokens here."""
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        with pytest.raises(openai.BadRequestError, match="fewer than the context of 1024") as refused:
+            await ask(client, messages, **({"tools": tools} if tools else {}))
+        said = await ask(client, [user("a")])
+        return {"reward": 0.5, "code": refused.value.code, "said": said["content"]}
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.error is None and rollout.environment.result == {
+        "reward": 0.5, "code": "context_length_exceeded", "said": "1",
+    }  # fmt: skip
+    assert 0 < longest() <= 6144 and len(llm.asked) == 1 and len(rollout.turns) == 1
+
+
+@pytest.mark.parametrize("behind", [[user(FAR)], [user("b")] * 3 + [user(FAR)]])
+def test_messages_far_beyond_the_context_behind_an_answer_are_not_tokenised_whole(monkeypatch, behind):
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        await ask(client, [user("a"), said, *behind])
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and len(llm.asked) == 1
+    assert 0 < longest() <= 6200
+
+
+@pytest.mark.parametrize("size", [100, 1004, 1005, 1006, 1007, 1008, 1100, 3000])
+def test_what_may_fit_into_the_context_is_read_as_it_was(size):
+    """Around the limit: the same ids, and the same refusals, as where the whole text is tokenised."""
+
+    async def agent(row, client):
+        for far in ("1 " * (size // 2), "x" * size):
+            with suppress(openai.BadRequestError):
+                await ask(client, [user("a"), {"role": "assistant", "content": "."}, user(far)], max_tokens=1)
+        return 0.0
+
+    found = run(agent, "1")[1].asked
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("adapters.session", "conversation.formats.base"):
+            patch.setattr(f"mt_grpo.{place}.cut_far_beyond", lambda text, *_: text)
+        assert found == run(agent, "1")[1].asked
+
+
 def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():
     async def agent(row, client):
         said = await ask(client, [user("a")])
@@ -2057,6 +2125,71 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] if is_apart else [2.0, 2.0], rollouts[0].error
 
 
+READS_PIPE = """
+import glob, json, os, sys
+import openai
+
+with open(os.environ["OPENAI_API_KEY_FILE"]) as file:
+    key, rest = file.readline().strip(), file.read()
+rest += open(os.environ["OPENAI_API_KEY_FILE"]).read()
+openai.OpenAI(api_key=key).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+mine, all_of_them = read("/proc/self/environ"), b"".join(map(read, glob.glob("/proc/[0-9]*/environ")))
+print(json.dumps({"reward": 0.5, "is_key": key.startswith("mt-"), "rest": rest,
+                  "base_url": b"OPENAI_BASE_URL=" in mine, "in_mine": b"OPENAI_API_KEY=" in mine,
+                  "in_any": key.encode() in all_of_them}))
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_key_by_a_pipe_stands_in_no_environment(tmp_path, monkeypatch, is_apart):
+    """Not even a key of the trainer's own. The pipe is empty once it was read, and its end is there at once."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-trainer")
+    if not is_apart:
+        monkeypatch.setattr(programs, "apart", lambda: ())
+    (tmp_path / "agent.py").write_text(READS_PIPE)
+    rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
+    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
+    assert rollout.environment.result == {
+        "reward": 0.5, "is_key": True, "rest": "", "base_url": True, "in_mine": False, "in_any": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("code, message", [
+    ("print(0.5)", "RuntimeError: the command ended, and it did not read its key, the line of the file that "
+     r"\$OPENAI_API_KEY_FILE names \(agent_key: pipe\)$"),
+    ("import openai; openai.OpenAI()", "the command ended with code 1: .*OPENAI_API_KEY.*; it did not read its key, "),
+    ("import os, sys; open(os.environ['OPENAI_API_KEY_FILE']).readline(); sys.exit('no')",
+     "RuntimeError: the command ended with code 1: no$"),
+])  # fmt: skip
+def test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open(tmp_path, monkeypatch, code, message):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "agent.py").write_text(code)
+    open_before = set()
+    for _ in range(2):  # the first one may start what stays, such as a loop
+        rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
+        assert rollout.stop_reason == StopReason.AGENT_ERROR
+        assert re.search(message, str(rollout.error), re.DOTALL)
+        open_before, pipes = open_pipes(), open_before
+    assert len(pipes) == len(open_before)
+
+
+def open_pipes():
+    """The pipes that this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in links if link.startswith("pipe:")]
+
+
 NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
 
@@ -2146,6 +2279,7 @@ def test_the_environment_of_a_command(monkeypatch):
     assert "WORLD_SIZE" not in found and "TORCHELASTIC_RUN_ID" not in found and found["MINE"] == "1"
     assert found["no_proxy"] == "127.0.0.1,example.org" and found["NO_PROXY"].startswith("127.0.0.1")
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:1/v1", "key")
+    assert "OPENAI_API_KEY" not in environment_of("http://127.0.0.1:1/v1", None)
 
 
 # -- what no client may change --
@@ -2229,6 +2363,10 @@ class Solver: ...
     ({"agent_command": "python x.py"}, "both of agent and agent_command"),
     ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
     ({"agent": None, "agent_command": "python 'x"}, "is no command"),
+    ({"agent_key": "pipe"}, "agent_key has no effect without agent_command"),
+    ({"agent_key": "file"}, "agent_key: 'file' in .* is not known. Expected one of: environment, pipe"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
+     "agent_key has no effect without the line environment: openai_agent"),
     ({"agent": "agents/none.py:solve"}, "names no file"),
     ({"agent": "solve"}, "names no file"),
     ({"agent": "{file}:missing"}, "'missing' of .* is None, expected a function"),
@@ -2256,6 +2394,15 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path,
     path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
     with pytest.raises(ValueError, match=message):
         mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("way, by_pipe", [(None, False), ("environment", False), ("pipe", True)])
+def test_a_recipe_says_how_a_command_gets_its_key(tmp_path, way, by_pipe):
+    path = tmp_path / "recipe.yaml"
+    recipe = {**RECIPE, "output_dir": str(tmp_path), "agent_command": "python x.py", "agent_key": way}
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if key != "agent" and value is not None}))
+    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
+    assert mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)[0].agent.key_by_pipe is by_pipe
 
 
 def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):

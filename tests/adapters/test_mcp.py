@@ -347,7 +347,16 @@ BAD_FILES = {
     ),
     "one that ends": (
         '{"mcpServers": {"a": {"command": "false", "args": ["a b"]}}}',
-        "does not start: .*Connection closed. What it wrote stands above; `false 'a b'` starts it by hand",
+        r"does not start: its process ended with exit code 1 \(.*Connection closed\). What it wrote stands above; "
+        "`false 'a b'` starts it by hand",
+    ),
+    "one that exits": (
+        '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; exit 3"]}}}',
+        r"does not start: its process ended with exit code 3 \(",
+    ),
+    "one that is killed": (
+        '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; kill -9 $$"]}}}',
+        r"does not start: its process ended by SIGKILL \(",
     ),
     "one that hangs": (
         '{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}',
@@ -374,6 +383,53 @@ for number, line in enumerate(sys.stdin):
         answer = {"result": {"tools": [], "nextCursor": cursor}}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
 """
+
+
+LISTS = """
+import json, sys
+
+tools = json.loads(sys.argv[1])
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"error": {"code": -32601, "message": "no such method"}}
+    if asked["method"] == "initialize":
+        answer = {"result": {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                             "serverInfo": {"name": "lists", "version": "1"}}}
+    elif asked["method"] == "tools/list":
+        answer = {"result": {"tools": tools}}
+    elif asked["method"] == "tools/call":
+        text = json.dumps(asked["params"]["arguments"], sort_keys=True)
+        answer = {"result": {"content": [{"type": "text", "text": text}]}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
+
+
+def listing(tmp_path, *tools):
+    """The entry of a server that offers these tools, each (name, properties), and answers with a call's arguments."""
+    (tmp_path / "lists.py").write_text(LISTS)
+    listed = [{"name": name, "description": "Takes all.", "inputSchema": {"type": "object", "properties": properties}}
+              for name, properties in tools]  # fmt: skip
+    return {"command": sys.executable, "args": ["-S", str(tmp_path / "lists.py"), json.dumps(listed)]}
+
+
+def test_two_tools_of_one_name_in_one_server_are_refused(tmp_path):
+    """Also where only one other tool is selected: a call says no more than the name."""
+    entry = listing(tmp_path, ("add", {}), ("sub", {}), ("add", {"a": {"type": "integer"}}))
+    message = "mcp_config_file: the server 'twice' of .* offers two tools of the name 'add': the model could not tell"
+    for keys in ({}, {"mcp_tools": ["sub"]}):
+        with pytest.raises(ValueError, match=message):
+            tools_of(tmp_path, {"twice": entry}, **keys)
+
+
+def test_a_property_whose_schema_is_true_takes_every_value(tmp_path):
+    """JSON schema's word for it. The model reads it as it is."""
+    tools = tools_of(tmp_path, {"any": listing(tmp_path, ("take", {"x": True, "n": {"type": "integer"}}))})
+    assert tool_schema("take", tools[0])["function"]["parameters"]["properties"]["x"] is True
+    for value in (1, "text", [1, {"a": None}], {"b": 2.5}, None):
+        (turn, *_) = talk(tools, call("take", x=value, n=3))
+        assert json.loads(turn.observation) == {"n": 3, "x": value}, turn.observation
 
 
 @pytest.mark.parametrize("cursor, message", [

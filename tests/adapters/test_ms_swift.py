@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scripted import longest_text
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -439,6 +440,15 @@ def test_both_constructors():
 
     for cls in (Old, Bare, Asks):
         assert len(run(cls, "It is 2.", max_turns=3)[0].turns) == 3
+
+
+def test_an_error_of_a_constructor_is_named_once():
+    class Waits(Asks):
+        def __init__(self, infer_engine=None, max_turns=None):
+            raise TimeoutError
+
+    with pytest.raises(ValueError, match=r"^multi_turn_scheduler: Waits\(.*\) raised TimeoutError$"):
+        conversations(Waits, max_turns=3)
 
 
 def test_a_run_of_ones_own():
@@ -884,6 +894,33 @@ def test_a_lost_server_is_the_trainers_to_hear_of():
     llm = Scripted(mt.ServerError("gone"))
     with pytest.raises(mt.ServerError, match="gone"):
         run(Asks, llm=llm, max_turns=2)
+
+
+class SaysFar(MultiTurnScheduler):
+    """Behind the first response 20 MB: of the user, behind its text, or in another history."""
+
+    kind = "user"
+
+    def step(self, infer_request, response_choice, current_turn):
+        far = "far " * 5_000_000
+        if self.kind == "user":
+            infer_request.messages.append(user(far))
+        elif self.kind == "goes on":
+            infer_request.messages[-1]["content"] += far
+        elif self.kind == "history":
+            infer_request.messages[:] = [user(far), {"role": "assistant", "content": "a"}, user("b")]
+        else:
+            infer_request.messages[:] = [user("a"), {"role": "assistant", "content": far}]
+        return {"infer_request": infer_request}
+
+
+@pytest.mark.parametrize("kind", ["user", "goes on", "history", "begun"])
+def test_a_request_far_beyond_the_context_is_not_tokenised_whole(monkeypatch, kind):
+    """It ends the conversation as one that is a little too long. 6144 characters are more than 1024 tokens here."""
+    longest = longest_text(monkeypatch, TOKENIZER)
+    rollout, llm = run(type("SaysFar", (SaysFar,), {"kind": kind}), "It is 2.", max_turns=3, environment_timeout=120.0)
+    assert (rollout.stop_reason, len(rollout.turns), len(llm.asked)) == (StopReason.CONTEXT_LENGTH, 1, 1)
+    assert 0 < longest() <= 6200
 
 
 def test_the_budget_ends_a_conversation():

@@ -599,6 +599,26 @@ def test_a_bad_yaml_is_refused(tmp_path, name):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
+@pytest.mark.parametrize("key, name", [("tools_config_file", "tools"), ("interaction_config_file", "interaction")])
+@pytest.mark.parametrize("text, message", [
+    ("NAME:\n  - class_name: caf\u00e9.Tool\n",
+     "is not UTF-8 text ('utf-8' codec can't decode byte 0xe9 in position PLACE: invalid continuation byte). Save it "
+     "as UTF-8."),
+    ("NAME:\n  - class_name: a.A\n    config: {}\n    class_name: b.B\n",
+     "cannot be read: 'class_name' is set on line 2 and again on line 4. Remove one of them."),
+    ("NAME: []\nother: 1\nNAME: []\n",
+     "cannot be read: 'NAME' is set on line 1 and again on line 3. Remove one of them."),
+])  # fmt: skip
+def test_a_yaml_in_latin_1_or_with_a_key_twice_is_one_line(tmp_path, key, name, text, message):
+    path = tmp_path / "config.yaml"
+    written = text.replace("NAME", name).encode("latin-1")
+    path.write_bytes(written)
+    with pytest.raises(ValueError) as error:
+        build(**{key: str(path)})()
+    expected = message.replace("NAME", name).replace("PLACE", str(written.find(b"\xe9")))
+    assert str(error.value) == f"{key}: {str(path)!r} {expected}"
+
+
 BAD_KEYS = {
     "two names": (dict(tools_config_file="a", tool_config_path="a"), "two names of one key"),
     "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' is not a file"),

@@ -197,6 +197,8 @@ class Picky(pydantic.BaseModel):
     def check_word(cls, word: str) -> str:
         if word == "exit":
             raise SystemExit(3)
+        if word == "wait":
+            raise TimeoutError
         if word == "key":
             raise KeyError("no such word")
         if word == "other":
@@ -323,6 +325,7 @@ def test_a_model_is_given_with_what_it_adds():
          "  Input should be a valid integer, unable to parse string as an integer "
          "[type=int_parsing, input_value='x', input_type=str]. "),
         (Picky, {"word": "exit"}, "Picky, whose check raised SystemExit: 3. "),
+        (Picky, {"word": "wait"}, "Picky, whose check raised TimeoutError. "),
     ],
 )  # fmt: skip
 def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):

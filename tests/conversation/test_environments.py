@@ -18,6 +18,7 @@ from scripted import (
     Scripted,
     call,
     ids,
+    longest_text,
     make_tokenizer,
     of_turns,
     result,
@@ -802,18 +803,10 @@ def says(kind, text):
 @pytest.mark.parametrize("kind", ["reset", "messages", "continuation", "history"])
 def test_a_text_far_beyond_the_context_is_not_tokenised_whole(kind, monkeypatch):
     """Megabytes take seconds, on the loop of all conversations. What ends, and how, is as without the cut."""
-    longest = 0
-    original = type(CHATML_TOKENIZER)._encode_plus
-
-    def note(self, text, *args, **kwargs):
-        nonlocal longest
-        longest = max(longest, len(text) if isinstance(text, str) else 0)
-        return original(self, text, *args, **kwargs)
-
-    monkeypatch.setattr(type(CHATML_TOKENIZER), "_encode_plus", note)
+    longest = longest_text(monkeypatch, CHATML_TOKENIZER)
     limits = {"max_model_len": 400, "max_completion_length": 300, "max_steps": 3}
     _, (rollout,), _ = run(says(kind, "far " * 250_000), [["one<|im_end|>", ANSWER]], **limits)
-    assert 0 < longest < 10_000
+    assert 0 < longest() < 10_000
     ended = {"reset": "context_length", "history": "context_length"}.get(kind, "max_tokens")
     assert (rollout.stop_reason, len(rollout.turns)) == (ended, int(kind != "reset"))
 

@@ -61,7 +61,7 @@ ELSEWHERE = {
         "python scripts/view_rollouts.py runs/my_task --html runs/my_task/rollouts.html",
     ], TOUR),
     "docs/rollouts.md": {
-        "python scripts/view_rollouts.py runs/calculator": "test_view_rollouts.py::test_it_follows_a_running_job",
+        "python scripts/view_rollouts.py runs/chain-sparse": "test_view_rollouts.py::test_it_follows_a_running_job",
     },
     "docs/rented_gpus.md": {
         "mkdir -p runs\nnohup": "test_rented_gpus.py::test_a_run_in_the_background_is_stopped_by_its_number",
@@ -94,7 +94,7 @@ ARGUMENTS = {
         "cp mt_grpo_trainer.py my_idea.py": "a vLLM server; tests/method/test_fork.py runs such a copy without one",
         "python my_idea.py": "a copy with the page's diff; tests/method/test_fork.py trains by one",
     },
-    "docs/recipes.md": {"python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh calculator`"},
+    "docs/recipes.md": {"python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh`"},
     "docs/rented_gpus.md": {
         'git clone "$REPOSITORY" mt-grpo': "a network, GPUs, and an installation of gigabytes",
         'export HF_HOME="$PWD/.hub"': "the Hub",

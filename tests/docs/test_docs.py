@@ -25,6 +25,7 @@ import yaml
 from bench import template_table
 from bench.common import with_section
 from datasets import Dataset
+from quickstart import TASKS
 from scripted import call
 from test_agents import run as run_agent
 from test_formats import TOKENIZER
@@ -34,6 +35,7 @@ from trl import GRPOConfig, ScriptArguments
 
 import mt_grpo
 import mt_grpo_trainer as mt
+from mt_grpo.adapters.agents.programs import CommandAgent
 from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
@@ -167,6 +169,7 @@ def test_every_python_block_is_run_here():
         "class Adder",
         "import function_tool",
         "sys.stdin.read()",
+        "OPENAI_API_KEY_FILE",
         "import ProgramError",
         "import read_rollouts",
         "import think_format_reward",
@@ -182,11 +185,24 @@ def test_every_python_block_is_run_here():
 def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
     """In a folder with a log of that name."""
     monkeypatch.chdir(tmp_path)
-    Path("runs/calculator").mkdir(parents=True)
+    Path("runs/chain-sparse").mkdir(parents=True)
     rows = [{"step": step, "rewards": {"exact_match_reward_func": float(step)}} for step in (1, 0)]
-    Path("runs/calculator/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("runs/chain-sparse/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     space = run(block(PAGES["docs/rollouts.md"], "python", "import read_rollouts"))
     assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
+
+
+@pytest.mark.parametrize("page", ["docs/rollouts.md", "docs/recipes.md"])
+def test_commands_about_a_run_name_the_folder_of_the_quickstart(page):
+    """Which is there behind `quickstart.sh` without arguments, with the recipe that made it."""
+    recipe = next(iter(TASKS.values()))[0]
+    folder = yaml.safe_load((ROOT / recipe).read_text())["output_dir"]
+    bash = "\n".join(blocks(PAGES[page], "bash"))
+    assert (
+        set(re.findall(r"\bruns/[\w.-]+", bash)) == {folder}
+        and set(re.findall(r"\bruns/calc\w+", PAGES[page])) == set()
+    )
+    assert set(re.findall(r"--config (\S+) --model", bash)) <= {recipe}
 
 
 def test_the_example_of_programs_runs(capsys):
@@ -358,6 +374,17 @@ def test_the_command_of_an_agent_runs(tmp_path):
     (tmp_path / "my_agent.py").write_text(block(ENVIRONMENTS, "python", "sys.stdin.read()"))
     row = {"question": "2 + 2?", "answer": "4"}
     rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
+    assert rollout.reward == 1.0, rollout.error
+
+
+def test_a_command_reads_its_key_as_the_page_says(tmp_path):
+    """The page's lines, and the rest of the program above them on the page."""
+    begins = block(ENVIRONMENTS, "python", "OPENAI_API_KEY_FILE")
+    whole = block(ENVIRONMENTS, "python", "sys.stdin.read()")
+    (tmp_path / "my_agent.py").write_text(begins + "\n" + whole.replace("OpenAI().chat", "client.chat"))
+    row = {"question": "2 + 2?", "answer": "4"}
+    command = CommandAgent(f"{sys.executable} {tmp_path}/my_agent.py", key_by_pipe=True)
+    rollout, _ = run_agent(command, "4", row=row, timeout=60.0)
     assert rollout.reward == 1.0, rollout.error
 
 

@@ -83,4 +83,11 @@ MUTATIONS = [
         "return not (number < low or number > high) or at_a_bound",
         "tests/recipe/test_recipes.py::test_every_number_has_a_range",
     ),
+    Mutation(
+        "an error of a server begins with its class on every rank",
+        "mt_grpo/base/ranks.py",
+        "str(error) if isinstance(error, ServerError) else error_line(error), kind",
+        "error_line(error), kind",
+        "tests/run/test_in_flight.py::test_a_push_that_fails_is_told_with_one_mark_at_the_end",
+    ),
 ]

@@ -104,4 +104,11 @@ MUTATIONS = [
         "str(each)",
         "tests/adapters/test_mcp.py::test_files_of_other_clients_are_read",
     ),
+    Mutation(
+        "mcp: a server that dies at its start has no exit code",
+        "mt_grpo/adapters/mcp/servers.py",
+        'getattr(process, "returncode", None)',
+        "None",
+        "tests/adapters/test_mcp.py::test_a_bad_file_is_refused",
+    ),
 ]

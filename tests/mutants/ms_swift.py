@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation(
         "swift: text behind a response is not read",
         "mt_grpo/adapters/ms_swift/samples.py",
-        "        sample.tail = sample.tail + written.text_ids(without_turns(behind, written.tokenizer))\n",
+        "        sample.tail = sample.tail + written.text_ids(readable)\n",
         "",
         "tests/adapters/test_ms_swift.py::test_a_continuation_token_for_token",
     ),
@@ -313,5 +313,12 @@ MUTATIONS = [
         "if (unknown := first_unknown(ids[same:], size)) is not None:",
         "if (unknown := first_unknown([], size)) is not None:",
         "tests/adapters/test_ms_swift.py::test_a_failure_is_the_environments_and_says_why",
+    ),
+    Mutation(
+        "swift: a text that a scheduler puts behind a response is tokenised whole, however long it is",
+        "mt_grpo/adapters/ms_swift/samples.py",
+        "readable = cut_far_beyond(without_turns(behind, written.tokenizer), context, written.tokenizer)",
+        "readable = without_turns(behind, written.tokenizer)",
+        "tests/adapters/test_ms_swift.py::test_a_request_far_beyond_the_context_is_not_tokenised_whole",
     ),
 ]

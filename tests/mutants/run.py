@@ -603,4 +603,11 @@ MUTATIONS = [
         "except ZeroDivisionError as error:  # nothing",
         "tests/run/test_checkpoints.py::test_a_file_that_holds_something_else_ends_in_one_line",
     ),
+    Mutation(
+        "a rank whose own file is whole does not hear of another rank's",
+        "mt_grpo/run/saved_states.py",
+        "if errors := gather_object(error):",
+        "if errors := error:",
+        "tests/run/test_checkpoints.py::test_what_one_rank_cannot_load_ends_both_with_the_same_line",
+    ),
 ]

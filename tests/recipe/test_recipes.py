@@ -46,7 +46,7 @@ from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
-from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.reward_calls import REWARD_COLUMNS, run_rewards
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
@@ -253,6 +253,7 @@ READ_BACK = {
     "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
+    "agent_key": lambda t: "pipe" if t.env.agent.key_by_pipe else "environment",
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
@@ -796,6 +797,17 @@ def test_bad_value(changes, message, build):
         build(**changes)
 
 
+def test_bf16_without_a_gpu_that_has_it_says_what_to_write(build, monkeypatch):
+    """transformers' own words tell of use_cpu alone."""
+    for name in ("is_torch_bf16_gpu_available", "is_torch_xla_available"):
+        monkeypatch.setattr(f"transformers.training_args.{name}", lambda *_: False)
+    with pytest.raises(ValueError) as error:
+        build(bf16=True, use_cpu=False)
+    said = str(error.value)
+    assert said.startswith("bf16: Your setup doesn't support bf16/gpu. ") and ".." not in said
+    assert said.endswith(". Without such a GPU write `use_cpu: true` and `bf16: false`.")
+
+
 NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(
         ("lora_r", "lora_alpha", "dataset_size", "eval_dataset_size", "per_device_train_batch_size",
@@ -1266,6 +1278,26 @@ def test_bad_environment(changes, declared, message, build, tmp_path):
         changes = {**changes, "tools_script": str(path)}
     with pytest.raises(ValueError, match=message):
         build(**changes)
+
+
+@pytest.mark.parametrize("keys, reset, said", [
+    ("", "board, answer",
+     "Row 0: Game.reset cannot begin with this row: missing a required argument: 'board'. The row has: question, "
+     "answer, prompt. Rename the argument or the column, give the argument a default, or add **row, which takes all "
+     "other columns."),
+    ("gold, ", "**row",
+     "Reward right needs 'gold', but train_dataset has no such column. It has: question, answer; the trainer gives: "
+     "GIVEN."),
+], ids=["environment", "reward"])  # fmt: skip
+def test_a_column_that_is_missing_beside_an_environment_is_named(build, tmp_path, keys, reset, said):
+    """The whole line: each sentence ends once, and the columns that there are stand in it."""
+    (tmp_path / "game.py").write_text(f"class Game:\n    def reset(self, {reset}):\n        pass\n")
+    (tmp_path / "right.py").write_text(
+        f"def right(completions, {keys}**kwargs):\n    return [1.0]\n\n\nOUTCOME_REWARD_FUNCS = [right]\n"
+    )
+    with pytest.raises(ValueError) as error:
+        build(tools_script=..., reward_fn=str(tmp_path / "right.py"), environment=f"{tmp_path}/game.py:Game")
+    assert str(error.value) == said.replace("GIVEN", ", ".join(REWARD_COLUMNS))
 
 
 ROW = '{"question": "1+1?", "answer": "2"}\n'

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import warm_python
+from bench.common import free_port
 from conftest import files_of_at_most
 from datasets import Dataset
 from peft import LoraConfig
@@ -35,6 +36,7 @@ from mt_grpo.run.checkpoints import (
     trained_settings,
     weights_not_finite,
 )
+from mt_grpo.run.saved_states import WHAT_TO_DO
 from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -596,6 +598,103 @@ def test_two_ranks_agree_on_a_checkpoint_that_one_cannot_write(random_model, tmp
     assert checkpoint_damage(tmp_path / "out/checkpoint-3") is None
     (tmp_path / "out/checkpoint-3/rng_state_1.pth").unlink()
     assert checkpoint_damage(tmp_path / "out/checkpoint-3") == "rng_state_1.pth is missing"
+
+
+RESUMING_WORKER = """
+import os, sys
+from types import SimpleNamespace
+import torch
+from accelerate import PartialState
+
+PartialState(cpu=True)
+from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers
+
+folder, what = sys.argv[1:]
+rank = os.environ["RANK"]
+model = torch.nn.Linear(2, 2, bias=False)
+trainer = SimpleNamespace(_is_sharded=what == "model", optimizer=torch.optim.AdamW(model.parameters()), model=model)
+
+
+def read(checkpoint, model=None):
+    return torch.load(f"{checkpoint}/{rank}.pt", weights_only=True)
+
+
+def read_optimizer(checkpoint):
+    trainer.optimizer.load_state_dict(read(checkpoint))
+
+
+try:
+    if what == "model":
+        load_model(trainer, lambda checkpoint, model: model.load_state_dict(read(checkpoint)), folder, model)
+    elif what == "optimizer":
+        load_optimizer(trainer, read_optimizer, folder)
+    else:
+        load_random_numbers(read, folder)
+    said = "loaded"
+except Exception as error:
+    said = f"{type(error).__name__}: {error}"
+with open(f"{folder}/said-{rank}", "w") as file:
+    file.write(said)
+"""
+RESUMED = {  # what is resumed: (what the file of a rank holds, how rank 1's is tampered with, what both ranks say)
+    "model": (
+        lambda: {"weight": torch.ones(2, 2)}, lambda path: torch.save({"weight": torch.ones(3, 2)}, path),
+        "the model cannot be loaded: RuntimeError: Error(s) in loading state_dict for Linear: size mismatch for",
+    ),
+    "optimizer": (
+        lambda: adam(4), lambda path: torch.save(adam(3), path),
+        "the state of the optimizer (optimizer.pt) or of what goes with it cannot be loaded: ValueError: exp_avg has "
+        "the shape [3], expected [2, 2]: it is of another model, or of other parameters. Resume from another",
+    ),
+    "random numbers": (
+        lambda: {"cpu": torch.zeros(3)}, lambda path: path.write_bytes(b"no zip"),
+        "the state of the random numbers (rng_state*.pth) cannot be loaded: UnpicklingError: ",
+    ),
+}  # fmt: skip
+
+
+def adam(size):
+    """The state of an AdamW with one parameter, of so many numbers where four are expected."""
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    if size != 4:
+        state["state"][0] |= {"exp_avg": torch.ones(size), "exp_avg_sq": torch.ones(size)}
+    return state
+
+
+def resume_on_two_ranks(folder, what):
+    """What each of two ranks says that resumes from a folder with a file of each."""
+    (folder / "worker.py").write_text(RESUMING_WORKER)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+    ranks = [
+        subprocess.Popen([warm_python.executable(), str(folder / "worker.py"), str(folder), what], cwd=ROOT,
+                         env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True) for rank in "01"
+    ]  # fmt: skip
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    return [(folder / f"said-{rank}").read_text() for rank in "01"]
+
+
+@pytest.mark.parametrize("what", RESUMED)
+def test_what_one_rank_cannot_load_ends_both_with_the_same_line(tmp_path, what):
+    """Rank 1 alone finds it, by gloo. Else rank 0 would wait for its first gradient until ddp_timeout."""
+    holds, tamper, says = RESUMED[what]
+    for rank in "01":
+        torch.save(holds(), tmp_path / f"{rank}.pt")
+    assert resume_on_two_ranks(tmp_path, what) == ["loaded", "loaded"]
+    tamper(tmp_path / "1.pt")
+    one, other = resume_on_two_ranks(tmp_path, what)
+    assert one == other and one.startswith(f"CheckpointError: resume_from_checkpoint='{tmp_path}': {says}"), one
+    assert one.endswith(f". {WHAT_TO_DO}") and ".." not in one and "\n" not in one
 
 
 def test_a_run_that_stops_without_room_saves_itself_elsewhere(random_model, tmp_path, monkeypatch):

@@ -994,6 +994,23 @@ def test_a_missing_interpreter_is_reported():
     )
 
 
+@pytest.mark.parametrize("arguments, said", [
+    ([], r"serve: error: no recipe. Usage: bash scripts/serve.sh RECIPE \[trainer arguments...\] Recipes: hf_rec"),
+    (["--port", "8001"], "serve: error: no recipe. Usage: bash scripts/serve.sh RECIPE "),
+    (["no.yaml"], "serve: error: the recipe 'no.yaml' is not a file. Recipes: hf_recipes/"),
+    (["RECIPE", "--port", "x"], r"usage: bash scripts/serve.sh RECIPE \[...\]\nserve: error: argument --port: "
+     "invalid int value: 'x'\n$"),
+    (["RECIPE", "--host"], r"usage: bash scripts/serve.sh RECIPE \[...\]\nserve: error: argument --host: "
+     "expected one argument\n$"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_server_are_named(recipe, arguments, said):
+    """On standard error, before a plan is made; the exit code is that of wrong usage."""
+    command = ["bash", "scripts/serve.sh", *(recipe if each == "RECIPE" else each for each in arguments)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120,
+                          env={**os.environ, "PYTHON": sys.executable})  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "") and re.match(said, done.stderr), done.stderr
+
+
 def start_server(folder, recipe, host, port, **environment):
     """scripts/serve.sh with stand-ins for the plan and for vLLM."""
     text = STAND_IN.replace('"/train.py"', '"/serve.py"')

@@ -331,8 +331,11 @@ def test_an_odd_row_hides_no_other(name, tmp_path):
 
 
 def test_numbers_that_are_none_are_told(tmp_path):
-    notes = index_of(write_log(tmp_path, [changed(step="7", reward=None), changed(index=2.0)])).notes()
-    assert notes == ["1 times step is no number: shown as 0, or not at all."]
+    """And what is shown in their place: the 7 of a log is step 8, its 0 is step 1."""
+    index = index_of(write_log(tmp_path, [changed(step="7", reward=None), changed(index=2.0), changed(step="x")]))
+    told = "2 times step is no number: shown as what its text spells, else as 0 (a step as 1) or not at all."
+    assert index.notes() == [told]
+    assert {row["id"]: row["step"] for row in index.table(Query())["rows"]} == {1: 8, 2: 1, 3: 1}
 
 
 def test_half_a_line_that_nobody_writes_is_told(tmp_path):

@@ -85,6 +85,19 @@ def test_the_line_is_of_the_rewards_own_file_and_the_row_of_the_data(rewards, tm
     )
 
 
+def test_an_error_without_a_text_is_named_once():
+    """Of a sentence with a dot no second one follows."""
+
+    def empty(completions, **kwargs):
+        raise TimeoutError
+
+    def ends(completions, **kwargs):
+        raise ValueError("It is down.")
+
+    assert error_of(empty, ["a"]).startswith("Reward empty raised TimeoutError (")
+    assert error_of(ends, ["a"]).startswith("Reward ends raised ValueError: It is down (")
+
+
 @pytest.mark.parametrize(
     "name, answers, place, rollout",
     [

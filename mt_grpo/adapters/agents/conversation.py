@@ -2,6 +2,7 @@
 
     agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
     agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY
+    agent_key: pipe                      # not OPENAI_API_KEY: the command reads the file OPENAI_API_KEY_FILE
 
 The agent is not changed. What it asks is sampled token for token behind what was sampled before; each completion is a
 turn with its own credit.
@@ -159,7 +160,11 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
-    program = load_function(script_args.agent) if script_args.agent else load_command(script_args.agent_command)
+    if script_args.agent is not None and script_args.agent_key != "environment":
+        raise ValueError("agent_key has no effect without agent_command: a function gets a client. Remove agent_key.")
+    program = load_function(script_args.agent) if script_args.agent else load_command(
+        script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe"
+    )  # fmt: skip
     conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls)
     return conversation, agent_environment(program)
 
@@ -186,7 +191,7 @@ def check_signature(function: Callable, reference: str) -> None:
         ) from None
 
 
-def load_command(command: str) -> CommandAgent:
+def load_command(command: str, key_by_pipe: bool = False) -> CommandAgent:
     """The program of a command. Raises `ValueError` where there is none."""
     try:
         words = shlex.split(command)
@@ -194,4 +199,4 @@ def load_command(command: str) -> CommandAgent:
         raise ValueError(f"agent_command: {command!r} is no command: {error}.") from None
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"agent_command: {command!r} begins with no program. Expected one like `python my_agent.py`.")
-    return CommandAgent(command)
+    return CommandAgent(command, key_by_pipe)

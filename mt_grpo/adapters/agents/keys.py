@@ -23,6 +23,10 @@ class AgentKeys:
         None, "A program in place of agent: a row on standard input, OpenAI's API by address",
         needs=AGENT,
     )  # fmt: skip
+    agent_key: str = key(
+        "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
+        one_of=("environment", "pipe"), needs=AGENT, trained=False,
+    )  # fmt: skip
     agent_timeout: float = key(
         600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)"
     )

@@ -1,10 +1,10 @@
 """Runs a command for `agent_commands` in a process group of its own, and ends that group. Imports no package.
 
-    python -I -S launcher.py FD COMMAND ...
+    python -I -S launcher.py FD[,FD ...] COMMAND ...
 
-FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer is killed,
-the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too: its group, and
-daemons that have left it, which this process inherits.
+The first FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer
+is killed, the group is killed. The further ones are for the command alone. SIGTERM is passed on. What the command
+leaves behind when it ends is killed, too: its group, and daemons that have left it, which this process inherits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 200  # of killing what a command leaves behind
 
 def main() -> None:
     """Exit as the command does."""
-    pipe, command = int(sys.argv[1]), sys.argv[2:]
+    (pipe, *for_command), command = map(int, sys.argv[1].split(",")), sys.argv[2:]
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a daemon of the command becomes a child of this process
     os.set_inheritable(pipe, False)
     woken, wake = os.pipe()
@@ -55,7 +55,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: end(signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
+    for stream in (0, 1, 2, *for_command):  # else a reader of the command's output would wait for this process
         os.close(stream)
     while True:
         ready, _, _ = select.select([pipe, woken], [], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import functools
 import inspect
 import json
@@ -11,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +45,8 @@ SECONDS_TO_END = 2.0  # between SIGTERM and SIGKILL
 SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its own holds its output open
 # What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+KEY_FILE = "OPENAI_API_KEY_FILE"  # the variable that names the pipe with a command's key
+UNREAD = f"it did not read its key, the line of the file that ${KEY_FILE} names (agent_key: pipe)"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 # A namespace of processes with a /proc of its own, in a namespace of users where this is not root. `sh` is its first
 # process: that one gets no signal that it does not handle, and the command should get SIGTERM.
@@ -54,8 +58,8 @@ FIRST = ["sh", "-c", '"$@"; exit $?', "sh"]
 def apart() -> tuple[str, ...]:
     """What stands before a command so that it sees no process of others; nothing, and a warning, where none can be.
 
-    INVARIANT: a rollout's key is in the environment of its command, where every client looks for it. So no other
-    rollout's command may read that: who has a key can write a turn of its rollout.
+    INVARIANT: a rollout's key is in the environment of its command, where every client looks for it, or in a pipe
+    until it is read. So no other rollout's command may read that: who has a key can write a turn of its rollout.
     """
     users = [] if os.geteuid() == 0 else ["--user", "--map-current-user"]
     command = ("unshare", *users, *OWN_PROCESSES, *FIRST)
@@ -68,7 +72,8 @@ def apart() -> tuple[str, ...]:
         return command
     logger.warning(
         f"agent_command: the commands of this run are not apart from each other ({problem}). Each could read the key "
-        "of another one in /proc, and write a turn of its rollout. In a container, allow namespaces of processes."
+        "of another one in /proc, and write a turn of its rollout. In a container, allow namespaces of processes; or "
+        "set agent_key: pipe, and have the command read its key there."
     )
     return ()
 
@@ -77,21 +82,50 @@ class CommandAgent:
     """An agent that is a program: the row on its standard input, the result as its last line of output.
 
     Each one sees its own processes alone, where the machine allows it (`apart`).
+
+    Args:
+        command: The program and its arguments, as a shell's line.
+        key_by_pipe: Whether the program gets its rollout's key by a pipe, and its environment holds none.
     """
 
-    def __init__(self, command: str):
+    def __init__(self, command: str, key_by_pipe: bool = False):
         self.arguments = [*apart(), *shlex.split(command)]
-        self.name = "agent_command"
+        self.key_by_pipe, self.name = key_by_pipe, "agent_command"
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
         """The program's result. It is ended with all processes of its group when this is cancelled."""
+        if not self.key_by_pipe:
+            return await self._run(row, environment_of(server.address, session.key))
+        pipe = pipe_with(session.key)
+        kept = os.dup(pipe)  # tells in the end whether the key was read; the command's own is closed by `_run`
+        try:
+            variables = environment_of(server.address, None) | {KEY_FILE: f"/dev/fd/{pipe}"}
+            result = await self._run(row, variables, pipe)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{'' if is_empty(kept) else f'; {UNREAD}'}") from None
+        else:
+            if not is_empty(kept):
+                raise RuntimeError(f"the command ended, and {UNREAD}")
+            return result
+        finally:
+            os.close(kept)
+
+    async def _run(self, row: dict[str, Any], variables: dict[str, str], *for_command: int) -> Any:
+        """The program's result.
+
+        Args:
+            row: Of the data set.
+            variables: The command's environment.
+            for_command: Open files that the command gets under the same numbers. They are closed here.
+        """
         watched, held = os.pipe()  # closed with this process
+        passed = [watched, *for_command]
         starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(LAUNCHER), str(watched), *self.arguments, pass_fds=[watched],
+            sys.executable, "-I", "-S", str(LAUNCHER), ",".join(map(str, passed)), *self.arguments, pass_fds=passed,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=environment_of(server.address, session.key),
+            start_new_session=True, env=variables,
         ))  # fmt: skip
-        starting.add_done_callback(lambda _: os.close(watched))
+        starting.add_done_callback(lambda _: [os.close(each) for each in passed])
         try:
             # Shielded: asyncio kills a process whose start is cancelled, here the launcher, and so leaves the command.
             process = await asyncio.shield(starting)
@@ -147,12 +181,26 @@ def release(pipe: int) -> None:
     os.close(pipe)
 
 
-def environment_of(address: str, key: str) -> dict[str, str]:
-    """The environment variables of a command."""
+def pipe_with(key: str) -> int:
+    """The reading end of a pipe that holds a key as its only line, and its end behind it."""
+    reading, writing = os.pipe()
+    os.write(writing, f"{key}\n".encode())  # a pipe holds more than that before anybody reads it
+    os.close(writing)
+    return reading
+
+
+def is_empty(pipe: int) -> bool:
+    """Whether all of a pipe was read."""
+    return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def environment_of(address: str, key: str | None) -> dict[str, str]:
+    """The environment variables of a command. Without a key there is none, not even one of this process's own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
         kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
-    return {**kept, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": key}
+    kept.pop("OPENAI_API_KEY", None)
+    return {**kept, "OPENAI_BASE_URL": address, **({} if key is None else {"OPENAI_API_KEY": key})}
 
 
 async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:

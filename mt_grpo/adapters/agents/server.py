@@ -298,7 +298,7 @@ def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession
     try:
         return endpoint.read(body, session)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        raise ApiError(400, f"The request cannot be read: {type(error).__name__}: {error}.") from error
+        raise ApiError(400, f"The request cannot be read: {error_line(error)}.") from error
 
 
 def read_reward(text: str | None) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
 from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.agents.prompts import AgentPrompts
-from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
+from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.conversation.tools.results import error_text
@@ -298,8 +298,8 @@ class AgentSession(RolloutSession):
             if self.got_an_answer:
                 self._full_at = self._num_requests
             raise ApiError(
-                400, f"The messages have {len(prompt_ids)} tokens. Expected fewer than the context of {self.context}.",
-                "context_length_exceeded", "messages",
+                400, f"The messages have at least {len(prompt_ids)} tokens. Expected fewer than the context of "
+                f"{self.context}.", "context_length_exceeded", "messages",
             )  # fmt: skip
         if lacking is not None:
             self.stop(lacking)
@@ -333,14 +333,18 @@ class AgentSession(RolloutSession):
     def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
         """The ids behind an answer."""
         said = self.prompts.rendered([*parent.request.messages, parent.answer.message], said)
-        return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids)
+        return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids, self.context)
 
     def _prompt(self, request: ModelRequest) -> list[int]:
         """The ids of a conversation that begins a record. The rollouts of a group begin with the same one."""
         key, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
-        if key not in cache:
+        if key in cache:
+            return list(cache[key])
+        messages = self.prompts.rendered(request.messages, request.messages)
+        tools = self.prompts.tools(request.tools)
+        ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)
+        if len(ids) < self.context:  # what is refused may be megabytes
             if len(cache) >= 1024:
                 cache.clear()
-            messages = self.prompts.rendered(request.messages, request.messages)
-            cache[key] = self.env.prompt_ids(messages, self.tokenizer, self.prompts.tools(request.tools))
-        return list(cache[key])
+            cache[key] = list(ids)
+        return ids

@@ -7,15 +7,17 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from mcp import Client, StdioServerParameters
+from mcp import Client, StdioServerParameters, stdio_client
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.tools.results import error_text
 
@@ -23,6 +25,13 @@ logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"
 MOST_PAGES = 1000  # of a server's list of tools
 SECONDS_TO_CLOSE = 8.0  # the SDK gives a server 2 s to end by itself, and 2 s behind SIGTERM
+
+
+SECONDS_TO_EXIT = 0.5  # a process that has closed its output has as good as ended
+
+
+class ServerEnded(RuntimeError):
+    """The process of a server ended by itself. The message says how, and what the connection said of it."""
 
 
 class McpToolError(RuntimeError):
@@ -164,9 +173,9 @@ class McpServer:
             # The commands of this Python's own environment first, as where it is activated.
             env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
             env |= entry["env"]
-            yield StdioServerParameters(
+            yield process_of(StdioServerParameters(
                 command=entry["command"], args=entry["args"], env=env, cwd=entry.get("cwd"),
-            )  # fmt: skip
+            ))  # fmt: skip
             return
         headers = entry["headers"]
         if kind == "sse":
@@ -188,6 +197,27 @@ class McpServer:
             done, _ = await asyncio.wait([owner], timeout=SECONDS_TO_CLOSE)
             if not done:
                 owner.cancel()
+
+
+@contextlib.asynccontextmanager
+async def process_of(parameters: StdioServerParameters) -> Any:
+    """The SDK's streams of a server that is a process. Raises `ServerEnded` where it has ended before they are closed.
+
+    The SDK says "Connection closed" then. It holds the process, with its exit code, in its generator alone.
+    """
+    started = stdio_client(parameters)
+    async with started as streams:
+        process = started.gen.ag_frame.f_locals.get("process")
+        try:
+            yield streams
+        except Exception as error:
+            deadline = asyncio.get_running_loop().time() + SECONDS_TO_EXIT
+            while (code := getattr(process, "returncode", None)) is None:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(0.01)
+            how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            raise ServerEnded(f"its process ended {how} ({error_line(leaves(error)[0])})") from error
 
 
 def kinds(entry: dict[str, Any]) -> list[str]:

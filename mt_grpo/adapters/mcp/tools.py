@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.adapters.mcp.files import read_servers
-from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, servers_to_close
+from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, ServerEnded, servers_to_close
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
 from mt_grpo.conversation.tools.signature import as_tool
@@ -42,7 +42,8 @@ def why_not(error: Exception, entry: dict[str, Any], seconds: str) -> str:
     command = shlex.join([entry["command"], *entry["args"]])
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return f"{error_line(error)}. Install it, or name it by its whole path."
-    return f"{error_line(error)}. What it wrote stands above; `{command}` starts it by hand."
+    said = str(error) if isinstance(error, ServerEnded) else error_line(error)
+    return f"{said}. What it wrote stands above; `{command}` starts it by hand."
 
 
 def start_servers(

@@ -30,7 +30,6 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.rollout import Message, Rollout, StopReason
 
@@ -293,8 +292,7 @@ def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -
         scheduler = cls(**{key: value for key, value in given.items() if takes_all or key in parameters})
     except Exception as error:
         raise ValueError(
-            f"multi_turn_scheduler: {cls.__name__}{inspect.signature(cls)} raised {type(error).__name__}: "
-            f"{error_text(error)}"
+            f"multi_turn_scheduler: {cls.__name__}{inspect.signature(cls)} raised {error_line(error)}"
         ) from error
     for key, value in {"infer_engine": engine, "max_turns": kwargs.get("max_turns")}.items():
         if vars(scheduler).get(key) is None:  # its constructor passed on neither

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, num_same
 from mt_grpo.adapters.ms_swift.messages import Key, keys_of
 from mt_grpo.adapters.session import Sampled
+from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.conversation.turn_lists import first_unknown, num_ids
 from mt_grpo.rollout import Message
 
@@ -154,7 +155,7 @@ def without_turns(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return re.sub("|".join(special), lambda found: f"{found[0][0]} {found[0][1:]}", text) if special else text
 
 
-def revise(sample: Sample, text: str, same_message: bool, written: Any) -> None:
+def revise(sample: Sample, text: str, same_message: bool, written: Any, context: float) -> None:
     """Have a response's message say another text, without ids for it.
 
     One that a request has read stays: the next request begins a record.
@@ -164,11 +165,12 @@ def revise(sample: Sample, text: str, same_message: bool, written: Any) -> None:
         text: What its message says now.
         same_message: Whether the next request goes on in it.
         written: The tool format.
+        context: Of the model, in tokens.
     """
     if sample.is_read:
         return
     if text.startswith(sample.text):
-        put_behind(sample, text, written)
+        put_behind(sample, text, written, context)
     elif text.startswith(sample.start) and (same_message or sample.bare.startswith(text)):
         ids = sample.turn.token_ids
         kept = num_kept(ids, text[len(sample.start) :], written.text)
@@ -182,20 +184,22 @@ def revise(sample: Sample, text: str, same_message: bool, written: Any) -> None:
         )  # fmt: skip
         sample.bare = sample.text = sample.start + sample.turn.text
         sample.tail = []
-        put_behind(sample, text, written)
+        put_behind(sample, text, written, context)
 
 
-def put_behind(sample: Sample, text: str, written: Any) -> None:
-    """What a text says behind a response becomes part of its message, as ids that are read."""
+def put_behind(sample: Sample, text: str, written: Any, context: float) -> None:
+    """What a text says behind a response becomes part of its message, as ids that are read, or fill the context."""
     behind = text[len(sample.text) :]
     if behind:
-        sample.tail = sample.tail + written.text_ids(without_turns(behind, written.tokenizer))
+        readable = cut_far_beyond(without_turns(behind, written.tokenizer), context, written.tokenizer)
+        sample.tail = sample.tail + written.text_ids(readable)
         sample.text = text
 
 
 def keep(
-    sample: Sample, text: str, ids: list[int], mask: list[int], logprobs: list[float] | None, written: Any
-) -> None:
+    sample: Sample, text: str, ids: list[int], mask: list[int], logprobs: list[float] | None, written: Any,
+    context: float,
+) -> None:  # fmt: skip
     """Have a response's message end with these ids. Raises `SchedulerFailure` where one of mask 1 was not sampled.
 
     Args:
@@ -205,6 +209,7 @@ def keep(
         mask: 1 for what is trained.
         logprobs: Of the ids with mask 1; None: as they were sampled.
         written: The tool format.
+        context: Of the model, in tokens.
     """
     ids, mask = without_prompt(sample, ids, mask)
     sampled, known = sample.turn.token_ids, sample.turn.logprobs
@@ -232,7 +237,7 @@ def keep(
     spoken = sample.bare + written.text(ids[same:])
     # A text may be cut inside a token: then the ids say more than it does, and they are what is read.
     sample.text = spoken if text.startswith(spoken) else text
-    put_behind(sample, text, written)
+    put_behind(sample, text, written, context)
 
 
 def without_prompt(sample: Sample, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:

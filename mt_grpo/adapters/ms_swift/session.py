@@ -19,9 +19,10 @@ from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_before
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
-from mt_grpo.adapters.session import RolloutSession, end_all, tools_by_name
+from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.formats.hermes import call_id
+from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
 
 # What the model reads for a scheduler's request: the ids of the response that it goes on from, and what is new.
@@ -47,7 +48,7 @@ class Reading(NamedTuple):
 
 def read_request(
     request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
-    plain: Callable[[list[int]], str], prompt: list[Message],
+    plain: Callable[[list[int]], str], prompt: list[Message], context: float,
 ) -> Reading:  # fmt: skip
     """What the model reads for a request.
 
@@ -62,6 +63,7 @@ def read_request(
         tokenizer: Of the policy.
         plain: What ids say, where they are the content of a message.
         prompt: Of the data set's row.
+        context: Of the model, in tokens. A text that is surely longer is read to a place behind it.
 
     Raises:
         SchedulerFailure: for what a request may not have.
@@ -81,12 +83,12 @@ def read_request(
     going = goes_on(samples, messages, tools, written.text)
 
     def text_ids(text: str) -> list[int]:
-        return written.text_ids(without_turns(text, tokenizer)) if text else []
+        return written.text_ids(cut_far_beyond(without_turns(text, tokenizer), context, tokenizer)) if text else []
 
     if going is None:
         begun = said_before(messages)
         whole = rendered(messages[:-1] if begun else messages, [], tokenizer, prompt)
-        ids = env.prompt_ids(whole, tokenizer, by_name) + text_ids(begun)
+        ids = ids_of_prompt(env, whole, tokenizer, by_name, context) + text_ids(begun)
         return Reading(messages, tools, by_name, None, ids, [], 0, False)
     parent, calls = going.parent, going.parent.turn.calls
     sampled = parent.turn.token_ids[: going.kept]
@@ -94,7 +96,8 @@ def read_request(
     drops_end = sampled[-1:] != [] and sampled[-1] in written.ends and bool(behind or not going.said)
     suffix = []
     if going.said:
-        suffix = written.suffix_ids(calls, rendered(going.said, calls, tokenizer, prompt), [] if behind else sampled)
+        said = rendered(going.said, calls, tokenizer, prompt)
+        suffix = written.suffix_ids(calls, said, [] if behind else sampled, context)
     ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + behind + suffix
     in_record = going.is_whole and not parent.is_read and not drops_end
     return Reading(messages, tools, by_name, going, ids, behind, len(behind + suffix), in_record)
@@ -170,7 +173,9 @@ class SchedulerSession(RolloutSession):
     async def _infer(self, request: Any, config: Any) -> Any:
         try:
             prompt = self.rollout.row.get("prompt") or self.rollout.row.get("messages") or []
-            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain, prompt)
+            reading = read_request(
+                request, self.samples, self.env, self.format, self.tokenizer, self.plain, prompt, self.context
+            )
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
@@ -204,9 +209,9 @@ class SchedulerSession(RolloutSession):
         sample.masked, sample.weight = masked, weight
         if segment is not None:
             text = sample.text if text is None else text
-            keep(sample, text, *segment, self.format)
+            keep(sample, text, *segment, self.format, self.context)
         elif text is not None:
-            revise(sample, text, same_message, self.format)
+            revise(sample, text, same_message, self.format, self.context)
 
     async def ended(self, choices: list[Any]) -> dict[str, list]:
         """Note the responses of a conversation by `drive`. Returns what `RolloutOutput` takes of its last messages."""

@@ -131,6 +131,8 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
         text = Path(path).read_text(encoding="utf-8")
         found = yaml.load(text, Loader)
         found = interpolated(text) if "${" in text else found
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: {path!r} is not UTF-8 text ({error}). Save it as UTF-8.") from None
     except Exception as error:  # omegaconf has errors of its own
         raise ValueError(f"{key}: {path!r} cannot be read: {' '.join(str(error).split())}") from None
     entries = found.get(name) if isinstance(found, dict) else None

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
-from mt_grpo.conversation.tools.results import cut_messages, cut_to_tokens
+from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 
 THINKING_TAGS = {  # what opens and closes it, by family of models
@@ -183,13 +183,16 @@ class ChatFormat:
         """The messages with the results of a turn's calls."""
         return [{"role": "user", "content": result_message(result.text)} for result in results]
 
-    def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
+    def suffix_ids(
+        self, calls: list[ToolCall], messages: list[Message], sampled: list[int], most: float = float("inf")
+    ) -> list[int]:
         """Ids from the end of the model's turn, over the messages behind it, to the next generation prompt.
 
         A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
         Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
+        Where there are surely more than `most` ids, they are those of a beginning that has more, too.
         """
-        ids = self.text_ids(self.suffix(calls, messages))
+        ids = self.text_ids(cut_far_beyond(self.suffix(calls, messages), most, self.tokenizer))
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
         there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing

@@ -17,8 +17,9 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticKnownError, SchemaValidator, ValidationError, core_schema, to_jsonable_python
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_json_type, type_name
-from mt_grpo.conversation.tools.results import ADDRESS, error_text, json_form
+from mt_grpo.conversation.tools.results import ADDRESS, json_form
 
 
 def strict_schema(schema: Any, in_model: bool = False) -> Any:
@@ -167,7 +168,7 @@ def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseE
     """What is wrong with an argument that `reader` does not read, for the policy: type, place, pydantic's words."""
     expected = type_name(reader.hint)
     if not isinstance(error, ValidationError):
-        words = without_links(f"{type(error).__name__}: {error_text(error)}")
+        words = without_links(error_line(error))
         return f"argument {name!r} must be {expected}, whose check raised {words}"
     # The option of a union that fits best is the one whose error is deepest inside the value.
     wrong = max(error.errors(include_url=False, include_context=False), key=lambda wrong: len(wrong["loc"]))

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from mt_grpo.base.errors import sentence
 from mt_grpo.conversation.tools.arguments import arguments_source
 from mt_grpo.conversation.tools.results import RESULT_SOURCE, error_text
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
@@ -156,9 +157,9 @@ class ToolProcesses:
                 await asyncio.sleep(0.1)
             else:
                 raise ToolsUnavailable(
-                    f"no process for the tools of {self._path!r} can be started: {error_text(problem)}. See above; "
-                    "check the limits of open files and processes (ulimit -n, -u), the memory, and that the file "
-                    "still imports."
+                    f"no process for the tools of {self._path!r} can be started: "
+                    f"{sentence(error_text(problem))} See above; check the limits of open files and processes "
+                    "(ulimit -n, -u), the memory, and that the file still imports."
                 ) from problem
 
     def _one_less(self, loop: asyncio.AbstractEventLoop) -> None:

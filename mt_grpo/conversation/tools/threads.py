@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.tools.math_limits import set_math_limits_aside
 
 logger = logging.getLogger(__name__)
@@ -212,5 +213,5 @@ async def run_tool(
     if NO_SIGNALS in str(getattr(result, "text", result))[:1000]:  # the tool caught the error, and says it
         warn_of_signals(tool.__name__)
     if error is not None:
-        raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result
