@@ -1,9 +1,9 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT [golden|records]
+python tests/distributed_worker.py MODEL OUT [golden|records|passes]
 
 With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
-records_batch.py, whose histories are edited.
+records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout and ours.
 """
 
 import os
@@ -16,6 +16,7 @@ from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import golden_batch as golden
+import random_batches
 import records_batch
 
 from mt_grpo.rollout import Generation
@@ -107,6 +108,8 @@ def main():
         results = {name: golden.run_case(model, out, name, world) for name in golden.CASES}
     elif sys.argv[3:] == ["records"]:
         results = records_batch.run_on_ranks(model, out, world)
+    elif sys.argv[3:] == ["passes"]:
+        results = random_batches.run_on_ranks(model, out)
     else:
         results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
     torch.save(results, out / f"{world}-{rank}.pt")

@@ -19,13 +19,20 @@ def nothing(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-def random_rows(seed: int, count: int, further: bool) -> list[dict]:
-    """Rows of TRL's batch without padding. Some have no trained token, some one token, and prompts come back."""
+def random_rows(seed: int, count: int, further: bool, uneven: bool = False) -> list[dict]:
+    """Rows of TRL's batch without padding. Some have no trained token, some one token, and prompts come back.
+
+    Args:
+        seed: Of all of it.
+        count: Of rollouts.
+        further: Whether some have further records.
+        uneven: Whether the first half is much longer than the second one. A group of four may lie in both.
+    """
     rng = random.Random(seed)
     prompts = [[rng.randrange(200) for _ in range(rng.choice(PROMPTS))] for _ in range(count // GROUP_SIZE)]
 
-    def row(prompt):
-        length = rng.choice((1, 2, 7, 30, 45))
+    def row(prompt, lengths=(1, 2, 7, 30, 45)):
+        length = rng.choice(lengths)
         trained = [int(rng.random() < 0.7) for _ in range(length)] if rng.random() < 0.85 else [0] * length
         numbers = {name: [rng.gauss(0, size) for _ in range(length)]
                    for name, size in (("advantages", 1.0), ("old", 0.3), ("ref", 0.5), ("ratio", 0.2))}  # fmt: skip
@@ -33,7 +40,8 @@ def random_rows(seed: int, count: int, further: bool) -> list[dict]:
 
     rows = []
     for i in range(count):
-        first = row(prompts[i // GROUP_SIZE])
+        lengths = () if not uneven else ((30, 45),) if i < count // 2 else ((1, 2, 7),)
+        first = row(prompts[i // GROUP_SIZE], *lengths)
         first["further"] = [row([5] * rng.choice(PROMPTS)) for _ in range(rng.choice((0, 0, 1, 2)))] if further else []
         rows.append(first)
     return rows
@@ -89,7 +97,8 @@ class OfBatches(MTGRPOEnvTrainer):
 
     def _generate_and_score_completions(self, inputs):
         count, ranks = len(inputs), self.accelerator.num_processes
-        rows = random_rows(self.settings.get("seed", 0) + self._step, count * ranks, self.settings.get("further"))
+        seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven")
+        rows = random_rows(seed, count * ranks, *(self.settings.get(name, False) for name in names))
         trained = sum(sum(each["trained"]) for row in rows for each in (row, *row["further"]))
         first = self.accelerator.process_index * count
         own = tensors(rows, self.settings, self.near)
@@ -106,7 +115,7 @@ def make_trainer(model, out, layout, settings, **changes):
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False,
         share_prompts=layout != "trl",
     )  # fmt: skip
-    own = {"vllm", "further", "seed", "peft"}
+    own = {"vllm", "further", "seed", "peft", "uneven"}
     args |= {key: value for key, value in settings.items() if key not in own} | changes
     trainer = OfBatches(
         model, MultiTurnToolEnv([], system_prompt=None), [], [nothing], args=MTGRPOConfig(**args),
@@ -126,3 +135,30 @@ def train(model, out, layout, settings, **changes):
     trainer.train()
     assert trainer.layout == layout
     return {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history}
+
+
+ON_RANKS = {
+    **{name: dict(loss_type=name) for name in ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "bnpo")},
+    "uneven": dict(loss_type="grpo", uneven=True, beta=0.1, vllm="token"),
+    "a group on two ranks": dict(loss_type="dapo", uneven=True, per_device_train_batch_size=2,
+                                 gradient_accumulation_steps=1, seed=1),
+    "sequences": dict(loss_type="dapo", uneven=True, importance_sampling_level="sequence", vllm="sequence"),
+    "further records": dict(loss_type="grpo", further=True, uneven=True),
+}  # fmt: skip
+
+
+def run_on_ranks(model, out):
+    """Gradients, logs, and the tokens of this rank's passes, by setting and layout."""
+    results = {}
+    for name, settings in ON_RANKS.items():
+        for layout, limit in (("trl", None), ("shared", None), ("shared", 80), ("padded", 120)):
+            trainer = make_trainer(
+                model, out / f"{name} {layout} {limit}", layout, settings, max_tokens_per_pass=limit
+            )
+            trainer.train()
+            passes = [one for each in trainer._buffered_inputs for one in each.get("passes", [])]
+            results[f"{name}-{layout}-{limit}"] = (
+                torch.stack(trainer.gradients), trainer.state.log_history[0], [one.num_tokens for one in passes],
+                [one["completion_mask"].shape[0] for one in passes],
+            )  # fmt: skip
+    return results

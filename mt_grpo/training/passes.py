@@ -265,6 +265,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     rows, divisor = [row for found in rollouts for row in found], None
     if has_further:
         rows, divisor = weigh_tokens(rollouts, per_micro_batch, trainer.loss_type, trainer.max_completion_length)
+    is_first = skips_first_pass(trainer) and "old_per_token_logps" not in micro_batches[0]
     num_items = micro_batches[0]["num_items_in_batch"]  # of all ranks, and of all micro-batches from these rollouts
     if divisor is not None:
         divisor *= accelerator.num_processes * (args.steps_per_generation if training else 1)
@@ -299,7 +300,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             each.scale = num_rows / per_micro_batch
         elif divisor is None and trainer.loss_type == "bnpo":
             each.scale = sum(row.num_trained for row in rows) / per_micro_batch
-        each.weight, each.is_first = weight, skips_first_pass(trainer)
+        each.weight, each.is_first = weight, is_first
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last], "is_last": last == cuts[-1]} for first, last in zip(cuts, cuts[1:])]
