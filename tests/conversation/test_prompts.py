@@ -29,8 +29,8 @@ NOTES = [None, 1, True, 1.0, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}, [1, [2]], 
 class Board:
     """A prompt that is the row's, with what `reset` says, or messages of its own; where asked it edits the history."""
 
-    def reset(self, board=None, own=None, edits=False, **row):
-        self.edits, self.tools = edits, [echo] if board == "echo" else []
+    def reset(self, board=None, own=None, edits=False, more=False, **row):
+        self.edits, self.tools = edits, [echo] if more else []
         return [{"role": "user", "content": own, "note": row.get("note")}] if own else board
 
     def look(self) -> str:
@@ -44,7 +44,13 @@ class Board:
 
 def random_rows(rng, number):
     """Rows of groups of 1 to 4. Most groups differ from the one before in one column, and some do not at all."""
-    row = {"prompt": [{"role": "user", "content": "Play."}], "board": "A board.", "own": None, "edits": False}
+    row = {
+        "prompt": [{"role": "user", "content": "Play."}],
+        "board": "A board.",
+        "own": None,
+        "edits": False,
+        "more": False,
+    }
     rows = []
     while len(rows) < number:
         row, column = copy.deepcopy(row), rng.choice([*row, "note", None])
@@ -54,7 +60,8 @@ def random_rows(rng, number):
             row["note"] = row["prompt"][-1]["note"] = rng.choice(NOTES)
         elif column is not None:
             row[column] = {
-                "board": rng.choice([None, "A board.", "echo"]), "own": rng.choice([None, "Mine."]), "edits": True,
+                "board": rng.choice([None, "A board.", "A board, too."]), "own": rng.choice([None, "Mine."]),
+                "edits": True,
             }.get(column, rng.random() < 0.5)  # fmt: skip
         rows += [copy.deepcopy(row) for _ in range(rng.randint(1, 4))]
     return rows[:number]
@@ -97,6 +104,7 @@ def rendered_by(monkeypatch, tokenizer):
 def test_a_batch_is_what_its_rows_are_alone(template, tool_format, environment):
     tokenizer = tokenizer_of(template) if template in FAMILIES else make_tokenizer(template)
     rng, shared = random.Random(f"{template} {environment}"), 0
+    system_prompt = "Tools:\n{tool_descriptions}" if tool_format == "xml" else None  # the template shows them
     for style in ("", "Date: 1 May 2031."):
         made = {
             "tokenizer": tokenizer,
@@ -104,7 +112,7 @@ def test_a_batch_is_what_its_rows_are_alone(template, tool_format, environment):
             "environment": environment,
             "tool_format": tool_format,
         }
-        env = MultiTurnToolEnv([add], "Tools:\n{tool_descriptions}", **made)
+        env = MultiTurnToolEnv([add], system_prompt, **made)
         rows = random_rows(rng, 60)
         together, asked = play(env, rows)
         for row, rollout, requests in zip(rows, together, asked, strict=True):

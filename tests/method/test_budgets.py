@@ -187,7 +187,7 @@ def all_bytes() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-@pytest.mark.parametrize("size", range(8))
+@pytest.mark.parametrize("size", [0, 1, 5, 9, 12, 16])
 @pytest.mark.parametrize("character", ["a", " ", "\0", "é", "日", "ﷺ"])
 def test_a_short_result_has_no_more_tokens_than_its_limit(character, size):
     """ASCII that is far shorter than the limit is not tokenised. No tokenizer here makes more of a character."""
