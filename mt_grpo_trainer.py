@@ -72,6 +72,7 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
+from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
     check_conversations,
     check_sampling_params,
@@ -240,19 +241,21 @@ class MultiTurnToolEnv(Conversations):
             rows: Dataset rows, for environments, which get copies. They render their prompts later, behind `reset`.
         """
         prompts = check_conversations(prompts, "prompts")
-        tokenizer = self._tokenizer(llm)
+        tokenizer, rendered = self._tokenizer(llm), PromptCache()
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             if self.environments is not None:
-                pass
-            elif messages != previous:  # the rollouts of a group have the same prompt
+                messages = own_copy(messages)
+            elif (digest := digest_of(messages)) is None or digest != previous:
+                previous = digest
                 clean = self.format_of(tokenizer).clean(messages, Origin.DATA)
-                previous, messages = messages, self.with_system_prompt(clean, tokenizer=tokenizer)
+                messages = self.with_system_prompt(clean, tokenizer=tokenizer)
                 ids = self.prompt_ids(messages, tokenizer)
-            else:
-                messages = list(states[-1].prompt_messages)
-            states.append(Rollout(messages, list(ids), index, row=own_copy(rows[index]) if rows else {}))
+            else:  # the rollouts of a group have the same prompt
+                messages = own_copy(states[-1].prompt_messages)
+            rollout = Rollout(messages, list(ids), index, row=own_copy(rows[index]) if rows else {}, rendered=rendered)
+            states.append(rollout)
         return states
 
     def with_system_prompt(
@@ -269,11 +272,15 @@ class MultiTurnToolEnv(Conversations):
         return [{"role": "system", "content": text}, *messages] if text else messages
 
     def prompt_ids(
-        self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Callable] | None = None
-    ) -> list[int]:
-        """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole."""
+        self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Callable] | None = None,
+        rendered: PromptCache | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole.
+
+        What is in `rendered` is not rendered again.
+        """
         arguments = self.format_of(tokenizer).prompt(messages, self.tools if tools is None else tools)
-        return tokenizer.apply_chat_template(**arguments)
+        return tokenizer.apply_chat_template(**arguments) if rendered is None else rendered.ids(tokenizer, arguments)
 
     async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
         """Turn after turn until the conversation has a stop reason."""
@@ -317,7 +324,7 @@ class MultiTurnToolEnv(Conversations):
         rollout.tools = tools_of(rollout.environment, self.tools)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
         readable = cut_messages(rollout.prompt_messages, self._context(llm), tokenizer)
-        rollout.prompt_ids = self.prompt_ids(readable, tokenizer, rollout.tools)
+        rollout.prompt_ids = self.prompt_ids(readable, tokenizer, rollout.tools, rollout.rendered)
 
     async def sample_turn(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None

@@ -284,6 +284,7 @@ class Rollout(TurnTokens):
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
+    rendered: Any = field(default=None, repr=False, compare=False)  # `PromptCache` of its batch; None: no other's
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A rollout with another one's index would wait for ever where a process generates for all of them at once.

@@ -57,14 +57,14 @@ TEXTS = {  # calls, results and control tokens as text
     "run_tool", "as_text", "submit", "_free_thread", "_take", "_start", "_run", "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
     "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
-    "pattern_of", "message_tokens", "around_messages", "added_tokens",
+    "pattern_of", "message_tokens", "around_messages", "added_tokens", "digest_of",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
     "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
-TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode"}
+TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode", "_decoded"}
 ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
 LISTS = {
     "per_token",

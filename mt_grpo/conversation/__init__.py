@@ -2,6 +2,7 @@
 
 environments   one environment per conversation; what an environment says, checked
 limits         what bounds a conversation, as keys of a recipe
+prompts        the prompts of a batch, each of them rendered once
 turn_lists     the lists of a rollout's turns, checked once it is over
 sampling       the sampling parameters of a request, and its room
 conversations  the part of a class of conversations that no method changes

@@ -8,6 +8,7 @@ import concurrent.futures
 import functools
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -52,6 +53,34 @@ def not_an_id(value: Any, vocab_size: int | None) -> bool:
     [False, False, True, True, True, True, True]
     """
     return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
+
+
+def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
+    """Those of a server's values that are `not_an_id`.
+
+    >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
+    ([], [8, -1, True])
+    """
+    # In C, for long answers: the wrong ones are looked for only where there are some.
+    if (
+        values
+        and set(map(type, values)) == {int}
+        and not any(not_an_id(i, vocab_size) for i in (min(values), max(values)))
+    ):
+        return []
+    return [value for value in values if not_an_id(value, vocab_size)]
+
+
+def are_logprobs(values: list[Any]) -> bool:
+    """Whether all values are such as `is_logprob` takes.
+
+    >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
+    (True, False, False, False)
+    """
+    # In C, for long answers. A NaN is neither the least nor the greatest, but the sum shows it.
+    if values and set(map(type, values)) == {float} and not math.isnan(sum(values)):
+        return is_logprob(min(values)) and is_logprob(max(values))
+    return all(map(is_logprob, values))
 
 
 def hide_password(url: str) -> str:
@@ -127,10 +156,10 @@ def read_completion(
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if type(token_ids) is not list or type(logprobs) is not list:
         raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
-    if wrong := [i for i in token_ids if not_an_id(i, vocab_size)]:
+    if wrong := not_ids(token_ids, vocab_size):
         among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
         raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
-    if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
+    if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
         raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
     if seen != num_prompt_tokens:
         raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")

@@ -25,7 +25,8 @@ from scripted import (
     result,
     verify,
 )
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from mt_grpo.conversation.tools.results import cut_to_tokens
 from mt_grpo.rollout import StopReason
@@ -176,6 +177,25 @@ def test_max_tool_response_tokens_with_a_visible_marker(limit):
 )
 def test_cut_to_tokens(text, limit, expected):
     assert cut_to_tokens(text, limit, CHATML_TOKENIZER) == expected
+
+
+def all_bytes() -> PreTrainedTokenizerFast:
+    """The longest that text can be: a token per byte, and each blank is three, as is one before the text."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 9, 12, 16])
+@pytest.mark.parametrize("character", ["a", " ", "\0", "é", "日", "ﷺ"])
+def test_a_short_result_has_no_more_tokens_than_its_limit(character, size):
+    """ASCII that is far shorter than the limit is not tokenised. No tokenizer here makes more of a character."""
+    for tokenizer in (CHATML_TOKENIZER, all_bytes()):
+        text = character * size
+        whole = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for limit in range(30, 45):  # below, a marker has no room where each of its characters is a token
+            assert (cut_to_tokens(text, limit, tokenizer) == text) == (whole <= limit)
 
 
 def test_a_cut_is_marked_where_one_token_holds_many_characters():

@@ -7,6 +7,20 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "the least id of an answer is not looked at",
+        "mt_grpo/generation/connection.py",
+        "(min(values), max(values))",
+        "(max(values),)",
+        "tests/training/test_token_checks.py::test_an_answer_is_checked_as_its_values_are_one_by_one",
+    ),
+    Mutation(
+        "a NaN among logprobs that are right is accepted",
+        "mt_grpo/generation/connection.py",
+        " and not math.isnan(sum(values))",
+        "",
+        "tests/training/test_token_checks.py::test_an_answer_is_checked_as_its_values_are_one_by_one",
+    ),
+    Mutation(
         "the lineage of a server is read when its answer comes",
         "mt_grpo/generation/server_pool.py",
         "self.sampled[asked] = time.monotonic()",
@@ -247,7 +261,7 @@ MUTATIONS = [
     Mutation(
         "a NaN for a logprob is accepted",
         "mt_grpo/generation/connection.py",
-        "or not all(map(is_logprob, logprobs)):",
+        "or not are_logprobs(logprobs):",
         "or not logprobs:",
         "tests/run/test_faults.py::test_a_fault_that_passes_costs_a_retry[NaN]",
     ),

@@ -11,6 +11,41 @@ SHORT_MEMORY = "tests/method/test_forks.py::test_what_a_short_memory_reads[xml]"
 
 MUTATIONS = [
     Mutation(
+        "the rollouts of a group share their messages",
+        SCRIPT,
+        "messages = own_copy(states[-1].prompt_messages)",
+        "messages = list(states[-1].prompt_messages)",
+        "tests/conversation/test_prompts.py::test_rollouts_share_nothing_that_can_be_changed",
+    ),
+    Mutation(
+        "the conversations of a group share their row's messages",
+        SCRIPT,
+        "messages = own_copy(messages)",
+        "pass",
+        "tests/conversation/test_prompts.py::test_rollouts_share_nothing_that_can_be_changed",
+    ),
+    Mutation(
+        "prompts that == calls equal are taken for one",
+        SCRIPT,
+        "elif (digest := digest_of(messages)) is None or digest != previous:",
+        "elif (digest := messages) != previous:",
+        "tests/conversation/test_prompts.py::test_a_batch_is_what_its_rows_are_alone",
+    ),
+    Mutation(
+        "the prompt of an environment is rendered for each rollout",
+        SCRIPT,
+        "rollout.tools, rollout.rendered)",
+        "rollout.tools)",
+        "tests/conversation/test_prompts.py::test_a_prompt_of_a_batch_is_rendered_once",
+    ),
+    Mutation(
+        "the cache of prompts is the environment's",
+        SCRIPT,
+        "self._tokenizer(llm), PromptCache()",
+        'self._tokenizer(llm), self.__dict__.setdefault("kept", PromptCache())',
+        "tests/conversation/test_prompts.py::test_the_cache_goes_with_its_batch",
+    ),
+    Mutation(
         "records: a rollout whose environment failed is in its group's mean",
         SCRIPT,
         "outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)",

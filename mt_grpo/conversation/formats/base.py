@@ -112,6 +112,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
+        # A turn's text is read several times in a row. The longest texts of that time are kept, not those of a run.
+        self._text_of = functools.lru_cache(maxsize=32)(self._decoded)
         self.setup()
         try:
             closings = self.closings()
@@ -356,4 +358,8 @@ class ChatFormat:
         return self.tokenizer(suffix, add_special_tokens=False)["input_ids"]
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._text_of(tuple(ids), len(self.tokenizer))
+
+    def _decoded(self, ids: tuple[int, ...], size: int) -> str:
+        """The text of ids. `size` is a cache key: a tokenizer may get further tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -86,6 +86,9 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
     if limit <= 0:
         return None
+    # A character has at most one token, and a blank three where it is written in bytes.
+    if text.isascii() and 4 * len(text) + 8 <= limit:
+        return text
     shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
     ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
     if len(ids) <= limit and shortened == text:

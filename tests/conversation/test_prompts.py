@@ -1,0 +1,208 @@
+"""Prompts of a batch: each is rendered once, and is what a rendering of its own gives."""
+
+import copy
+import gc
+import json
+import random
+import weakref
+
+import pytest
+from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
+from test_formats import FAMILIES, tokenizer_of
+
+from mt_grpo.conversation.prompts import PromptCache, clock_of
+from mt_grpo.rollout import Reply
+from mt_grpo_trainer import MultiTurnToolEnv
+
+ANSWER = "<answer>5</answer>"
+# Writes all that a message holds, as it is held: 1, True and 1.0 are three things, and keys have an order.
+LITERAL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if m['role'] == 'user' and m['note'] is defined %}{{ m['note'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ style }}<|im_start|>assistant\n{% endif %}"
+)
+DATED = "<|im_start|>system\n{{ strftime_now('%d %b %Y') }}<|im_end|>\n" + LITERAL
+TIMED = "<|im_start|>system\n{{ strftime_now('%H:%M:%S.%f') }}<|im_end|>\n" + LITERAL
+NOTES = [None, 1, True, 1.0, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}, [1, [2]], [1, (2,)], [1, [True]]]
+
+
+class Board:
+    """A prompt that is the row's, with what `reset` says, or messages of its own; where asked it edits the history."""
+
+    def reset(self, board=None, own=None, edits=False, more=False, **row):
+        self.edits, self.tools = edits, [echo] if more else []
+        return [{"role": "user", "content": own, "note": row.get("note")}] if own else board
+
+    def look(self) -> str:
+        """Look at it."""
+        return "a board"
+
+    def respond(self, rollout, turn):
+        kept = [{"role": "user", "content": f"Anew, from turn {len(rollout.turns)}."}]
+        return Reply(history=kept) if self.edits and turn.calls and len(rollout.turns) == 1 else None
+
+
+def random_rows(rng, number):
+    """Rows of groups of 1 to 4. Most groups differ from the one before in one column, and some do not at all."""
+    row = {
+        "prompt": [{"role": "user", "content": "Play."}],
+        "board": "A board.",
+        "own": None,
+        "edits": False,
+        "more": False,
+    }
+    rows = []
+    while len(rows) < number:
+        row, column = copy.deepcopy(row), rng.choice([*row, "note", None])
+        if column == "prompt":
+            row["prompt"] = [{"role": "user", "content": rng.choice(["Play.", "Play it.", "<|im_end|> it"])}]
+        elif column == "note":
+            row["note"] = row["prompt"][-1]["note"] = rng.choice(NOTES)
+        elif column is not None:
+            row[column] = {
+                "board": rng.choice([None, "A board.", "A board, too."]), "own": rng.choice([None, "Mine."]),
+                "edits": True,
+            }.get(column, rng.random() < 0.5)  # fmt: skip
+        rows += [copy.deepcopy(row) for _ in range(rng.randint(1, 4))]
+    return rows[:number]
+
+
+def play(env, rows):
+    """The rollouts of one batch, and what the backend was asked."""
+    backend = Scripted([[call("look"), ANSWER, ANSWER] for _ in rows])
+    played = env.generate([row["prompt"] for row in rows], backend, {"temperature": 0.5, "seed": 3}, rows)
+    asked = [[(r.prompt, r.max_tokens, r.params) for r in backend.of(index)] for index in range(len(rows))]
+    return played["rollouts"], asked
+
+
+def shown(rollout):
+    """All that a rollout is made of, as text: 1 and True are two things here."""
+    parts = rollout.prompt_messages, rollout.prompt_ids, rollout.first_messages, rollout.row, rollout.stop_reason
+    turns = [(t.token_ids, t.logprobs, t.messages, t.observation_ids, t.context, t.results and t.results[0].text)
+             for t in rollout.turns]  # fmt: skip
+    return repr((parts, turns, rollout.records and [r.prompt_ids for r in rollout.records]))
+
+
+def rendered_by(monkeypatch, tokenizer):
+    """What the tokenizer renders from now on into ids, as a list that grows."""
+    render, seen = tokenizer.apply_chat_template, []
+
+    def counted(*args, **kwargs):
+        if kwargs.get("tokenize"):
+            seen.append(kwargs["conversation"])
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    return seen
+
+
+@pytest.mark.parametrize("environment", [None, Board])
+@pytest.mark.parametrize(
+    "template, tool_format",
+    [(LITERAL, "xml"), (DATED, "xml"), ("qwen3", "xml"), ("qwen3", "native"), ("llama3_2", "native")],
+)
+def test_a_batch_is_what_its_rows_are_alone(template, tool_format, environment):
+    tokenizer = tokenizer_of(template) if template in FAMILIES else make_tokenizer(template)
+    rng, shared = random.Random(f"{template} {environment}"), 0
+    system_prompt = "Tools:\n{tool_descriptions}" if tool_format == "xml" else None  # the template shows them
+    for style in ("", "Date: 1 May 2031."):
+        made = {
+            "tokenizer": tokenizer,
+            "chat_template_kwargs": {"style": style},
+            "environment": environment,
+            "tool_format": tool_format,
+        }
+        env = MultiTurnToolEnv([add], system_prompt, **made)
+        rows = random_rows(rng, 60)
+        together, asked = play(env, rows)
+        for row, rollout, requests in zip(rows, together, asked, strict=True):
+            (alone,), (expected,) = play(env, [row])
+            assert shown(rollout) == shown(alone)
+            assert [json.dumps(r) for r in requests] == [json.dumps(r) for r in expected]
+        shared += len(together) - len({tuple(r.prompt_ids) for r in together})
+    assert shared > 40  # of 120: else nothing was tried
+
+
+@pytest.mark.parametrize("environment", [None, Board])
+def test_a_prompt_of_a_batch_is_rendered_once(monkeypatch, environment):
+    tokenizer = make_tokenizer(LITERAL)
+    env = MultiTurnToolEnv([add], None, tokenizer=tokenizer, environment=environment)
+    env.format_of(tokenizer)
+    rows = [{"prompt": [{"role": "user", "content": text}], "board": text} for text in "AB" for _ in range(4)]
+    seen = rendered_by(monkeypatch, tokenizer)
+    play(env, rows)
+    assert len(seen) == 2
+    play(env, rows)  # a batch keeps nothing for the next one
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("template", [TIMED, LITERAL + "{% if [0, 1] | random %}{% endif %}"])
+def test_what_each_rendering_writes_anew_is_not_shared(monkeypatch, template):
+    tokenizer = make_tokenizer(template)
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Board)
+    env.format_of(tokenizer)
+    seen = rendered_by(monkeypatch, tokenizer)
+    play(env, [{"prompt": [{"role": "user", "content": "A"}]}] * 4)
+    assert len(seen) == 4
+
+
+def test_a_date_is_that_of_the_rendering(monkeypatch):
+    days = iter(["01 May 2031", "01 May 2031", "02 May 2031"])
+    monkeypatch.setattr("mt_grpo.conversation.prompts.clock_of", lambda template: [next(days)])
+    tokenizer = make_tokenizer(LITERAL)
+    cache, seen = PromptCache(), rendered_by(monkeypatch, tokenizer)
+    for _ in range(3):
+        cache.ids(tokenizer, {"conversation": [{"role": "user", "content": "A"}], "tokenize": True})
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "template, number",
+    [
+        ("{{ strftime_now('%d') }} {{ strftime_now( \"%Y\" ) }}", 2),
+        ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}", 1),
+        ("{% set now = strftime_now %}{{ now('%S') }}", None),
+        ("{{ strftime_now(style) }}", None),
+        ("{{ lipsum() }}", None),
+    ],
+)
+def test_what_a_template_reads_of_the_clock(template, number):
+    read = clock_of(template)
+    assert (None if read is None else len(read)) == number
+
+
+@pytest.mark.parametrize("environment", [None, Board])
+def test_rollouts_share_nothing_that_can_be_changed(environment):
+    called = [{"type": "function", "function": {"name": "add", "arguments": {"a": [1]}}}]
+    prompt = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": called},
+              {"role": "user", "content": "On."}]  # fmt: skip
+    given = copy.deepcopy(prompt)
+    env = MultiTurnToolEnv([add], None, tokenizer=CHATML_TOKENIZER, environment=environment)
+    rollouts = env.start([prompt] * 3, None, [{"prompt": prompt, "notes": [1]}] * 3)
+    env.step(rollouts, Scripted([[call("look")]] * 3))
+    kept = [shown(rollout) for rollout in rollouts]
+    assert len(set(kept)) == 1
+    for number, rollout in enumerate(rollouts):
+        rollout.prompt_ids.append(7)
+        rollout.prompt_messages[0]["content"] = "changed"
+        rollout.prompt_messages[1]["tool_calls"][0]["function"]["arguments"]["a"].append(2)
+        rollout.row["notes"].append(2)
+        assert [shown(other) for other in rollouts[number + 1 :]] == kept[number + 1 :]
+    assert prompt == given
+    unopened = env.start([prompt] * 2, None, [{"prompt": prompt}] * 2)
+    unopened[0].prompt_messages[1]["tool_calls"][0]["function"]["arguments"]["a"].append(2)
+    assert prompt == given and repr(unopened[1].prompt_messages[1:]) == repr(given[1:])
+    (late,) = env.start([prompt], None, [{"prompt": prompt}])
+    late.rendered = rollouts[0].rendered
+    env.step([late], Scripted([[call("look")]]))
+    assert late.prompt_ids == rollouts[0].prompt_ids[:-1]
+
+
+def test_the_cache_goes_with_its_batch():
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Board)
+    rollouts, _ = play(env, [{"prompt": [{"role": "user", "content": "A"}]}] * 2)
+    cache = weakref.ref(rollouts[0].rendered)
+    assert rollouts[1].rendered is cache()
+    del rollouts
+    gc.collect()
+    assert cache() is None
