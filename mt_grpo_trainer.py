@@ -23,7 +23,7 @@ train on tokens that the policy never sampled. Where an environment edits it, a 
 A step starts in section 3 (`_generate_and_score_completions`). It runs conversations by 1, and gives credit by 2:
     1. the conversation    `MultiTurnToolEnv`: sample a turn, run its calls, ask the environment, append
     2. credit              pure functions from rewards to one advantage per turn, then per token
-    3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss does the rest
+    3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss of rows that share prompts
     4. the server          `VLLMServerClient`: generate, chat, update_weights
     5. configuration       the two dataclasses, and how a recipe becomes a trainer
 What the method stands on is in the package `mt_grpo/`, which never imports this file. To try another method, copy
@@ -794,7 +794,8 @@ def clipped_loss(
 #   _generate_and_score_completions   rows in, a batch for the loss out; inside it TRL calls the next two
 #     _generate                       conversations -> ids, masks, logprobs (`_roll_out`)
 #     _calculate_rewards              reward functions -> `RewardTable`; then `turn_advantages`, `token_advantages`
-#   compute_loss                      TRL's loss of these tokens: `clipped_loss` above
+#   compute_loss                      TRL's loss of these tokens, `clipped_loss` above, as a sum over passes: a row
+#                                     per prompt, its completions behind it (`_prepare_inputs`)
 # =====================================================================================================================
 
 

@@ -388,7 +388,10 @@ def shared_rows(
 
 @contextmanager
 def memory_errors(trainer: Any) -> Iterator[None]:
-    """Say which setting makes a pass smaller, where one does not fit. Raises `RunError`."""
+    """Say which setting makes a pass smaller, where one does not fit.
+
+    Raises `RunError`, behind which a run saves itself. One rank of several cannot: the others wait for its gradient.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -397,7 +400,8 @@ def memory_errors(trainer: Any) -> Iterator[None]:
         )
         if not largest:  # in a rollout, or TRL's layout
             raise
-        raise RunError(
+        kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
+        raise kind(
             f"A forward and backward pass of {largest} tokens does not fit into the memory of the device. Set "
             f"max_tokens_per_pass below {largest} (now {trainer.args.max_tokens_per_pass}); it changes no gradient. "
             f"{str(error).partition('. ')[0]}."

@@ -120,6 +120,10 @@ LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob,
 LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ by more
 
 
+def on_gpu(accelerator: Any) -> bool:
+    return accelerator.device.type == "cuda"
+
+
 def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
     """Compare shared rows with TRL's before the first step; where they differ, rows are padded. Collective.
 
@@ -144,7 +148,7 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
         try:
             logps.append(logps_in("shared"))
         except RuntimeError as error:  # of a kernel that does not know this GPU, or this size of heads
-            if accelerator.device.type != "cuda" or not KERNEL.usable:
+            if not on_gpu(accelerator) or not KERNEL.usable:
                 raise
             logger.warning(f"PyTorch's attention for sequences of different lengths failed: {error}. SDPA is used.")
             KERNEL.usable = False

@@ -1,7 +1,7 @@
 """Compare the trainer's step, with and without generation, with the step of TRL's `GRPOTrainer`, on a CPU.
 
     python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
-    python scripts/bench/step.py --short          # smaller, under 10 minutes; runs/bench_step_short.json
+    python scripts/bench/step.py --short          # smaller, about 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
     python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
 
@@ -52,25 +52,37 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch
+from bench.common import (
+    ROOT,
+    Frame,
+    end_with_parent,
+    machine,
+    memory,
+    pyplot,
+    rounded,
+    save_picture,
+    spread,
+    stopwatch,
+)
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
 SIDES = ("trl", "ours")
 WARM_UP = 3  # pairs that are not counted
-GROUP_SIZE = 8
 CONTEXT = 4096  # tokens
-# `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in a
-# step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
+# `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in
+# a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
-# of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to be.
-# `short`: of --short. With `generates` tokens are sampled.
+# of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to
+# be. `short`: of --short. With `generates` tokens are sampled. `G`: rollouts per prompt.
+DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "goal": None, "generates": False, "G": 8}
 SHAPES: dict[str, dict[str, Any]] = {
-    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 20, "short": {"pairs": 8}},
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 20,
+               "short": {"pairs": 8}},
     "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
                "pairs": 8, "short": {"rollouts": 16, "pairs": 4}},
-    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "lengths": "log-normal", "rows": 8,
-               "goal": 6.0, "pairs": 6, "short": {"rollouts": 16, "pairs": 2}},
+    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "lengths": "log-normal",
+               "rows": 8, "goal": 6.0, "pairs": 6, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "goal": 2.5, "pairs": 4, "short": None},
     "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "pairs": 10,
@@ -79,15 +91,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 20, "generates": True,
                    "short": {"pairs": 8}},
 }  # fmt: skip
-DEFAULTS = {
-    "prompt": 0,
-    "lengths": "even",
-    "rows": 0,
-    "model": "tiny",
-    "goal": None,
-    "generates": False,
-    "G": GROUP_SIZE,
-}
+# How a step grows: a single pair of steps for each number of rollouts per prompt, and for each length of the prompt.
+GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 2, "title": "growth"}
+GROWS = {"G": [{"G": size, "prompt": 512} for size in (2, 4, 8, 16)],
+         "prompt": [{"G": 8, "prompt": length} for length in (64, 256, 512, 1024, 2048)]}  # fmt: skip
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -327,9 +334,10 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
     longest = max(sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations)
     settings = {
         "output_dir": folder, "num_generations": shape["G"], "per_device_train_batch_size": rows_per_pass,
-        "gradient_accumulation_steps": shape["rollouts"] // rows_per_pass, "max_steps": 1000, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
-        "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group", "max_completion_length": longest,
-        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
+        "gradient_accumulation_steps": shape["rollouts"] // rows_per_pass, "max_steps": 1000, "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant", "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group",
+        "max_completion_length": longest, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False,
     }  # fmt: skip
     common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
@@ -598,6 +606,35 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             **figures_of(taken, memory)}  # fmt: skip
 
 
+def run_growth(threads: int) -> dict[str, list[dict[str, float]]]:
+    """Seconds of a step of both sides by what grows."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, changes in GROWS.items():
+        for change in changes:
+            shape = {**DEFAULTS, **GROWTH, **change}
+            with both_sides(shape, make_conversations(shape), threads, KEEP) as sides:
+                steps = [{side: sides[side].step()["cpu"] for side in SIDES} for _ in range(2 + shape["pairs"])][2:]
+            medians = {side: statistics.median(step[side] for step in steps) for side in SIDES}
+            found.setdefault(name, []).append({**change, **medians})
+            print(
+                f"growth with {name}: {change}, TRL {medians['trl']:.2f} s, ours {medians['ours']:.2f} s", flush=True
+            )
+    return found
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """How a step grows with the rollouts of a prompt, and with the length of the prompt."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(7, 2.9))
+    labels = {"G": "rollouts per prompt", "prompt": "tokens of the prompt"}
+    for axis, (name, rows) in zip(axes, results["growth"].items(), strict=True):
+        for side, label, colour in (("trl", "TRL", "#E69F00"), ("ours", "here", "#0072B2")):
+            places = [row[name] for row in rows]
+            axis.plot(places, [row[side] for row in rows], marker="o", markersize=4, label=label, color=colour)
+        axis.set(xlabel=labels[name], ylabel="CPU seconds of a step", ylim=(0, None))
+        axis.legend(frameon=False, fontsize=9)
+    save_picture(figure, path)
+
+
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB).
 
@@ -661,8 +698,8 @@ def section(results: dict[str, Any]) -> str:
         "tokens that the passes of a step read per token that is trained, TRL's and ours. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.", "",
-        "| batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak memory "
-        "| computed |", "|---|---|---|---|---|---|---|---|---|",
+        "| batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak "
+        "memory | computed |", "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
@@ -676,7 +713,11 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed} |"
         )
-    return "\n".join(lines)
+    growth = (
+        f"With {GROWTH['rollouts']} rollouts of {GROWTH['tokens']} tokens; on the left of prompts of "
+        f"{GROWS['G'][0]['prompt']} tokens, on the right {GROWS['prompt'][0]['G']} of each prompt."
+    )
+    return "\n".join([*lines, "", "![How a step grows](step.png)", "", growth])
 
 
 def print_shape(name: str, row: dict[str, Any]) -> None:
@@ -703,7 +744,7 @@ def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
             print(f"{row['own_ms']:8.3f} {row['all_ms']:9.3f} {row['calls']:7g}  {row['function']}, {row['line']}")
 
 
-FRAME = Frame("step", section)
+FRAME = Frame("step", section, plot)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -733,9 +774,10 @@ def main(argv: list[str] | None = None) -> None:
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
         print_shape(name, rows[name])
+    growth = {} if options.short else run_growth(options.threads)
     minutes = (time.perf_counter() - started) / 60
     results = rounded({"machine": machine(), "threads": options.threads, "warm_up": WARM_UP, "minutes": minutes,
-                       "shapes": rows}, 5)  # fmt: skip
+                       "shapes": rows, "growth": growth}, 5)  # fmt: skip
     FRAME.finish(results, options.short)
     print(summary(results))
 

@@ -1,0 +1,195 @@
+"""How a run's rows are laid out: what it says, what it proves first, and what it does where a pass does not fit."""
+
+import types
+
+import pytest
+import random_batches as batches
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from test_trainer import PROMPTS, length_reward, make_trainer
+from transformers import AutoModelForCausalLM
+
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training import shared_prompts
+from mt_grpo.training.passes import PASSES, fill, rows_of
+from mt_grpo.training.shareable import text_of_layout
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+# -- what is said at the start --
+
+
+class OwnLoss(MTGRPOEnvTrainer):
+    def _compute_loss(self, model, inputs):
+        assert inputs["prompt_ids"].shape[0] == 8  # TRL's rows
+        return super()._compute_loss(model, inputs)
+
+
+CASES = {
+    "a row per prompt, without padding; a pass has at most the tokens of 8 longest conversations": {},
+    "a row per prompt, without padding; a pass has at most 500 tokens": {"max_tokens_per_pass": 500},
+    "a row per prompt, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
+    "TRL's rows and passes, since share_prompts: false": {"share_prompts": False},
+    "TRL's rows and passes, since OwnLoss has a _compute_loss of its own": {"cls": OwnLoss},
+    "rows of their own, sorted by length, since attn_implementation: eager is asked for": {
+        "model_init_kwargs": {"attn_implementation": "eager"}
+    },
+    "rows of their own, sorted by length, since lora_dropout has a dropout of 0.05": {
+        "peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.05)
+    },
+    "rows of their own, sorted by length, since pad_to_multiple_of is set": {"pad_to_multiple_of": 8},
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_the_first_line_of_a_run_says_how_rows_are_laid_out(random_model, tmp_path, capsys, text):
+    trainer = make_trainer(random_model, tmp_path, **CASES[text])
+    assert text_of_layout(trainer).startswith(text)
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
+    assert lines[0] == f"rows: {text_of_layout(trainer)}"
+    assert trainer.state.global_step == 2
+
+
+def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_path):
+    """In shared rows the model is asked with a layout, once in ordinary rows for the proof, and never with padding."""
+    trainer, seen = make_trainer(random_model, tmp_path), []
+
+    def note(module, args, kwargs):
+        seen.append((kwargs.get("shared_row") is not None, torch.is_grad_enabled()))
+
+    trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.train()
+    trained = [shared for shared, with_gradient in seen if with_gradient]
+    assert trained == [True, True]  # two steps of one pass each
+    assert trainer.layout_proof < 1e-5
+
+
+# -- the proof --
+
+
+def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model, tmp_path, caplog):
+    """Its code drops the arguments that it does not know, which no configuration says."""
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    for layer in model.model.layers:
+        own = layer.self_attn.forward
+
+        def forward(self, *args, own=own, **kwargs):
+            kwargs.pop("shared_row", None)
+            return own(*args, **(kwargs | {"attention_mask": None}))
+
+        layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
+    trainer = make_trainer(model, tmp_path)
+    assert trainer.layout == "shared"
+    trainer.train()
+    assert trainer.layout == "padded" and trainer.layout_proof > 1e-3
+    assert "gave a token another logprob in a shared row" in caplog.text
+    assert "rows of their own" in text_of_layout(trainer)
+
+
+def test_a_kernel_that_fails_is_not_asked_again(random_model, tmp_path, caplog, monkeypatch):
+    trainer, calls = make_trainer(random_model, tmp_path), []
+
+    def kernel(*args, **kwargs):
+        calls.append(1)
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(shared_prompts, "kernel_of", lambda query: kernel if shared_prompts.KERNEL.usable else None)
+    monkeypatch.setattr(shared_prompts.KERNEL, "usable", True)
+    with pytest.raises(RuntimeError, match="no kernel image"):  # on a CPU there is none to give up
+        trainer.train()
+    monkeypatch.setattr("mt_grpo.training.shareable.on_gpu", lambda accelerator: True)
+    trainer = make_trainer(random_model, tmp_path)
+    trainer.train()
+    assert len(calls) == 2 and trainer.layout == "shared" and trainer.layout_proof < 1e-5
+    assert "no kernel image is available. SDPA is used" in caplog.text
+
+
+# -- memory --
+
+
+def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, max_tokens_per_pass=400)
+    own = trainer.model.base_model.forward
+
+    def forward(*args, **kwargs):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+        return own(*args, **kwargs)
+
+    trainer.model.base_model.forward = forward
+    with pytest.raises(RunError, match=r"of \d+ tokens does not fit .* Set max_tokens_per_pass below \d+ \(now 400\)"):
+        trainer.train()
+    largest = max(one.num_tokens for each in trainer._buffered_inputs for one in each[PASSES])
+    assert 0 < largest <= 400
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"max_tokens_per_pass": 24}, r"can have max_completion_length=24 tokens"),
+    ({"max_tokens_per_pass": 100, "share_prompts": False}, r"no effect with share_prompts: false"),
+    ({"max_tokens_per_pass": 100, "top_entropy_quantile": 0.5}, r"no effect with top_entropy_quantile=0.5"),
+])  # fmt: skip
+def test_a_limit_without_an_effect_is_refused(tmp_path, changes, expected):
+    with pytest.raises(ValueError, match=rf"^max_tokens_per_pass={changes['max_tokens_per_pass']}.*{expected}"):
+        MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_completion_length=24, **changes)
+
+
+# -- which rows go together, by hand --
+
+
+def rows(*examples):
+    """(prompt ids, length of the completion) each, all of it trained."""
+    found = []
+    for prompt, length in examples:
+        values = {"prompt_ids": torch.tensor([prompt]), "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        values["completion_ids"] = torch.arange(length)[None]
+        values["completion_mask"] = values["tool_mask"] = torch.ones(1, length, dtype=torch.long)
+        found += rows_of(values)[0]
+    return found
+
+
+def sizes(bins):
+    return [[(len(row.prompt_ids), len(row.completion_ids)) for row in each] for each in bins]
+
+
+def test_groups_stay_whole_where_they_fit():
+    """Prompts of 5 and 3 tokens: 4 + 6 + 2, and 2 + 3 + 3 tokens. In 14 the first one is full; in 9 it is cut."""
+    first, second = [1, 2, 3, 4, 5], [1, 2, 3]
+    mixed = rows((first, 6), (second, 3), (first, 2), (second, 3))
+    assert sizes(fill(mixed, 20, shares=True)) == [[(5, 6), (5, 2), (3, 3), (3, 3)]]
+    assert sizes(fill(mixed, 14, shares=True)) == [[(5, 6), (5, 2)], [(3, 3), (3, 3)]]
+    assert sizes(fill(mixed, 10, shares=True)) == [[(5, 6)], [(3, 3), (3, 3)], [(5, 2)]]
+    assert sizes(fill(mixed, 4, shares=True)) == [[(5, 6)], [(5, 2)], [(3, 3)], [(3, 3)]]  # one is never cut
+
+
+def test_rows_of_their_own_are_sorted_by_length():
+    """Padded to the longest of a pass: 2 x (5 + 6) = 22, then 2 x (3 + 3) = 12."""
+    mixed = rows(([1] * 5, 6), ([2] * 3, 3), ([1] * 5, 5), ([2] * 3, 2))
+    assert sizes(fill(mixed, 22, shares=False)) == [[(5, 6), (5, 5)], [(3, 3), (3, 2)]]
+    assert sizes(fill(mixed, 11, shares=False)) == [[(5, 6)], [(5, 5)], [(3, 3)], [(3, 2)]]
+
+
+def test_a_small_pass_reads_no_more_than_it_may(random_model, tmp_path):
+    settings = dict(loss_type="dapo", per_device_train_batch_size=16)
+    for layout in ("shared", "padded"):
+        trainer = batches.make_trainer(random_model, tmp_path / layout, layout, settings, max_tokens_per_pass=90)
+        trainer.train()
+        passes = [one for each in trainer._buffered_inputs for one in each[PASSES]]
+        assert len(passes) > 3 and max(one.num_tokens for one in passes) <= 90
+
+
+def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
+    """Its loss is that of TRL's rows."""
+    losses = []
+    for share in (True, False):
+        trainer = MTGRPOEnvTrainer(
+            random_model, MultiTurnToolEnv([], system_prompt=None), [], [length_reward],
+            args=MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+                              per_device_train_batch_size=8, per_device_eval_batch_size=8, num_generations=4, seed=3,
+                              max_completion_length=24, share_prompts=share, loss_type="grpo", disable_tqdm=True),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
+        )  # fmt: skip
+        torch.manual_seed(5)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and abs(losses[0]) > 1e-8
