@@ -127,23 +127,13 @@ from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import (
-    PASSES,
-    Pass,
-    into_passes,
-    loss_in_passes,
-    memory_errors,
-    shared_rows,
-    skips_first_pass,
-    window_of,
-)
+from mt_grpo.training.layouts import Layout, memory_errors
+from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, skips_first_pass
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.shareable import choose_layout, prove_layout
-from mt_grpo.training.shared_prompts import forward_inputs, share
+from mt_grpo.training.shared_prompts import forward_inputs
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
@@ -894,15 +884,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return generation_batch
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.layout == "trl":
-            return inputs
         if not self.model.training:
-            return into_passes(self, [inputs])[0]
+            return self.layout.in_passes([inputs])[0]
         if self._buffered_inputs is not buffered:
-            micro_batches, window = self._buffered_inputs, window_of(self.args, self.loss_type)
-            prove_layout(self, micro_batches[0])
-            steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
-            self._buffered_inputs = [each for step in steps for each in into_passes(self, step)]
+            self._buffered_inputs = self.layout.in_passes(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -916,14 +901,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             inputs = into_passes(self, [inputs])[0]
         if PASSES in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
-        if not isinstance(inputs, Pass):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self.current_pass = inputs
-        try:
-            with self.pass_metrics.of(self._metrics, self._mode, inputs):
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * inputs.scale
-        finally:
-            self.current_pass = None
+        with self.layout.of(inputs):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * inputs.scale if isinstance(inputs, Pass) else loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
@@ -935,8 +915,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
-        current = self.current_pass
-        if self.layout != "shared":
+        current = self.layout.current
+        if self.layout.kind != "shared":
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
@@ -952,7 +932,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             entropies = sum(row.spread(output.entropy) for row, output in outputs) if compute_entropy else None
             found = logps, entropies, None
         if current is not None and current.is_first:
-            self.pass_metrics.compare(current, found[0].detach(), self)
+            self.layout.metrics.compare(current, found[0].detach(), self)
         return found
 
     # -- 3.3 roll out --
@@ -1074,12 +1054,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         setting = f"credit_assignment={args.credit_assignment}"
         if self.turn_advantage_coef == 0:
             setting += ", turn_advantage_coef=0"
-        self.layout, self.layout_reason = choose_layout(self, MTGRPOEnvTrainer)
-        if self.layout == "shared":
-            share(self.model, self.ref_model)
-        self.layout_proof: float | None = None  # the largest difference of a logprob from that of TRL's rows
-        self.current_pass: Pass | None = None  # the one whose loss is computed
-        self.pass_metrics = PassMetrics()
+        self.layout = Layout(self, MTGRPOEnvTrainer)
         self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
         self._rollout_log = RolloutLog(
             args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,

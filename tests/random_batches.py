@@ -124,8 +124,8 @@ def make_trainer(model, out, layout, settings, **changes):
     )  # fmt: skip
     trainer.settings, trainer.gradients = settings, gradients.steps
     trainer.use_vllm = bool(settings.get("vllm"))
-    assert trainer.layout == ("trl" if layout == "trl" else "shared"), trainer.layout_reason
-    trainer.layout = layout
+    assert trainer.layout.kind == ("trl" if layout == "trl" else "shared"), trainer.layout.reason
+    trainer.layout.kind = layout
     return trainer
 
 
@@ -133,7 +133,7 @@ def train(model, out, layout, settings, **changes):
     """Gradients of the steps, and the log of the first."""
     trainer = make_trainer(model, out, layout, settings, **changes)
     trainer.train()
-    assert trainer.layout == layout
+    assert trainer.layout.kind == layout
     return {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history}
 
 

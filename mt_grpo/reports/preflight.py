@@ -27,7 +27,6 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.shareable import text_of_layout
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def plan(trainer: Any) -> list[tuple[str, str]]:
         ("tools", tools_line(env)), ("a batch", batch_line(args)), ("an epoch", epoch_line(len(train), args)),
         ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
-        ("context", context_line(env, train, args)), ("rows", text_of_layout(trainer)),
+        ("context", context_line(env, train, args)), ("rows", str(trainer.layout)),
         ("memory", memory_line(model, args, longest_prompt(env, train), reference, trainer._is_sharded)),
         ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line()),
     ]  # fmt: skip
@@ -232,6 +231,14 @@ class FirstBatch(TrainerCallback):
         self.trainer, self.seen, self.ends_run = trainer, False, False
         self.facts: Facts = {}
 
+    @property
+    def progress(self) -> ProgressLine:
+        return next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and not self.ends_run:  # a preflight has said it
+            self.progress.say(f"rows: {self.trainer.layout}")
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.seen:
             return
@@ -242,8 +249,7 @@ class FirstBatch(TrainerCallback):
         try:
             self.gather_facts()
             if self.trainer.accelerator.is_main_process:
-                progress = next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
-                progress.say(f"first batch: {summary(self.facts)}")
+                self.progress.say(f"first batch: {summary(self.facts)}")
                 for trouble in troubles(self.facts):
                     logger.warning(f"{trouble.name}: {trouble.text}")
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.reports.rollout_log import write_rows
-from mt_grpo.training.shareable import text_of_layout
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +113,6 @@ class ProgressLine(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.steps, self.new_steps, self.printed = [], 0, time.monotonic()
-        if state.is_world_process_zero:
-            self.say(f"rows: {text_of_layout(self.trainer)}")
         if args.print_metrics == "line" and state.is_world_process_zero:
             self._over = threading.Event()
             self._thread = threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True)

@@ -21,7 +21,6 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from mt_grpo.base.ranks import RunError
 from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
@@ -228,7 +227,7 @@ def skips_first_pass(trainer: Any) -> bool:
     """
     args = trainer.args
     return (
-        trainer.layout != "trl"
+        trainer.layout.kind != "trl"
         and trainer.use_vllm
         and trainer.vllm_importance_sampling_correction
         and not args.log_rollout_tokens
@@ -256,7 +255,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         trainer: Says how passes are laid out (`layout`), and which loss they are for.
         micro_batches: Of one optimizer step, from the same rollouts: TRL's, each of B rollouts.
     """
-    accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout == "shared"
+    accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout.kind == "shared"
     training, count = trainer.model.training, len(micro_batches)
     size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     rollouts = [rows for each in micro_batches for rows in rows_of(each)]
@@ -386,28 +385,6 @@ def shared_rows(
 # -- the loss of a micro-batch --
 
 
-@contextmanager
-def memory_errors(trainer: Any) -> Iterator[None]:
-    """Say which setting makes a pass smaller, where one does not fit.
-
-    Raises `RunError`, behind which a run saves itself. One rank of several cannot: the others wait for its gradient.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        largest = max(
-            (one.num_tokens for each in trainer._buffered_inputs or [] for one in each.get(PASSES, [])), default=0
-        )
-        if not largest:  # in a rollout, or TRL's layout
-            raise
-        kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
-        raise kind(
-            f"A forward and backward pass of {largest} tokens does not fit into the memory of the device. Set "
-            f"max_tokens_per_pass below {largest} (now {trainer.args.max_tokens_per_pass}); it changes no gradient. "
-            f"{str(error).partition('. ')[0]}."
-        ) from error
-
-
 def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_items: Any) -> torch.Tensor:
     """TRL's loss of a micro-batch. In training all passes but the last go backward here.
 
@@ -426,7 +403,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
                 total += trainer.compute_loss(model, each)
         total = total + trainer.compute_loss(model, last)
         if micro_batch["is_last"]:
-            trainer.pass_metrics.finish(trainer._metrics[trainer._mode])
+            trainer.layout.metrics.finish(trainer._metrics[trainer._mode])
         return total
     finally:
         trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef

@@ -260,7 +260,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)  # of ordinary rows; a `SharedRow` needs none
 
 
-def share(*models: PreTrainedModel | PeftModel | None) -> None:
+def take_shared_rows(*models: PreTrainedModel | PeftModel | None) -> None:
     """Let models with SDPA read rows of either kind. For ordinary ones nothing changes."""
 
     def keep_scored(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:

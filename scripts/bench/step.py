@@ -68,31 +68,30 @@ from bench.common import (
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
 SIDES = ("trl", "ours")
-WARM_UP = 3  # pairs that are not counted
 CONTEXT = 4096  # tokens
 # `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to
-# be. `short`: of --short. With `generates` tokens are sampled. `G`: rollouts per prompt.
-DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "goal": None, "generates": False, "G": 8}
+# be. `warm_up`: pairs that are not counted. `short`: of --short. With `generates` tokens are sampled. `G`: rollouts per
+# prompt.
+DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "goal": None, "generates": False, "G": 8,
+            "warm_up": 1}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 20,
-               "short": {"pairs": 8}},
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 16,
+               "warm_up": 2, "short": {"pairs": 8}},
     "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
-               "pairs": 8, "short": {"rollouts": 16, "pairs": 4}},
-    "spread": {"title": "log-normal lengths", "rollouts": 64, "tokens": 400, "prompt": 300, "lengths": "log-normal",
-               "rows": 8, "goal": 6.0, "pairs": 6, "short": {"rollouts": 16, "pairs": 2}},
+               "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
+    "spread": {"title": "log-normal lengths", "rollouts": 32, "tokens": 400, "prompt": 300, "lengths": "log-normal",
+               "rows": 8, "goal": 6.0, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
-             "goal": 2.5, "pairs": 4, "short": None},
-    "long": {"title": "long completions", "rollouts": 32, "tokens": 1000, "pairs": 10,
-             "short": {"rollouts": 8, "pairs": 4}},
-    "wide": {"title": "wider model", "rollouts": 32, "tokens": 90, "model": "wide", "pairs": 8, "short": None},
-    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 20, "generates": True,
-                   "short": {"pairs": 8}},
+             "goal": 2.5, "pairs": 2, "short": None},
+    "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 8, "generates": True,
+                   "warm_up": 2, "short": {"pairs": 4}},
 }  # fmt: skip
+
 # How a step grows: a single pair of steps for each number of rollouts per prompt, and for each length of the prompt.
-GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 2, "title": "growth"}
+GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 1, "title": "growth"}
 GROWS = {"G": [{"G": size, "prompt": 512} for size in (2, 4, 8, 16)],
          "prompt": [{"G": 8, "prompt": length} for length in (64, 256, 512, 1024, 2048)]}  # fmt: skip
 
@@ -291,7 +290,7 @@ def force(model: Any, conversations: list[Conversation], meter: Any) -> None:
 
 
 def build_model(shape: Shape) -> Any:
-    """In float32, with room for the longest conversation: `tiny`, a bundled model; `wide`, `135M`: random weights.
+    """In float32, with room for the longest conversation: `tiny`, a bundled model; `135M`: random weights.
 
     135M has the sizes of SmolLM2-135M, a Llama: 30 layers of 576, a vocabulary of 49,152.
     """
@@ -307,14 +306,7 @@ def build_model(shape: Shape) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = HERMES_MODEL if shape["generates"] else MODEL
     config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
-    if shape["model"] == "tiny":
-        return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
-    layers = 8
-    config.update({
-        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "head_dim": 64, "layer_types": ["full_attention"] * layers,
-    })  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
 
 
 def build_trainer(side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any) -> Any:
@@ -567,8 +559,8 @@ def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str,
     """The shapes to run: those that were asked for, at their short sizes if so, with this number of pairs if given.
 
     >>> shapes = chosen(None, short=True, pairs=None)
-    >>> list(shapes), shapes["long"]["rollouts"], chosen(["wide"], True, 6)["wide"]["pairs"]
-    (['recipe', 'prompt', 'spread', 'long', 'generation'], 8, 6)
+    >>> list(shapes), shapes["spread"]["rollouts"], chosen(["real"], True, 6)["real"]["pairs"]
+    (['recipe', 'prompt', 'spread', 'generation'], 16, 6)
     """
     names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
     shapes = {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
@@ -582,15 +574,15 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     prompts = [0 if shape["generates"] else len(c["prompt_ids"]) for c in conversations]
     with both_sides(shape, conversations, threads, KEEP) as sides:
         taken: list[dict[str, dict[str, float]]] = []
-        for number in range(WARM_UP + shape["pairs"]):
+        for number in range(shape["warm_up"] + shape["pairs"]):
             order = SIDES if number % 2 == 0 else SIDES[::-1]
             steps = {name: sides[name].step() for name in order}
-            taken += [steps] if number >= WARM_UP else []
+            taken += [steps] if number >= shape["warm_up"] else []
             if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
                 raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
             ratio = steps["ours"]["wall"] / steps["trl"]["wall"]
-            print(f"{shape['title']}: pair {number + 1} of {WARM_UP + shape['pairs']}, TRL / ours {1 / ratio:.2f}",
-                  flush=True)  # fmt: skip
+            pairs = shape["warm_up"] + shape["pairs"]
+            print(f"{shape['title']}: pair {number + 1} of {pairs}, TRL / ours {1 / ratio:.2f}", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
         memory = {"built_mib": {name: side.ask("report")["now_mib"] for name, side in sides.items()}}
         for _ in range(2):
@@ -613,7 +605,7 @@ def run_growth(threads: int) -> dict[str, list[dict[str, float]]]:
         for change in changes:
             shape = {**DEFAULTS, **GROWTH, **change}
             with both_sides(shape, make_conversations(shape), threads, KEEP) as sides:
-                steps = [{side: sides[side].step()["cpu"] for side in SIDES} for _ in range(2 + shape["pairs"])][2:]
+                steps = [{side: sides[side].step()["cpu"] for side in SIDES} for _ in range(1 + shape["pairs"])][1:]
             medians = {side: statistics.median(step[side] for step in steps) for side in SIDES}
             found.setdefault(name, []).append({**change, **medians})
             print(
@@ -661,7 +653,7 @@ def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]
     """`hot_functions` of our side over so many steps."""
     conversations = make_conversations(shape)
     with Side("ours", shape, conversations, threads) as side:
-        for _ in range(WARM_UP):
+        for _ in range(shape["warm_up"]):
             side.step()
         for _ in range(steps):
             side.step("profile")
@@ -776,7 +768,7 @@ def main(argv: list[str] | None = None) -> None:
         print_shape(name, rows[name])
     growth = {} if options.short else run_growth(options.threads)
     minutes = (time.perf_counter() - started) / 60
-    results = rounded({"machine": machine(), "threads": options.threads, "warm_up": WARM_UP, "minutes": minutes,
+    results = rounded({"machine": machine(), "threads": options.threads, "minutes": minutes,
                        "shapes": rows, "growth": growth}, 5)  # fmt: skip
     FRAME.finish(results, options.short)
     print(summary(results))

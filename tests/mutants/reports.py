@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation(
         "preflight: a run says nothing of its first batch",
         "mt_grpo/reports/preflight.py",
-        '                progress.say(f"first batch: {summary(self.facts)}")',
+        '                self.progress.say(f"first batch: {summary(self.facts)}")',
         "                pass",
         "tests/reports/test_first_batch.py::test_every_run_opens_with_a_look_at_its_first_batch",
     ),

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import shared_prompts
 from mt_grpo.training.passes import PASSES, fill, rows_of
-from mt_grpo.training.shareable import text_of_layout
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 # -- what is said at the start --
@@ -44,10 +43,10 @@ CASES = {
 @pytest.mark.parametrize("text", CASES)
 def test_the_first_line_of_a_run_says_how_rows_are_laid_out(random_model, tmp_path, capsys, text):
     trainer = make_trainer(random_model, tmp_path, **CASES[text])
-    assert text_of_layout(trainer).startswith(text)
+    assert str(trainer.layout).startswith(text)
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
-    assert lines[0] == f"rows: {text_of_layout(trainer)}"
+    assert lines[0] == f"rows: {str(trainer.layout)}"
     assert trainer.state.global_step == 2
 
 
@@ -62,7 +61,7 @@ def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_
     trainer.train()
     trained = [shared for shared, with_gradient in seen if with_gradient]
     assert trained == [True, True]  # two steps of one pass each
-    assert trainer.layout_proof < 1e-5
+    assert trainer.layout.proof < 1e-5
 
 
 # -- the proof --
@@ -80,11 +79,11 @@ def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model,
 
         layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
     trainer = make_trainer(model, tmp_path)
-    assert trainer.layout == "shared"
+    assert trainer.layout.kind == "shared"
     trainer.train()
-    assert trainer.layout == "padded" and trainer.layout_proof > 1e-3
+    assert trainer.layout.kind == "padded" and trainer.layout.proof > 1e-3
     assert "gave a token another logprob in a shared row" in caplog.text
-    assert "rows of their own" in text_of_layout(trainer)
+    assert "rows of their own" in str(trainer.layout)
 
 
 def test_a_kernel_that_fails_is_not_asked_again(random_model, tmp_path, caplog, monkeypatch):
@@ -98,10 +97,10 @@ def test_a_kernel_that_fails_is_not_asked_again(random_model, tmp_path, caplog, 
     monkeypatch.setattr(shared_prompts.KERNEL, "usable", True)
     with pytest.raises(RuntimeError, match="no kernel image"):  # on a CPU there is none to give up
         trainer.train()
-    monkeypatch.setattr("mt_grpo.training.shareable.on_gpu", lambda accelerator: True)
+    monkeypatch.setattr("mt_grpo.training.layouts.on_gpu", lambda accelerator: True)
     trainer = make_trainer(random_model, tmp_path)
     trainer.train()
-    assert len(calls) == 2 and trainer.layout == "shared" and trainer.layout_proof < 1e-5
+    assert len(calls) == 2 and trainer.layout.kind == "shared" and trainer.layout.proof < 1e-5
     assert "no kernel image is available. SDPA is used" in caplog.text
 
 

@@ -1,9 +1,16 @@
 """A step in passes of our own layout has the gradient of TRL's step."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import random_batches as batches
 import records_batch
+import torch
+from accelerate import Accelerator
 from test_distributed import run as run_worker
+
+from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, without_sync
 
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
@@ -66,7 +73,7 @@ def of_trl(random_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded"])
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: " ".join(f"{k}={v}" for k, v in each.items()))
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: ",".join(f"{k}={v}" for k, v in each.items()))
 def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layout):
     expected = of_trl(settings)
     whole = batches.train(random_model, tmp_path / "whole", layout, settings)
@@ -118,6 +125,112 @@ def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_pa
 )
 def test_the_pass_before_the_step_stays_with(random_model, tmp_path, settings):
     assert records_batch.train(random_model, tmp_path, ratios=records_batch.Near, **settings)["passes"] == 1
+
+
+# -- what a pass counts, by hand --
+
+
+def row(prompt, completion, trained):
+    """Masks as TRL pads them, to three prompt tokens and four of the completion."""
+    return {
+        "prompt_ids": torch.tensor([0] * (3 - prompt) + [7] * prompt),
+        "completion_ids": torch.tensor([8] * completion + [0] * (4 - completion)),
+        "prompt_mask": torch.tensor([0] * (3 - prompt) + [1] * prompt),
+        "completion_mask": torch.tensor([1] * completion + [0] * (4 - completion)),
+        "tool_mask": torch.tensor(trained + [1] * (4 - len(trained))),
+    }
+
+
+def passes_of(loss_type, training=True, layout="padded"):
+    """Two rollouts, of two records and one, in a pass for each row, or in an evaluation in one pass."""
+    rows = [row(1, 2, [1, 0]), row(2, 3, [1, 1, 1])]
+    micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]}
+    micro_batch |= {"num_items_in_batch": torch.tensor(77), "further_records": [[row(1, 3, [0, 1, 1])], []]}
+    args = SimpleNamespace(
+        per_device_train_batch_size=1, per_device_eval_batch_size=3, steps_per_generation=3, max_tokens_per_pass=None,
+        top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False, log_rollout_tokens=False,
+    )  # fmt: skip
+    accelerator = SimpleNamespace(device="cpu", num_processes=1, process_index=0, gather=lambda values: values)
+    (found,) = into_passes(
+        SimpleNamespace(
+            args=args, accelerator=accelerator, model=SimpleNamespace(training=training), loss_type=loss_type,
+            max_completion_length=30, pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False,
+        ), [micro_batch],
+    )  # fmt: skip
+    assert found["is_last"]
+    return found[PASSES]
+
+
+def test_passes_have_no_column_that_is_padding():
+    """Longest first. A single column of completions would be taken for values of sequences, so two are the fewest."""
+    passes = passes_of("sapo")
+    assert [each["prompt_mask"].tolist() for each in passes] == [[[1, 1]], [[1]], [[1]]]
+    assert [each["completion_mask"].tolist() for each in passes] == [[[1, 1, 1]], [[1, 1, 1]], [[1, 1]]]
+    assert [each["tool_mask"].tolist() for each in passes] == [[[1, 1, 1]], [[0, 1, 1]], [[1, 0]]]
+    assert [each.num_tokens for each in passes] == [2 + 3, 1 + 3, 1 + 2]
+    assert [each.scale for each in passes] == [1 / 3] * 3  # a mean over three records
+    assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
+    assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [3]
+
+
+def test_a_shared_pass_has_each_prompt_once():
+    """[7 | 8 8 of 3 | nothing behind the first of 2]: what no trained token needs is not read."""
+    (one,) = passes_of("dapo", training=False, layout="shared")
+    assert sorted(one.shared.sizes) == [1, 1, 3, 3]  # of prompt 7 7 its first token; the records' own; see `Example`
+    assert one.num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "loss_type, divisor, weights",
+    [
+        ("dapo", None, [1, 1, 1]),
+        ("grpo", 2 * 30, [30 / 3, 30 / 3, 30 / 3]),  # rollout 0 has 1 + 2 trained tokens, rollout 1 has 3
+        ("dr_grpo", 2 * 30, [1, 1, 1]),
+        ("bnpo", 6, [1, 1, 1]),
+        ("luspo", 2, [1, 1, 1]),
+    ],
+)
+def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
+    passes = passes_of(loss_type)
+    assert {each.loss_type for each in passes} == {"dapo"} and {each.scale for each in passes} == {1.0}
+    # TRL divides it by the micro-batches of a batch of rollouts.
+    assert {each["num_items_in_batch"].item() for each in passes} == {divisor * 3 if divisor else 77}
+    assert [each["tool_mask"].max().item() for each in passes] == weights
+    assert sum(each.weight for each in passes) == sum(w * n for w, n in zip(weights, (3, 2, 1)))
+
+
+@pytest.mark.parametrize("loss_type, divisor", [("grpo", 2 * 30), ("dr_grpo", 2 * 30), ("bnpo", 6), ("luspo", 2)])
+def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
+    """An evaluation has one micro-batch, however many steps a batch of training has."""
+    assert {each["num_items_in_batch"].item() for each in passes_of(loss_type, training=False)} == {divisor}
+
+
+def test_a_loss_in_passes_leaves_the_settings_as_they_were():
+    """The loss of a router is divided among the passes of a micro-batch. The next one begins with all of it."""
+    each, read = Pass(), []
+    each.loss_type, each.scale = "dapo", 1.0
+    trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
+    trainer.compute_loss = lambda *_: read.append((trainer.loss_type, trainer.router_aux_loss_coef)) or 1.0
+    assert loss_in_passes(trainer, None, {PASSES: [each] * 3, "is_last": False}, None) == 3.0
+    assert read == [("dapo", 0.25)] * 3
+    assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
+
+
+@pytest.mark.parametrize("is_deepspeed", [False, True])
+@pytest.mark.parametrize("last_of_its_accumulation", [False, True])
+def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
+    """A pass that is not the last only adds up; where the micro-batch does so anyway, nothing is changed."""
+    seen = []
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
+    accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
+    try:
+        with without_sync(accelerator, "model", is_deepspeed):
+            assert not accelerator.sync_gradients
+        assert accelerator.sync_gradients == last_of_its_accumulation
+    finally:
+        accelerator.gradient_state._set_sync_gradients(True)
+    assert seen == (["model"] if last_of_its_accumulation and not is_deepspeed else [])
 
 
 # -- two ranks --

@@ -10,8 +10,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from mt_grpo.training import shared_prompts
-from mt_grpo.training.shareable import why_not_in_model
-from mt_grpo.training.shared_prompts import Example, Segment, SharedRow, forward_inputs, share
+from mt_grpo.training.layouts import why_not_in_model
+from mt_grpo.training.shared_prompts import Example, Segment, SharedRow, forward_inputs, take_shared_rows
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -112,7 +112,7 @@ def test_a_token_is_what_it_is_in_a_row_of_its_own(name):
     model = make(SHARES[name])
     assert why_not_in_model(model) is None
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    share(model)
+    take_shared_rows(model)
     assert why_not_in_model(model) is None
     for seed in range(3):
         check_model(model, seed)
@@ -128,7 +128,7 @@ def test_a_token_is_what_it_is_in_a_row_of_its_own_with(how):
         assert why_not_in_model(model) is None
         for name, parameter in model.named_parameters():
             torch.nn.init.normal_(parameter, std=0.3) if "lora_B" in name else None
-    share(model)
+    take_shared_rows(model)
     if how == "checkpointing":
         model.train()
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
@@ -152,7 +152,7 @@ def test_ordinary_rows_are_read_as_by_sdpa():
     mask[0, :4] = mask[1, 9:] = 0
     before = model(input_ids=ids, attention_mask=mask).logits
     sampled = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    share(model)
+    take_shared_rows(model)
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), sampled)
     assert shared_prompts.NAME not in model.config.to_json_string()

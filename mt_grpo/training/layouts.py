@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from mt_grpo.training.passes import compares_tokens, pass_of_two
-from mt_grpo.training.shared_prompts import KERNEL, NAME
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training.pass_metrics import PassMetrics
+from mt_grpo.training.passes import PASSES, Pass, compares_tokens, into_passes, pass_of_two, window_of
+from mt_grpo.training.shared_prompts import KERNEL, NAME, take_shared_rows
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ def why_trls(trainer: Any, own_methods: type) -> str | None:
         trainer: Its model is loaded.
         own_methods: The class whose loss reads passes.
     """
+    if not trainer.args.share_prompts:
+        return "share_prompts: false"
     for name in LOSS_METHODS:
         if getattr(type(trainer), name) is not getattr(own_methods, name):
             return f"{type(trainer).__name__} has a {name} of its own"
@@ -86,34 +92,70 @@ def why_padded(trainer: Any) -> str | None:
     return next(filter(None, found), None)
 
 
-def choose_layout(trainer: Any, own_methods: type) -> tuple[str, str]:
-    """(how passes are laid out, why).
+class Layout:
+    """How a run's rows are laid out, and the pass whose loss is computed.
 
-    `shared`: a row per prompt. `padded`: rows sorted by length, in passes by tokens. `trl`: TRL's micro-batches.
+    Args:
+        trainer: Its model is loaded.
+        own_methods: The class whose loss reads passes.
+
+    Attributes:
+        kind: `shared`: a row per prompt. `padded`: rows of their own, sorted by length, in passes by tokens. `trl`:
+            TRL's micro-batches.
+        reason: Why it is not `shared`.
+        proof: The largest difference of a logprob from that of TRL's rows; None before the first step.
+        current: The pass whose loss is computed.
+        metrics: Of the passes of a step.
     """
-    args = trainer.args
-    if not args.share_prompts:
-        return "trl", "share_prompts: false"
-    if reason := why_trls(trainer, own_methods):
-        return "trl", reason
-    if reason := why_padded(trainer):
-        return "padded", reason
-    return "shared", ""
 
+    def __init__(self, trainer: Any, own_methods: type):
+        self.trainer = trainer
+        self.kind, self.reason = "shared", ""
+        if reason := why_trls(trainer, own_methods):
+            self.kind, self.reason = "trl", reason
+        elif reason := why_padded(trainer):
+            self.kind, self.reason = "padded", reason
+        else:
+            take_shared_rows(trainer.model, trainer.ref_model)
+        self.proof: float | None = None
+        self.current: Pass | None = None
+        self.metrics = PassMetrics()
 
-def text_of_layout(trainer: Any) -> str:
-    """For people: how rows are laid out, and why."""
-    args = trainer.args
-    if trainer.layout == "trl":
-        return f"TRL's rows and passes, since {trainer.layout_reason}"
-    text = "a row per prompt, without padding"
-    if trainer.layout == "padded":
-        text = f"rows of their own, sorted by length, since {trainer.layout_reason}"
-    if compares_tokens(args):
-        return f"{text}; a pass is a micro-batch"
-    if args.max_tokens_per_pass:
-        return f"{text}; a pass has at most {args.max_tokens_per_pass} tokens"
-    return f"{text}; a pass has at most the tokens of {args.per_device_train_batch_size} longest conversations"
+    def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
+        if self.kind == "trl":
+            return micro_batches
+        prove_layout(self.trainer, micro_batches[0])
+        window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
+        steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
+        return [each for step in steps for each in into_passes(self.trainer, step)]
+
+    @contextmanager
+    def of(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Within it the loss of a pass is computed; TRL's own micro-batches need nothing."""
+        if not isinstance(inputs, Pass):
+            yield
+            return
+        self.current = inputs
+        try:
+            with self.metrics.of(self.trainer._metrics, self.trainer._mode, inputs):
+                yield
+        finally:
+            self.current = None
+
+    def __str__(self) -> str:
+        """For people."""
+        args = self.trainer.args
+        if self.kind == "trl":
+            return f"TRL's rows and passes, since {self.reason}"
+        text = "a row per prompt, without padding"
+        if self.kind == "padded":
+            text = f"rows of their own, sorted by length, since {self.reason}"
+        if compares_tokens(args):
+            return f"{text}; a pass is a micro-batch"
+        if args.max_tokens_per_pass:
+            return f"{text}; a pass has at most {args.max_tokens_per_pass} tokens"
+        return f"{text}; a pass has at most the tokens of {args.per_device_train_batch_size} longest conversations"
 
 
 LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob, in a sequence of its own
@@ -129,20 +171,20 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
 
     Two rows of one prompt are read in both ways. A model's own code can do what its configuration does not say.
     """
-    if trainer.layout != "shared" or trainer.layout_proof is not None:
+    if trainer.layout.kind != "shared" or trainer.layout.proof is not None:
         return
     accelerator, compared = trainer.accelerator, pass_of_two(trainer, micro_batch)
     ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
 
     def logps_in(layout: str) -> torch.Tensor:
-        trainer.layout, width = layout, compared["completion_ids"].shape[1]
+        trainer.layout.kind, width = layout, compared["completion_ids"].shape[1]
         with (
             torch.no_grad(),
             disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
         ):
             return trainer._get_per_token_logps_and_entropies(trainer.model, ids, masks, width)[0].float()
 
-    trainer.current_pass = compared
+    trainer.layout.current = compared
     try:
         logps = [logps_in("padded")]
         try:
@@ -154,16 +196,38 @@ def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
             KERNEL.usable = False
             logps.append(logps_in("shared"))
     finally:
-        trainer.current_pass = None
+        trainer.layout.current = None
     trained = compared["completion_mask"] * compared.get("tool_mask", 1) > 0
     difference = (logps[0] - logps[1]).abs()[trained]
     found = torch.stack([difference.max(), difference.mean()]) if len(difference) else trained.new_zeros(2).float()
     largest, mean = accelerator.gather(found[None]).amax(0).tolist()
-    trainer.layout_proof = largest
+    trainer.layout.proof = largest
     exact = LARGEST_DIFFERENCE.get(next(trainer.model.parameters()).dtype)
     if trainer.accelerator.mixed_precision != "no":
         exact = None
     if not (largest <= exact if exact else mean <= LARGEST_MEAN_DIFFERENCE):
-        trainer.layout, model = "padded", type(trainer.model).__name__
-        trainer.layout_reason = f"{model} gave a token another logprob in a shared row, by {largest:.2g}"
-        logger.warning(f"{trainer.layout_reason}. Rows are padded from now on, as in TRL.")
+        trainer.layout.kind, model = "padded", type(trainer.model).__name__
+        trainer.layout.reason = f"{model} gave a token another logprob in a shared row, by {largest:.2g}"
+        logger.warning(f"{trainer.layout.reason}. Rows are padded from now on, as in TRL.")
+
+
+@contextmanager
+def memory_errors(trainer: Any) -> Iterator[None]:
+    """Say which setting makes a pass smaller, where one does not fit.
+
+    Raises `RunError`, behind which a run saves itself. One rank of several cannot: the others wait for its gradient.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        largest = max(
+            (one.num_tokens for each in trainer._buffered_inputs or [] for one in each.get(PASSES, [])), default=0
+        )
+        if not largest:  # in a rollout, or TRL's layout
+            raise
+        kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
+        raise kind(
+            f"A forward and backward pass of {largest} tokens does not fit into the memory of the device. Set "
+            f"max_tokens_per_pass below {largest} (now {trainer.args.max_tokens_per_pass}); it changes no gradient. "
+            f"{str(error).partition('. ')[0]}."
+        ) from error
