@@ -73,13 +73,14 @@ CONTEXT = 4096  # tokens
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to
-# be. `warm_up`: pairs that are not counted. `short`: of --short. With `generates` tokens are sampled. `G`: rollouts per
-# prompt.
+# be. `warm_up`: pairs that are not counted. `short`: of --short. With `generates` tokens are sampled. `G`: rollouts of
+# a prompt. `settle`: steps of a side before the one that counts: in training a step follows another of its own, and
+# behind one of the other process a short step takes up to half as long again.
 DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "goal": None, "generates": False, "G": 8,
-            "warm_up": 1}  # fmt: skip
+            "warm_up": 1, "settle": 0}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 16,
-               "warm_up": 2, "short": {"pairs": 8}},
+               "warm_up": 2, "settle": 1, "short": {"pairs": 8}},
     "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
                "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "spread": {"title": "log-normal lengths", "rollouts": 32, "tokens": 400, "prompt": 300, "lengths": "log-normal",
@@ -87,7 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "goal": 2.5, "pairs": 2, "short": None},
     "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 8, "generates": True,
-                   "warm_up": 2, "short": {"pairs": 4}},
+                   "warm_up": 2, "settle": 1, "short": {"pairs": 4}},
 }  # fmt: skip
 
 # How a step grows: a single pair of steps for each number of rollouts per prompt, and for each length of the prompt.
@@ -576,7 +577,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
         taken: list[dict[str, dict[str, float]]] = []
         for number in range(shape["warm_up"] + shape["pairs"]):
             order = SIDES if number % 2 == 0 else SIDES[::-1]
-            steps = {name: sides[name].step() for name in order}
+            steps = {name: [sides[name].step() for _ in range(1 + shape["settle"])][-1] for name in order}
             taken += [steps] if number >= shape["warm_up"] else []
             if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
                 raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
