@@ -923,7 +923,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         else:
             rows = (
                 [current.shared]
-                if current
+                if current is not None
                 else shared_rows(self, input_ids, attention_mask, logits_to_keep, batch_size)
             )
             with self.accelerator.autocast():

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 PASSES = "passes"  # the key of a micro-batch that has been cut into passes
 UNEVEN = 1.05  # the fullest rank's tokens over the mean, from which rows change ranks
+FILLERS = {"importance_sampling_ratio": 1}  # of padding, where it is not 0: `vespo` sums its logarithm over a row
 MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides by a micro-batch's number of rows
 
 
@@ -308,7 +309,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 def dummy_row(row: TrainedRow) -> TrainedRow:
     """One real token, the prompt's last, and no loss. Zeros elsewhere, as TRL's logprobs of padding are."""
     values = {
-        key: value[-1:] if key.startswith("prompt_") else torch.zeros_like(value[:1])
+        key: value[-1:] if key.startswith("prompt_") else torch.full_like(value[:1], FILLERS.get(key, 0))
         for key, value in row.values.items()
     }
     return TrainedRow(values, row.prompt_ids[-1:], [], [])
@@ -326,7 +327,7 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
         # With one column TRL would take its metrics for those of sequences.
         width = max(2 if side == "completion" else 1, *(len(row.values[f"{side}_mask"]) for row in rows))
         width = -(-width // multiple) * multiple
-        padded = value.new_zeros(len(rows), width)
+        padded = value.new_full((len(rows), width), FILLERS.get(key, 0))
         for i, each in enumerate(found):
             padded[i, width - len(each) if side == "prompt" else 0 :][: len(each)] = each
         batch[key] = padded

@@ -260,19 +260,20 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)  # of ordinary rows; a `SharedRow` needs none
 
 
+def keep_scored(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    """A hook of a model without its head, which is as wide as the vocabulary: the head reads the wanted positions."""
+    if (row := kwargs.get(KEYWORD)) is not None:
+        output.last_hidden_state = output.last_hidden_state[:, row.scored]
+    return output
+
+
 def take_shared_rows(*models: PreTrainedModel | PeftModel | None) -> None:
     """Let models with SDPA read rows of either kind. For ordinary ones nothing changes."""
-
-    def keep_scored(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-        """The head is as wide as the vocabulary: it reads the wanted positions alone."""
-        if (row := kwargs.get(KEYWORD)) is not None:
-            output.last_hidden_state = output.last_hidden_state[:, row.scored]
-        return output
-
     for model in filter(None, models):
         model = model.get_base_model() if isinstance(model, PeftModel) else model
-        model.config._attn_implementation = NAME
-        model.base_model.register_forward_hook(keep_scored, with_kwargs=True)
+        if model.config._attn_implementation != NAME:  # a second trainer may get the same model
+            model.config._attn_implementation = NAME
+            model.base_model.register_forward_hook(keep_scored, with_kwargs=True)
 
 
 def forward_inputs(row: SharedRow) -> dict[str, Any]:

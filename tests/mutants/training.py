@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation(
         "records: rows that fill up a rank's last pass are trained",
         "mt_grpo/training/passes.py",
-        "torch.zeros_like(value[:1])",
+        "torch.full_like(value[:1], FILLERS.get(key, 0))",
         "value[:1]",
         "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
     ),
@@ -834,5 +834,12 @@ MUTATIONS = [
         "if isinstance(dropped, float) and dropped > 0:",
         "if False:",
         "tests/training/test_shared_prompts.py::test_an_adapter_or_an_attention_that_cannot_share_says_why",
+    ),
+    Mutation(
+        "passes: padding of a ratio is 0",
+        "mt_grpo/training/passes.py",
+        "new_full((len(rows), width), FILLERS.get(key, 0))",
+        "new_zeros(len(rows), width)",
+        "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=vespo,vllm=token,credit_assignment=outcome-shared]",
     ),
 ]

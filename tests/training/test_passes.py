@@ -23,6 +23,7 @@ SETTINGS = [
     dict(loss_type="dapo", importance_sampling_level="sequence", vllm="sequence"),
     dict(loss_type="luspo", importance_sampling_level="sequence", vllm="sequence", beta=0.05),
     dict(loss_type="vespo", vllm="sequence", **OF_SEQUENCES),
+    dict(loss_type="vespo", vllm="token", **OF_SEQUENCES),
     dict(loss_type="grpo", vllm="token", off_policy_mask_threshold=0.02, **OF_SEQUENCES),
     dict(loss_type="dapo", vllm="token", delta=1.5),
     dict(loss_type="bnpo", vllm="token", beta=0.1),
