@@ -876,9 +876,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's, which rolls out where it is time to. Then the rows of an optimizer step are put into passes.
 
-        A pass is one row per prompt: the prompt, and behind it its completions. Each completion reads the prompt and
-        itself (`SharedRow`), so that a group's prompt is computed once and nothing is padding. A pass has at most
-        `max_tokens_per_pass` tokens, and the gradient is the sum over passes.
+        A pass is one row: prompts, and behind each one its completions, which read it and themselves (`SharedRow`). So
+        a group's prompt is computed once, and nothing is padding. A pass has at most `max_tokens_per_pass` tokens, and
+        the gradient is the sum over passes.
         """
         if isinstance(generation_batch, Pass):
             return generation_batch

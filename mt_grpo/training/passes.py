@@ -59,6 +59,7 @@ class TrainedRow:
         prompt_ids, completion_ids: As lists.
         trained: Whether the policy sampled a token, of each of the completion's.
         number: Of its row in the batch that it is of.
+        group: Tells apart what should go together: the prompt of its rollout's first record; None: its own.
     """
 
     values: Row
@@ -66,6 +67,7 @@ class TrainedRow:
     completion_ids: list[int]
     trained: list[bool]
     number: int = 0
+    group: int | None = None
 
     @cached_property
     def prompt(self) -> int:
@@ -100,7 +102,8 @@ class TrainedRow:
 def rows_of(micro_batch: dict[str, Any]) -> list[list[TrainedRow]]:
     """The rows of each rollout of TRL's micro-batch."""
     further = micro_batch.get(FURTHER_RECORDS) or [[] for _ in micro_batch["prompt_ids"]]
-    return [[trained_row(row) for row in (row_of(micro_batch, i), *rest)] for i, rest in enumerate(further)]
+    found = [[trained_row(row) for row in (row_of(micro_batch, i), *rest)] for i, rest in enumerate(further)]
+    return [[replace(row, group=rows[0].prompt) for row in rows] for rows in found]
 
 
 def trained_row(row: Row) -> TrainedRow:
@@ -146,7 +149,7 @@ def weigh_tokens(
 
 
 def cost(rows: list[TrainedRow], shares: bool) -> int:
-    """Tokens that a pass of these rows computes: of the shared row, or of the padded ones."""
+    """Tokens that a pass of these rows computes at most: of the shared row, or of the padded ones."""
     if shares:
         prompts = {row.prompt: len(row.prompt_ids) - 1 for row in rows if row.own}
         return sum(prompts.values()) + sum(row.own for row in rows)
@@ -160,7 +163,7 @@ def units_of(rows: list[TrainedRow], limit: float, shares: bool) -> list[list[Tr
         return [[row] for row in rows]
     groups: dict[int, list[TrainedRow]] = defaultdict(list)
     for row in rows:
-        groups[row.prompt].append(row)
+        groups[row.prompt if row.group is None else row.group].append(row)
     units = []
     for group in groups.values():
         unit: list[TrainedRow] = []

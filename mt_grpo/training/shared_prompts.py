@@ -1,15 +1,16 @@
 """One row per prompt: the records of a group behind the prompt that they share, without padding.
 
-A row is [the prompt without its last token | per record the prompt's last token and all but the last of its
-completion]. Positions of each record go on from the prompt. In the attention the prompt is causal, and a record reads
-the prompt and itself. So linear layers see no prompt twice and no padding, and each token has the hidden state that it
-has in a row of its own.
+Records are laid out as a tree: what several of them begin with stands once, and behind it stand their own tokens. That
+is the prompt of a group, what is alike in the prompts of several groups (a system prompt, schemas of tools), and what
+a record of an edited history has in common with the one before it. Positions go on from what comes before. In the
+attention a token reads what comes before it in its own record. So linear layers see nothing twice and no padding, and
+each token has the hidden state that it has in a row of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prompts"  # of the attention function, as transformers knows it
+FEWEST_SHARED = 16  # tokens for which a record is cut in two: each part costs a call of the attention
 KEYWORD = "shared_row"  # the argument of a model's forward that says how a row is laid out
 
 
@@ -52,6 +54,67 @@ class Example:
     scored: Sequence[int | bool]
 
 
+@dataclass(eq=False)
+class Node:
+    """Tokens of the tree that all records behind it have.
+
+    Attributes:
+        ids: The tokens, at least one, but for the root.
+        parent: What comes before them; None for the root.
+        children: What comes behind them.
+        start: Where they stand in the row, once it is laid out.
+    """
+
+    ids: list[int]
+    parent: Node | None = None
+    children: list[Node] = field(default_factory=list)
+    start: int = 0
+
+    def add(self, ids: list[int]) -> Node:
+        """Put a record below the root, and return its last node. It may end before that node does."""
+        node, at = self, 0
+        while at < len(ids):
+            child, shared = max(
+                ((child, common_length(child.ids, ids, at)) for child in node.children),
+                key=lambda found: found[1], default=(None, 0),
+            )  # fmt: skip
+            if shared == len(ids) - at and shared:
+                return child
+            if child is None or shared < min(FEWEST_SHARED, len(child.ids)):
+                node.children.append(Node(ids[at:], node))
+                return node.children[-1]
+            if shared < len(child.ids):
+                child = child.cut(shared)
+            node, at = child, at + shared
+        return node
+
+    def cut(self, length: int) -> Node:
+        """Take the first tokens into a node of their own, which stands before the rest, and return it."""
+        upper = Node(self.ids[:length], self.parent, [self])
+        self.parent.children[self.parent.children.index(self)] = upper
+        self.ids, self.parent = self.ids[length:], upper
+        return upper
+
+    def path(self) -> list[Node]:
+        """From below the root to this node."""
+        found = [self]
+        while found[-1].parent is not None:
+            found.append(found[-1].parent)
+        return found[-2::-1]
+
+
+def common_length(one: list[int], other: list[int], start: int) -> int:
+    """How many tokens of `one`, and of `other` from `start` on, are the same from the beginning.
+
+    >>> common_length([1, 2, 3], [9, 1, 2, 4], 1)
+    2
+    """
+    limit = min(len(one), len(other) - start)
+    if one[:limit] == other[start : start + limit]:
+        return limit
+    return next(k for k in range(limit) if one[k] != other[start + k])
+
+
 class SharedRow:
     """Examples laid out as one row of L tokens, of which the logprobs of S tokens are wanted.
 
@@ -62,16 +125,17 @@ class SharedRow:
 
     Attributes:
         input_ids, position_ids: (1, L).
-        scored: (S,), where in the row the token before a wanted one stands. At least one.
+        scored: (S,), where in the row the token before a wanted one stands. At least one; the last token of a prompt
+            stands there once for each of its examples.
         labels: (1, S), the wanted tokens; -100 for one that nobody wants.
         segments: What the attention reads.
 
     >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
     >>> row = SharedRow(examples, (2, 3))
-    >>> row.input_ids, row.position_ids
-    (tensor([[1, 2, 3, 4, 3, 6]]), tensor([[0, 1, 2, 3, 2, 3]]))
-    >>> row.scored, row.labels  # behind a record's last wanted token nothing is computed
-    (tensor([2, 3, 5]), tensor([[4, 5, 7]]))
+    >>> row.input_ids, row.position_ids  # behind a record's last wanted token nothing is computed
+    (tensor([[1, 2, 3, 4, 6]]), tensor([[0, 1, 2, 3, 3]]))
+    >>> row.scored, row.labels
+    (tensor([2, 3, 4]), tensor([[4, 5, 7]]))
     >>> row.spread(torch.tensor([[-1.0, -2.0, -3.0]]))
     tensor([[-1., -2.,  0.],
             [ 0., -3.,  0.]])
@@ -79,35 +143,43 @@ class SharedRow:
 
     def __init__(self, examples: dict[int, Example], shape: tuple[int, int], device: torch.device | str = "cpu"):
         self.shape, self.device = shape, torch.device(device)
-        self.segments: list[Segment] = []
         self._masks: dict[tuple, torch.Tensor | None] = {}
-        ids: list[int] = []
-        positions: list[int] = []
-        scored, labels, cells = [], [], []
-        prompts: dict[tuple[int, ...], int] = {}  # -> the number of its segment
+        root, ends = Node([]), {}
         for number, example in examples.items():
-            wanted = [k for k, flag in enumerate(example.scored) if flag]
-            if not wanted:
-                continue
-            begin = tuple(example.prompt_ids[:-1])
-            if begin and begin not in prompts:
-                prompts[begin] = len(self.segments)
-                self.segments.append(Segment(len(begin)))
-                ids += begin
-                positions += range(len(begin))
-            own = [example.prompt_ids[-1], *example.completion_ids[: wanted[-1]]]
-            start = len(ids)
-            self.segments.append(Segment(len(own), (prompts[begin],) if begin else ()))
-            ids += own
-            positions += range(len(begin), len(begin) + len(own))
-            scored += [start + k for k in wanted]
+            if wanted := [k for k, flag in enumerate(example.scored) if flag]:
+                # The prompt first, so that it is whole for the group whatever its completions begin with.
+                root.add(example.prompt_ids)
+                ends[number] = root.add(example.prompt_ids + example.completion_ids[: wanted[-1]]), wanted
+        if not ends:  # a model's forward pass needs one token, and the head one position
+            root.add(next(iter(examples.values())).prompt_ids[-1:])
+        self.segments, ids, positions = self._lay_out(root)
+        scored, labels, cells = [], [], []
+        for number, (end, wanted) in ends.items():
+            example = examples[number]
+            places = [node.start + k for node in end.path() for k in range(len(node.ids))]
+            scored += [places[len(example.prompt_ids) + k - 1] for k in wanted]
             labels += [example.completion_ids[k] for k in wanted]
             cells += [number * shape[1] + k for k in wanted]
-        if not cells:  # a model's forward pass needs one token, and the head one position
-            self.segments, ids, positions = [Segment(1)], [next(iter(examples.values())).prompt_ids[-1]], [0]
+        if not ends:
             scored, labels, cells = [0], [-100], [shape[0] * shape[1]]
         self.input_ids, self.position_ids = self._tensor([ids]), self._tensor([positions])
         self.scored, self.labels, self._cells = self._tensor(scored), self._tensor([labels]), self._tensor(cells)
+
+    def _lay_out(self, root: Node) -> tuple[list[Segment], list[int], list[int]]:
+        """(segments, ids, positions): each node behind its parent."""
+        segments: list[Segment] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        waiting = [(node, (), 0) for node in reversed(root.children)]
+        while waiting:
+            node, context, depth = waiting.pop()
+            node.start = len(ids)
+            here = (*context, len(segments))
+            segments.append(Segment(len(node.ids), context))
+            ids += node.ids
+            positions += range(depth, depth + len(node.ids))
+            waiting += [(child, here, depth + len(node.ids)) for child in reversed(node.children)]
+        return segments, ids, positions
 
     def _tensor(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
@@ -271,8 +343,8 @@ def take_shared_rows(*models: PreTrainedModel | PeftModel | None) -> None:
     """Let models with SDPA read rows of either kind. For ordinary ones nothing changes."""
     for model in filter(None, models):
         model = model.get_base_model() if isinstance(model, PeftModel) else model
-        if model.config._attn_implementation != NAME:  # a second trainer may get the same model
-            model.config._attn_implementation = NAME
+        model.config._attn_implementation = NAME
+        if keep_scored not in model.base_model._forward_hooks.values():  # a second trainer may get the same model
             model.base_model.register_forward_hook(keep_scored, with_kwargs=True)
 
 

@@ -691,15 +691,15 @@ MUTATIONS = [
     Mutation(
         "passes: a completion goes on from the prompt's beginning",
         "mt_grpo/training/shared_prompts.py",
-        "positions += range(len(begin), len(begin) + len(own))",
-        "positions += range(len(own))",
+        "positions += range(depth, depth + len(node.ids))",
+        "positions += range(len(node.ids))",
         "tests/training/test_shared_prompts.py::test_a_token_is_what_it_is_in_a_row_of_its_own",
     ),
     Mutation(
         "passes: a completion reads another one's tokens",
         "mt_grpo/training/shared_prompts.py",
-        "(prompts[begin],) if begin else ()",
-        "tuple(range(len(self.segments)))",
+        "segments.append(Segment(len(node.ids), context))",
+        "segments.append(Segment(len(node.ids), tuple(range(len(segments)))))",
         "tests/training/test_shared_prompts.py::test_a_token_is_what_it_is_in_a_row_of_its_own",
     ),
     Mutation(
@@ -726,8 +726,8 @@ MUTATIONS = [
     Mutation(
         "passes: labels are those of the token itself",
         "mt_grpo/training/shared_prompts.py",
-        "labels += [example.completion_ids[k] for k in wanted]",
-        "labels += [own[k] for k in wanted]",
+        "scored += [places[len(example.prompt_ids) + k - 1] for k in wanted]",
+        "scored += [places[len(example.prompt_ids) + k - 2] for k in wanted]",
         "tests/training/test_shared_prompts.py::test_a_token_is_what_it_is_in_a_row_of_its_own",
     ),
     Mutation(
@@ -841,5 +841,19 @@ MUTATIONS = [
         "new_full((len(rows), width), FILLERS.get(key, 0))",
         "new_zeros(len(rows), width)",
         "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=vespo,vllm=token,credit_assignment=outcome-shared]",
+    ),
+    Mutation(
+        "passes: a node that is cut keeps its place",
+        "mt_grpo/training/shared_prompts.py",
+        "self.ids, self.parent = self.ids[length:], upper",
+        "self.ids = self.ids[length:]",
+        "tests/training/test_shared_prompts.py::test_a_tree_gives_back_what_was_put_in",
+    ),
+    Mutation(
+        "passes: records of an edited history share nothing with the first",
+        "mt_grpo/training/shared_prompts.py",
+        "child is None or shared < min(FEWEST_SHARED, len(child.ids))",
+        "child is None or shared < len(child.ids)",
+        "tests/training/test_shared_prompts.py::test_what_records_begin_with_stands_once",
     ),
 ]

@@ -177,8 +177,8 @@ def test_passes_have_no_column_that_is_padding():
 def test_a_shared_pass_has_each_prompt_once():
     """[7 | 8 8 of 3 | nothing behind the first of 2]: what no trained token needs is not read."""
     (one,) = passes_of("dapo", training=False, layout="shared")
-    assert sorted(one.shared.sizes) == [1, 1, 3, 3]  # of prompt 7 7 its first token; the records' own; see `Example`
-    assert one.num_tokens == 8
+    assert one.shared.sizes == [2, 2, 1, 2]  # 7 7 and 8 8 of the second rollout; 7 and 8 8 of the first one's records
+    assert one.num_tokens == 7
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,75 @@ def test_a_row_of_two_prompts():
         {0: Example([7, 8, 9], [1, 2], [1, 1]), 2: Example([5], [3, 4, 6], [1, 0, 0]),
          3: Example([7, 8, 9], [6, 6, 6], [0, 1, 0]), 1: Example([7, 8, 9], [2], [0])}, (4, 3),
     )  # fmt: skip
-    assert row.input_ids.tolist() == [[7, 8, 9, 1, 5, 9, 6]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 2, 3]]
-    assert row.segments == [
-        Segment(2), Segment(2, (0,)), Segment(1), Segment(2, (0,)),
-    ]  # fmt: skip
-    assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 4, 6], [[1, 2, 3, 6]])
+    assert row.input_ids.tolist() == [[7, 8, 9, 1, 6, 5]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 3, 0]]
+    assert row.segments == [Segment(3), Segment(1, (0,)), Segment(1, (0,)), Segment(1)]
+    assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 5, 4], [[1, 2, 3, 6]])
     spread = row.spread(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]))
     assert spread.tolist() == [[-1, -2, 0], [0, 0, 0], [-3, 0, 0], [0, -4, 0]]
     hidden = float("-inf")
-    assert row.mask(row.segments[1], torch.zeros(1)).tolist() == [[0, 0, 0, hidden], [0, 0, 0, 0]]
-    assert row.mask(row.segments[2], torch.zeros(1)) is None
+    assert row.mask(Segment(2, (1,)), torch.zeros(1)).tolist() == [[0, 0, hidden], [0, 0, 0]]
+    assert row.mask(row.segments[1], torch.zeros(1)) is None
+
+
+def test_what_records_begin_with_stands_once():
+    """A system prompt of two groups, and a history that was edited behind its first turn.
+
+    Tokens 0 to 19 are of both groups. Records 0 and 1 go on with 20 to 39; 20 is the last of record 0's prompt, and
+    record 1 has all of it as its prompt. What is alike in fewer than 16 tokens would stand twice.
+    """
+    system = list(range(20))
+    examples = {
+        0: Example([*system, 20], [*range(21, 40), 50, 51], [1] * 21),
+        1: Example([*system, *range(20, 40), 60], [61, 62], [1, 1]),
+        2: Example([*system, 70], [71, 72, 73], [1, 1, 1]),
+        3: Example([*system, 70], [71, 72, 74], [1, 1, 1]),
+    }
+    row = SharedRow(examples, (4, 21))
+    assert row.segments == [
+        Segment(20),  # of all
+        Segment(1, (0,)), Segment(19, (0, 1)),  # 20, and 21 to 39
+        Segment(1, (0, 1, 2)), Segment(1, (0, 1, 2)), Segment(1, (0, 1, 2, 4)),  # 50; 60, and 61
+        Segment(1, (0,)), Segment(2, (0, 6)),  # 70; 71 and 72, of both
+    ]  # fmt: skip
+    assert row.input_ids[0].tolist() == [*system, 20, *range(21, 40), 50, 60, 61, 70, 71, 72]
+    assert row.position_ids[0].tolist() == [*range(40), 40, 40, 41, 20, 21, 22]
+    model = make(SHARES["qwen3"])
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    take_shared_rows(model)
+    logps = row.spread(model(**forward_inputs(row)).log_probs)
+    for number, example in examples.items():
+        expected = alone(model, example)[0]
+        assert (logps[number, : len(expected)] - expected).abs().max() < 1e-5
+
+
+def test_a_tree_gives_back_what_was_put_in():
+    """Random sequences over two letters, which have much in common: each one is read along its path, at its places."""
+    rng = random.Random(0)
+    for _ in range(200):
+        examples = {}
+        for number in range(rng.randint(1, 8)):
+            prompt = [rng.choice((3, 4)) for _ in range(rng.choice((1, 2, 17, 30)))]
+            if examples and rng.random() < 0.7:
+                other = rng.choice(list(examples.values()))
+                whole = other.prompt_ids + other.completion_ids
+                prompt = whole[: rng.randint(1, len(whole))]
+            length = rng.choice((1, 5, 20))
+            examples[number] = Example(prompt, [rng.choice((3, 4)) for _ in range(length)], [1] * length)
+        row = SharedRow(examples, (8, 20))
+        ids, starts = row.input_ids[0].tolist(), [sum(row.sizes[:k]) for k in range(len(row.sizes))]
+        at = 0
+        for example in examples.values():
+            whole, length = example.prompt_ids + example.completion_ids, len(example.prompt_ids)
+            for k, label in enumerate(example.completion_ids):
+                place, before = row.scored[at].item(), whole[: length + k]
+                number = max(n for n, start in enumerate(starts) if start <= place)
+                read = [starts[c] + i for c in row.segments[number].context for i in range(row.sizes[c])]
+                read += range(starts[number], place + 1)
+                assert [ids[i] for i in read] == before and row.labels[0, at] == label
+                assert row.position_ids[0, place] == len(before) - 1
+                at += 1
+        assert at == len(row.scored)
 
 
 def test_a_row_in_which_nothing_is_wanted_has_one_token():
