@@ -8,6 +8,7 @@ import random_batches as batches
 import records_batch
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig
 from test_distributed import run as run_worker
 
 from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, without_sync
@@ -90,6 +91,27 @@ def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layo
                 assert metrics(ours) == pytest.approx(metrics(whole["log"][theirs["step"] - 1]), abs=1e-5, nan_ok=True)
                 if settings.get("gradient_accumulation_steps") == 1 and "further" not in settings:
                     assert metrics(ours) == pytest.approx(metrics(theirs), abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_has_trls_gradient_of_adapters(random_model, tmp_path, checkpointing):
+    """The second step's adapters are no longer zero. TRL's `lora_dropout` of 0.05 would make any two passes differ."""
+    peft = LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, r=4)
+    settings = dict(loss_type="dapo", peft=peft, gradient_checkpointing=checkpointing, beta=0.1, max_steps=3)
+    expected, found = (
+        batches.train(random_model, tmp_path / layout, layout, settings)["gradients"] for layout in ("trl", "shared")
+    )
+    assert distance(expected, found) < CLOSE and expected[0].numel() < 20_000
+
+
+def test_a_step_has_trls_gradient_in_bf16(random_model, tmp_path):
+    """As near as rounding allows: the difference has at most 2% of the gradient's norm, and weights are in bf16."""
+    settings = dict(loss_type="dapo", model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)
+    expected, found = (
+        batches.train(random_model, tmp_path / layout, layout, settings)["gradients"] for layout in ("trl", "shared")
+    )
+    assert expected.dtype == torch.bfloat16
+    assert (expected.float() - found.float()).norm() < 0.02 * expected.float().norm()
 
 
 # -- no pass before the step --
