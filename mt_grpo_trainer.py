@@ -128,12 +128,20 @@ from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.layouts import Layout, memory_errors
-from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, shared_rows, skips_first_pass
+from mt_grpo.training.passes import (
+    PASSES,
+    Pass,
+    into_passes,
+    loss_in_passes,
+    rows_of_ids,
+    shared_rows,
+    skips_first_pass,
+)
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.shared_prompts import forward_inputs
+from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
@@ -784,8 +792,8 @@ def clipped_loss(
 #   _generate_and_score_completions   rows in, a batch for the loss out; inside it TRL calls the next two
 #     _generate                       conversations -> ids, masks, logprobs (`_roll_out`)
 #     _calculate_rewards              reward functions -> `RewardTable`; then `turn_advantages`, `token_advantages`
-#   compute_loss                      TRL's loss of these tokens, `clipped_loss` above, as a sum over passes: a row
-#                                     per prompt, its completions behind it (`_prepare_inputs`)
+#   compute_loss                      TRL's loss of these tokens, `clipped_loss` above, as a sum over passes, in which
+#                                     each prompt stands once, its completions behind it (`_prepare_inputs`)
 # =====================================================================================================================
 
 
@@ -915,22 +923,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
-        current = self.layout.current
+        current, rows = self.layout.current, []
+        if self.layout.kind == "shared" and current is None:  # before the step, or of a reference model
+            rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
+            self.layout.prove(rows)
         if self.layout.kind != "shared":
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
         else:
-            rows = (
-                [current.shared]
-                if current is not None
-                else shared_rows(self, input_ids, attention_mask, logits_to_keep, batch_size)
-            )
-            with self.accelerator.autocast():
-                outputs = [(row, model(**forward_inputs(row))) for row in rows]
-            logps = sum(row.spread(output.log_probs) for row, output in outputs)
-            entropies = sum(row.spread(output.entropy) for row, output in outputs) if compute_entropy else None
-            found = logps, entropies, None
+            device = input_ids.device
+            shared = [current.shared] if rows == [] else shared_rows(self, rows, logits_to_keep, device, batch_size)
+            found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
         if current is not None and current.is_first:
             self.layout.metrics.compare(current, found[0].detach(), self)
         return found
@@ -1241,7 +1245,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
     share_prompts: bool = key(
-        True, "Train a row per prompt, in passes by tokens; false: TRL's rows and passes", trained=False
+        True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
     )
     max_tokens_per_pass: int | None = key(
         None, "Tokens of a forward pass. None: as many as the device's batch size of the longest record",

@@ -139,6 +139,7 @@ def train(model, out, layout, settings, **changes):
 
 ON_RANKS = {
     **{name: dict(loss_type=name) for name in ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "bnpo")},
+    "vespo": dict(loss_type="vespo", credit_assignment="outcome", vllm="token"),
     "uneven": dict(loss_type="grpo", uneven=True, beta=0.1, vllm="token"),
     "a group on two ranks": dict(loss_type="dapo", uneven=True, per_device_train_batch_size=2,
                                  gradient_accumulation_steps=1, seed=1),

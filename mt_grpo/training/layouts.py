@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import PASSES, Pass, compares_tokens, into_passes, pass_of_two, window_of
-from mt_grpo.training.shared_prompts import KERNEL, NAME, take_shared_rows
+from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
+from mt_grpo.training.shared_prompts import NAME, take_shared_rows
 
 logger = logging.getLogger(__name__)
 
-LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")  # that a fork may replace
+# Methods that a subclass may replace. A copy of the script that edits `compute_loss` sees the passes there.
+LOSS_METHODS = ("compute_loss", "_prepare_inputs", "_get_per_token_logps_and_entropies")
 
 
 def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
@@ -72,6 +75,8 @@ def why_trls(trainer: Any, own_methods: type) -> str | None:
     """
     if not trainer.args.share_prompts:
         return "share_prompts: false"
+    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
+        return f"{type(trainer).__name__} has a _compute_loss of its own"
     for name in LOSS_METHODS:
         if getattr(type(trainer), name) is not getattr(own_methods, name):
             return f"{type(trainer).__name__} has a {name} of its own"
@@ -87,9 +92,15 @@ def why_padded(trainer: Any) -> str | None:
     if trainer.pad_to_multiple_of:
         return "pad_to_multiple_of is set"
     asked = (trainer.args.model_init_kwargs or {}).get("attn_implementation")
-    found = [why_not_in_model(trainer.model, asked)]
-    found += [why_not_in_model(trainer.ref_model)] if trainer.ref_model is not None else []
-    return next(filter(None, found), None)
+    model, reference = models_of(trainer)
+    reason = why_not_in_model(model, asked)
+    return reason or (why_not_in_model(reference) if reference is not None else None)
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """The policy and the reference model, or None, without what DeepSpeed wraps them in."""
+    unwrap = trainer.accelerator.unwrap_model
+    return [model if model is None else unwrap(model) for model in (trainer.model, trainer.ref_model)]
 
 
 class Layout:
@@ -105,6 +116,7 @@ class Layout:
         reason: Why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before the first step.
         current: The pass whose loss is computed.
+        begun: The last one, until the next training step.
         metrics: Of the passes of a step.
     """
 
@@ -116,19 +128,30 @@ class Layout:
         elif reason := why_padded(trainer):
             self.kind, self.reason = "padded", reason
         else:
-            take_shared_rows(trainer.model, trainer.ref_model)
+            take_shared_rows(*models_of(trainer))
         self.proof: float | None = None
         self.current: Pass | None = None
+        self.begun: Pass | None = None
         self.metrics = PassMetrics()
 
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
         if self.kind == "trl":
             return micro_batches
-        prove_layout(self.trainer, micro_batches[0])
+        self.prove([row for rows in rows_of(micro_batches[0]) for row in rows])
         window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
         steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
         return [each for step in steps for each in into_passes(self.trainer, step)]
+
+    def forget_masks(self) -> None:
+        """Behind the backward pass: they are as large as the row's attention."""
+        if self.begun is not None and self.begun.shared is not None:
+            self.begun.shared.forget_masks()
+
+    def prove(self, rows: list[TrainedRow]) -> None:
+        """`prove_layout`, before the first pass that reads shared rows. Collective."""
+        if self.kind == "shared" and self.proof is None:
+            prove_layout(self.trainer, pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1))
 
     @contextmanager
     def of(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -136,7 +159,7 @@ class Layout:
         if not isinstance(inputs, Pass):
             yield
             return
-        self.current = inputs
+        self.current = self.begun = inputs
         try:
             with self.metrics.of(self.trainer._metrics, self.trainer._mode, inputs):
                 yield
@@ -148,9 +171,9 @@ class Layout:
         args = self.trainer.args
         if self.kind == "trl":
             return f"TRL's rows and passes, since {self.reason}"
-        text = "a row per prompt, without padding"
+        text = "each prompt once, without padding"
         if self.kind == "padded":
-            text = f"rows of their own, sorted by length, since {self.reason}"
+            text = f"each with its prompt, sorted by length, since {self.reason}"
         if compares_tokens(args):
             return f"{text}; a pass is a micro-batch"
         if args.max_tokens_per_pass:
@@ -162,53 +185,55 @@ LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob,
 LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ by more
 
 
-def on_gpu(accelerator: Any) -> bool:
-    return accelerator.device.type == "cuda"
+def prove_layout(trainer: Any, compared: Pass) -> None:
+    """Compare shared rows with TRL's before the first pass; where they differ, each row has its prompt. Collective.
 
+    A model's own code can do what its configuration does not say.
 
-def prove_layout(trainer: Any, micro_batch: dict[str, Any]) -> None:
-    """Compare shared rows with TRL's before the first step; where they differ, rows are padded. Collective.
-
-    Two rows of one prompt are read in both ways. A model's own code can do what its configuration does not say.
+    Args:
+        trainer: Of the layout.
+        compared: Rows of one prompt, which are read in both ways.
     """
-    if trainer.layout.kind != "shared" or trainer.layout.proof is not None:
-        return
-    accelerator, compared = trainer.accelerator, pass_of_two(trainer, micro_batch)
+    layout, accelerator = trainer.layout, trainer.accelerator
     ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-
-    def logps_in(layout: str) -> torch.Tensor:
-        trainer.layout.kind, width = layout, compared["completion_ids"].shape[1]
-        with (
-            torch.no_grad(),
-            disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
-        ):
-            return trainer._get_per_token_logps_and_entropies(trainer.model, ids, masks, width)[0].float()
-
-    trainer.layout.current = compared
+    layout.proof, layout.current = 0.0, compared
+    logps, failed = [], ""
     try:
-        logps = [logps_in("padded")]
-        try:
-            logps.append(logps_in("shared"))
-        except RuntimeError as error:  # of a kernel that does not know this GPU, or this size of heads
-            if not on_gpu(accelerator) or not KERNEL.usable:
-                raise
-            logger.warning(f"PyTorch's attention for sequences of different lengths failed: {error}. SDPA is used.")
-            KERNEL.usable = False
-            logps.append(logps_in("shared"))
+        for layout.kind in ("padded", "shared"):
+            with (
+                torch.no_grad(),
+                disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+            ):
+                found = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, masks, compared["completion_ids"].shape[1]
+                )
+            logps.append(found[0].float())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a model's code that takes the layout for something else
+        if len(logps) < 1:  # TRL's rows fail too
+            raise
+        failed = error_line(error)
+        logps.append(torch.full_like(logps[0], torch.inf))
     finally:
-        trainer.layout.current = None
-    trained = compared["completion_mask"] * compared.get("tool_mask", 1) > 0
+        layout.kind, layout.current = "shared", None
+        compared.shared.forget_masks()
+    trained = compared["completion_mask"] * compared["tool_mask"] > 0
     difference = (logps[0] - logps[1]).abs()[trained]
     found = torch.stack([difference.max(), difference.mean()]) if len(difference) else trained.new_zeros(2).float()
     largest, mean = accelerator.gather(found[None]).amax(0).tolist()
-    trainer.layout.proof = largest
+    layout.proof = largest
     exact = LARGEST_DIFFERENCE.get(next(trainer.model.parameters()).dtype)
-    if trainer.accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.allow_tf32:
         exact = None
     if not (largest <= exact if exact else mean <= LARGEST_MEAN_DIFFERENCE):
-        trainer.layout.kind, model = "padded", type(trainer.model).__name__
-        trainer.layout.reason = f"{model} gave a token another logprob in a shared row, by {largest:.2g}"
-        logger.warning(f"{trainer.layout.reason}. Rows are padded from now on, as in TRL.")
+        what = (
+            f"failed with a shared row ({failed})"
+            if failed
+            else f"gave another logprob in a shared row, by {largest:.2g}"
+        )
+        layout.kind, layout.reason = "padded", f"{type(trainer.model).__name__} {what}"
+        logger.warning(f"{layout.reason}. Each row has its prompt from now on.")
 
 
 @contextmanager
@@ -217,17 +242,25 @@ def memory_errors(trainer: Any) -> Iterator[None]:
 
     Raises `RunError`, behind which a run saves itself. One rank of several cannot: the others wait for its gradient.
     """
+    layout, args = trainer.layout, trainer.args
+    layout.forget_masks()
+    layout.begun = None
     try:
         yield
     except torch.OutOfMemoryError as error:
-        largest = max(
-            (one.num_tokens for each in trainer._buffered_inputs or [] for one in each.get(PASSES, [])), default=0
-        )
-        if not largest:  # in a rollout, or TRL's layout
+        if (begun := layout.begun) is None:  # in a rollout, or TRL's layout
             raise
+        if compares_tokens(args):
+            hint = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps as much."
+        elif len(begun["completion_ids"]) == 1:
+            hint = "It is a single conversation. Set gradient_checkpointing: true, or lower max_completion_length."
+        else:
+            hint = (
+                f"Set max_tokens_per_pass below {begun.num_tokens} (now {args.max_tokens_per_pass}), which changes no "
+                "gradient."
+            )
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
-            f"A forward and backward pass of {largest} tokens does not fit into the memory of the device. Set "
-            f"max_tokens_per_pass below {largest} (now {trainer.args.max_tokens_per_pass}); it changes no gradient. "
-            f"{str(error).partition('. ')[0]}."
+            f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the memory of the device. "
+            f"{hint} {str(error).partition('. ')[0]}."
         ) from error

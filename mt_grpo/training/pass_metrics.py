@@ -72,7 +72,7 @@ class PassMetrics:
         sums = [known.sum(), difference.abs().sum(), (own_ratio * known).sum(), trained.sum(),
                 (is_cut.expand(trained.shape) * trained).sum(), counted.sum(), (ratio * counted).sum()]  # fmt: skip
         num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = trainer.accelerator.reduce(
-            torch.stack([value.double() for value in sums]), reduction="sum"
+            torch.stack([value.float() for value in sums]), reduction="sum"
         ).tolist()
         ends = [difference.abs().max(), ratio.masked_fill(~counted, math.inf).min(), (ratio * counted).max()]
         ends = trainer.accelerator.gather(torch.stack(ends)[None])  # (ranks, 3)

@@ -93,7 +93,8 @@ class TrainedRow:
         return replace(self, trained=[])
 
     def to(self, device: Any) -> TrainedRow:
-        return replace(self, values={key: value.to(device) for key, value in self.values.items()})
+        # Copied: a view would be sent with all of the tensor that it is of.
+        return replace(self, values={key: value.to(device, copy=True) for key, value in self.values.items()})
 
 
 # -- which rows there are --
@@ -149,7 +150,7 @@ def weigh_tokens(
 
 
 def cost(rows: list[TrainedRow], shares: bool) -> int:
-    """Tokens that a pass of these rows computes at most: of the shared row, or of the padded ones."""
+    """Tokens that a pass of these rows computes, of the shared row (or fewer) or of the padded ones."""
     if shares:
         prompts = {row.prompt: len(row.prompt_ids) - 1 for row in rows if row.own}
         return sum(prompts.values()) + sum(row.own for row in rows)
@@ -189,6 +190,23 @@ def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[Trained
         else:
             bins.append(list(unit))
     return bins
+
+
+def fill_together(rows: list[TrainedRow], budget: int, accelerator: Any) -> list[list[TrainedRow]]:
+    """Padded rows in passes of at most `budget` tokens, in each of which all ranks have as many rows. Collective.
+
+    A rank that fills a pass up would pad what it fills up with to its own longest row.
+    """
+    rows = sorted(rows, key=lambda row: -cost([row], False))
+    bins = []
+    while True:
+        own = next((n for n in range(len(rows), 1, -1) if cost(rows[:n], False) <= budget), min(len(rows), 1))
+        found = accelerator.gather(torch.tensor([own], device=accelerator.device)).tolist()
+        if not any(found):
+            return bins
+        count = min(number for number in found if number)
+        bins.append(rows[:count])
+        rows = rows[count:]
 
 
 def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any) -> list[TrainedRow]:
@@ -287,7 +305,8 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         budget = args.max_tokens_per_pass or size * max(longest)
         if training and trainer.loss_type != "bnpo":  # transformers weighs an evaluation's losses by rank
             rows = balance(rows, budget, shares, accelerator)
-        bins = fill(rows, budget, shares)
+        together = accelerator.num_processes > 1 and not shares
+        bins = fill_together(rows, budget, accelerator) if together else fill(rows, budget, shares)
     most = accelerator.gather(torch.tensor([len(bins)], device=accelerator.device)).max()
     bins += [[] for _ in range(max(int(most), count) - len(bins))]
     sums = torch.tensor([[[float(len(rows)), sum(row.weight for row in rows)] for rows in bins]])
@@ -312,7 +331,9 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 def dummy_row(row: TrainedRow) -> TrainedRow:
     """One real token, the prompt's last, and no loss. Zeros elsewhere, as TRL's logprobs of padding are."""
     values = {
-        key: value[-1:] if key.startswith("prompt_") else torch.full_like(value[:1], FILLERS.get(key, 0))
+        key: value[-1:]
+        if key.startswith("prompt_")
+        else torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))
         for key, value in row.values.items()
     }
     return TrainedRow(values, row.prompt_ids[-1:], [], [])
@@ -324,7 +345,7 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
     for key, value in rows[0].values.items():
         found = [row.values[key] for row in rows]
         side = "prompt" if key.startswith("prompt_") else "completion"
-        if any(len(each) != len(row.values[f"{side}_mask"]) for each, row in zip(found, rows)):
+        if not value.ndim or any(len(each) != len(row.values[f"{side}_mask"]) for each, row in zip(found, rows)):
             batch[key] = torch.stack(found)  # one value per row, as TRL's ratio of a sequence
             continue
         # With one column TRL would take its metrics for those of sequences.
@@ -348,25 +369,25 @@ def shared_row(rows: list[TrainedRow], shape: tuple[int, int], device: Any) -> S
     return SharedRow(examples, shape, device)
 
 
-def pass_of_two(trainer: Any, micro_batch: dict[str, Any]) -> Pass:
-    """The two shortest rows of one prompt, as a pass; one, where no prompt has two."""
-    rows = [row for found in rows_of(micro_batch) for row in found]
+def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
+    """The two longest rows of one prompt, as a pass; one, where no prompt has two.
+
+    The two shortest, where TRL's passes have a single row: two long ones might not fit.
+    """
+    longest = -1 if args.per_device_train_batch_size > 1 else 1
     groups = units_of([row for row in rows if row.own], math.inf, shares=True) or [rows[:1]]
-    pairs = [sorted(group, key=lambda row: row.own)[:2] for group in groups]
-    pair = min(pairs, key=lambda pair: (-len(pair), sum(row.own for row in pair)))
-    return to_pass(pair, trainer.pad_to_multiple_of or 1, shares=True)
+    pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups]
+    pair = min(pairs, key=lambda pair: (-len(pair), longest * sum(row.own for row in pair)))
+    return to_pass(pair, multiple, shares=True)
 
 
-def shared_rows(
-    trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, size: int | None
-) -> list[SharedRow]:
-    """All rows of a batch as rows that share prompts, of which a forward pass reads one. Collective.
+def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[TrainedRow]:
+    """The rows of a batch from their ids.
 
     Args:
         trainer: If its batch has `loss_masks`, they say whose logprobs are wanted: those of trained tokens.
         input_ids, attention_mask: (M, P + C), prompts padded on the left.
         width: C.
-        size: TRL's number of rows per pass; None: one pass.
     """
     masks = trainer.batch.loss_masks if trainer.batch is not None else None
     rows = []
@@ -375,7 +396,26 @@ def shared_rows(
         prompt = [token for token, real in zip(ids[:start], mask) if real]
         completion = ids[start : start + sum(mask[start:])]
         trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
-        rows.append(TrainedRow({}, prompt, completion, trained, number=i))
+        sides = {"prompt": prompt, "completion": completion}
+        values = {f"{side}_ids": torch.tensor(ids, device=input_ids.device) for side, ids in sides.items()}
+        values |= {f"{side}_mask": torch.ones_like(values[f"{side}_ids"]) for side in sides}
+        values["tool_mask"] = torch.tensor(trained, device=input_ids.device).long()
+        rows.append(TrainedRow(values, prompt, completion, trained, number=i))
+    return rows
+
+
+def shared_rows(
+    trainer: Any, rows: list[TrainedRow], width: int, device: torch.device, size: int | None
+) -> list[SharedRow]:
+    """All rows of a batch as rows that share prompts, of which a forward pass reads one. Collective.
+
+    Args:
+        trainer: Says how many tokens a pass has.
+        rows: Numbered from 0.
+        width: C, of the batch's completions.
+        device: Where the model is.
+        size: TRL's number of rows per pass; None: one pass.
+    """
     accelerator = trainer.accelerator
     found = torch.tensor(max(len(row.prompt_ids) + len(row.completion_ids) for row in rows), device=accelerator.device)
     longest = int(accelerator.gather(found).max())
@@ -383,7 +423,7 @@ def shared_rows(
     bins = fill(rows, budget, shares=True)
     most = accelerator.gather(torch.tensor(len(bins), device=accelerator.device)).max()
     bins += [[rows[0].without_trained()] for _ in range(int(most) - len(bins))]
-    return [shared_row(each, (len(rows), width), input_ids.device) for each in bins]
+    return [shared_row(each, (len(rows), width), device) for each in bins]
 
 
 # -- the loss of a micro-batch --
@@ -396,6 +436,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
     """
     loss_type, aux_coef, total = trainer.loss_type, trainer.router_aux_loss_coef, 0.0
     *others, last = passes = micro_batch[PASSES]
+    trainer.layout.forget_masks()  # of the pass whose backward is behind us
     trainer.loss_type = passes[0].loss_type
     trainer.router_aux_loss_coef /= sum(each.scale for each in passes) or 1.0  # the router's loss is of a micro-batch
     try:
@@ -403,6 +444,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
             if trainer.model.training:
                 with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
                     total += Trainer.training_step(trainer, model, each, num_items)
+                trainer.layout.forget_masks()
             else:
                 total += trainer.compute_loss(model, each)
         total = total + trainer.compute_loss(model, last)

@@ -1,4 +1,4 @@
-"""One row per prompt: the records of a group behind the prompt that they share, without padding.
+"""Rows in which a prompt stands once: the records of its group behind it, without padding.
 
 Records are laid out as a tree: what several of them begin with stands once, and behind it stand their own tokens. That
 is the prompt of a group, what is alike in the prompts of several groups (a system prompt, schemas of tools), and what
@@ -9,6 +9,7 @@ each token has the hidden state that it has in a row of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,8 @@ from peft import PeftModel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+logger = logging.getLogger(__name__)
 
 NAME = "shared_prompts"  # of the attention function, as transformers knows it
 FEWEST_SHARED = 16  # tokens for which a record is cut in two: each part costs a call of the attention
@@ -46,12 +49,12 @@ class Example:
     Attributes:
         prompt_ids: At least one.
         completion_ids: What follows.
-        scored: Whether the logprob of a completion's token is wanted, for each of them.
+        wanted: Whether the logprob of a completion's token is wanted, for each of them.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
-    scored: Sequence[int | bool]
+    wanted: Sequence[int | bool]
 
 
 @dataclass(eq=False)
@@ -146,7 +149,7 @@ class SharedRow:
         self._masks: dict[tuple, torch.Tensor | None] = {}
         root, ends = Node([]), {}
         for number, example in examples.items():
-            if wanted := [k for k, flag in enumerate(example.scored) if flag]:
+            if wanted := [k for k, flag in enumerate(example.wanted) if flag]:
                 # The prompt first, so that it is whole for the group whatever its completions begin with.
                 root.add(example.prompt_ids)
                 ends[number] = root.add(example.prompt_ids + example.completion_ids[: wanted[-1]]), wanted
@@ -212,6 +215,10 @@ class SharedRow:
             *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
         )  # fmt: skip
 
+    def forget_masks(self) -> None:
+        """Behind the last pass that reads this row, the backward one where there is one."""
+        self._masks.clear()
+
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
         """What a segment's tokens do not read, as numbers that are added: (its tokens, what it reads); None: nothing.
 
@@ -244,21 +251,35 @@ class Lengths:
     max_keys: int
 
 
-def kernel_of(query: torch.Tensor) -> Callable | None:
-    """PyTorch's attention for sequences of different lengths: on GPUs, in half precision."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or not KERNEL.usable:
+KERNELS: dict[tuple, Callable | None] = {}  # by the heads, their size, type and device: what works for them
+
+
+def kernel_of(query: torch.Tensor, key: torch.Tensor) -> Callable | None:
+    """PyTorch's attention for sequences of different lengths: on GPUs, in half precision, where it works."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return None
+    shape = (query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
+    if shape not in KERNELS:
+        KERNELS[shape] = working_kernel(query, key)
+    return KERNELS[shape]
+
+
+def working_kernel(query: torch.Tensor, key: torch.Tensor) -> Callable | None:
+    """The kernel, if it computes a small row of these heads, forward and backward. Else a warning says why not."""
+    row = SharedRow({0: Example([1, 2], [3, 4], [1, 1]), 1: Example([1, 2], [5, 6], [1, 1])}, (2, 2), query.device)
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # an older PyTorch
+
+        with torch.enable_grad():
+            inputs = [
+                torch.randn(1, like.shape[1], len(row), like.shape[3], dtype=like.dtype, device=like.device)
+                for like in (query, key, key)
+            ]
+            by_kernel(varlen_attn, *(each.requires_grad_() for each in inputs), row, None).sum().backward()
+    except Exception as error:  # of an older PyTorch, this GPU, or this size of heads
+        logger.warning(f"PyTorch's varlen_attn does not work here, so SDPA is used: {type(error).__name__}: {error}")
         return None
     return varlen_attn
-
-
-class KERNEL:
-    """Whether the kernel is used: until it fails in the proof of the layout, before the first step."""
-
-    usable = True
 
 
 def by_kernel(
@@ -302,9 +323,15 @@ def attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if kernel := kernel_of(query):
+    if torch.is_autocast_enabled(query.device.type):  # as SDPA does it, and once for the masks
+        half = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(half) for x in (query, key, value))
+    if kernel := kernel_of(query, key):
         return by_kernel(kernel, query, key, value, shared_row, scaling), None
     grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda:  # with a mask, SDPA would take a slow kernel for heads in groups
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        grouped = False
     outputs = []
     # Split, and not cut out one by one: each cut would have a gradient as long as the row.
     queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
@@ -359,3 +386,18 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
         "fused_lm_head": True,
         KEYWORD: row,
     }
+
+
+def logps_of_rows(
+    model: Any, rows: list[SharedRow], compute_entropy: bool, accelerator: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    """Logprobs and entropies (B, C) of the batch that these rows are of, and no router loss: as TRL's method."""
+    logps, entropies = 0, 0
+    for row in rows:
+        with accelerator.autocast():
+            output = model(**forward_inputs(row))
+        logps = logps + row.spread(output.log_probs)
+        entropies = entropies + row.spread(output.entropy) if compute_entropy else None
+        if not torch.is_grad_enabled():
+            row.forget_masks()
+    return logps, entropies, None

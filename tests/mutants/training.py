@@ -96,7 +96,7 @@ MUTATIONS = [
     Mutation(
         "records: rows that fill up a rank's last pass are trained",
         "mt_grpo/training/passes.py",
-        "torch.full_like(value[:1], FILLERS.get(key, 0))",
+        "torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))",
         "value[:1]",
         "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
     ),

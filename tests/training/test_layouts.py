@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from test_trainer import PROMPTS, length_reward, make_trainer
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import shared_prompts
@@ -24,19 +25,26 @@ class OwnLoss(MTGRPOEnvTrainer):
         return super()._compute_loss(model, inputs)
 
 
+def test_a_loss_that_is_written_into_the_class_gets_trls_rows(random_model, tmp_path, monkeypatch):
+    """As a copy of the script has it."""
+    own = lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs)  # noqa: E731
+    monkeypatch.setattr(MTGRPOEnvTrainer, "_compute_loss", own, raising=False)
+    assert make_trainer(random_model, tmp_path).layout.kind == "trl"
+
+
 CASES = {
-    "a row per prompt, without padding; a pass has at most the tokens of 8 longest conversations": {},
-    "a row per prompt, without padding; a pass has at most 500 tokens": {"max_tokens_per_pass": 500},
-    "a row per prompt, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
+    "each prompt once, without padding; a pass has at most the tokens of 8 longest conversations": {},
+    "each prompt once, without padding; a pass has at most 500 tokens": {"max_tokens_per_pass": 500},
+    "each prompt once, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
     "TRL's rows and passes, since share_prompts: false": {"share_prompts": False},
     "TRL's rows and passes, since OwnLoss has a _compute_loss of its own": {"cls": OwnLoss},
-    "rows of their own, sorted by length, since attn_implementation: eager is asked for": {
+    "each with its prompt, sorted by length, since attn_implementation: eager is asked for": {
         "model_init_kwargs": {"attn_implementation": "eager"}
     },
-    "rows of their own, sorted by length, since lora_dropout has a dropout of 0.05": {
+    "each with its prompt, sorted by length, since lora_dropout has a dropout of 0.05": {
         "peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.05)
     },
-    "rows of their own, sorted by length, since pad_to_multiple_of is set": {"pad_to_multiple_of": 8},
+    "each with its prompt, sorted by length, since pad_to_multiple_of is set": {"pad_to_multiple_of": 8},
 }
 
 
@@ -82,26 +90,65 @@ def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model,
     assert trainer.layout.kind == "shared"
     trainer.train()
     assert trainer.layout.kind == "padded" and trainer.layout.proof > 1e-3
-    assert "gave a token another logprob in a shared row" in caplog.text
-    assert "rows of their own" in str(trainer.layout)
+    assert "gave another logprob in a shared row, by" in caplog.text
+    assert "each with its prompt" in str(trainer.layout)
 
 
-def test_a_kernel_that_fails_is_not_asked_again(random_model, tmp_path, caplog, monkeypatch):
-    trainer, calls = make_trainer(random_model, tmp_path), []
+def test_a_model_that_fails_with_a_layout_has_its_prompt_in_each_row(random_model, tmp_path, caplog):
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    own = model.model.layers[0].self_attn.forward
 
-    def kernel(*args, **kwargs):
-        calls.append(1)
-        raise RuntimeError("no kernel image is available")
+    def forward(self, *args, **kwargs):
+        if kwargs.get("shared_row") is not None:
+            raise TypeError("Expected attn_mask dtype to be bool")
+        return own(*args, **kwargs)
 
-    monkeypatch.setattr(shared_prompts, "kernel_of", lambda query: kernel if shared_prompts.KERNEL.usable else None)
-    monkeypatch.setattr(shared_prompts.KERNEL, "usable", True)
-    with pytest.raises(RuntimeError, match="no kernel image"):  # on a CPU there is none to give up
-        trainer.train()
-    monkeypatch.setattr("mt_grpo.training.layouts.on_gpu", lambda accelerator: True)
-    trainer = make_trainer(random_model, tmp_path)
+    model.model.layers[0].self_attn.forward = types.MethodType(forward, model.model.layers[0].self_attn)
+    trainer = make_trainer(model, tmp_path)
     trainer.train()
-    assert len(calls) == 2 and trainer.layout.kind == "shared" and trainer.layout.proof < 1e-5
-    assert "no kernel image is available. SDPA is used" in caplog.text
+    assert trainer.layout.kind == "padded" and trainer.state.global_step == 2
+    assert "failed with a shared row (TypeError: Expected attn_mask dtype to be bool)" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"beta": 0.1}, {"num_iterations": 2, "max_steps": 2}], ids=str)
+def test_no_pass_reads_shared_rows_before_they_are_proven(random_model, tmp_path, changes):
+    """The logprobs before the step, and those of the reference model, come first."""
+    trainer = make_trainer(AutoModelForCausalLM.from_pretrained(random_model), tmp_path, **changes)
+    kinds, own = [], trainer._get_per_token_logps_and_entropies
+
+    def noted(*args, **kwargs):
+        kinds.append((trainer.layout.kind, trainer.layout.proof is not None))
+        return own(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = noted
+    trainer.train()
+    assert kinds[0] == ("shared", False)  # the call that proves it first: the two next ones are of the proof
+    assert [kind for kind, _ in kinds[1:3]] == ["padded", "shared"]
+    assert all(kind == "shared" and proven for kind, proven in kinds[3:]) and len(kinds) > 4
+
+
+def test_a_kernel_that_does_not_work_is_not_asked(caplog):
+    """Of PyTorch, on a CPU: it is tried on a small row, forward and backward, before a model's row is."""
+    query, key = torch.zeros(1, 4, 5, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
+    assert shared_prompts.working_kernel(query, key) is None
+    assert "varlen_attn does not work here, so SDPA is used" in caplog.text
+    assert shared_prompts.kernel_of(query, key) is None
+
+
+def test_masks_are_forgotten(random_model, tmp_path):
+    """They are as large as the attention of a row, and a batch has many rows."""
+    trainer = make_trainer(random_model, tmp_path, beta=0.1, max_tokens_per_pass=200)
+    made, own = [], shared_prompts.SharedRow.__init__
+
+    def noted(self, *args, **kwargs):
+        own(self, *args, **kwargs)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prompts.SharedRow, "__init__", noted)
+        trainer.train()
+    held = [row for row in made if row._masks]
+    assert len(made) > 6 and len(held) <= 1  # of the last pass
 
 
 # -- memory --
@@ -119,8 +166,24 @@ def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_
     trainer.model.base_model.forward = forward
     with pytest.raises(RunError, match=r"of \d+ tokens does not fit .* Set max_tokens_per_pass below \d+ \(now 400\)"):
         trainer.train()
-    largest = max(one.num_tokens for each in trainer._buffered_inputs for one in each[PASSES])
-    assert 0 < largest <= 400
+    assert 0 < trainer.layout.begun.num_tokens <= 400
+    trainer.args.entropy_coef = 0.1
+    with pytest.raises(RunError, match="Lower per_device_train_batch_size, and raise gradient_accumulation_steps"):
+        trainer.train()
+
+
+def test_a_rollout_that_does_not_fit_is_no_pass(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path)
+    own = trainer._roll_out
+
+    def roll_out(rows):
+        if trainer.state.global_step:
+            raise torch.OutOfMemoryError("CUDA out of memory in a rollout")
+        return own(rows)
+
+    trainer._roll_out = roll_out
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory in a rollout$"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("changes, expected", [

@@ -87,7 +87,7 @@ def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layo
         for theirs, ours in zip(expected["log"], found["log"], strict=True):
             assert set(theirs) == set(ours)
             if "loss" in theirs:
-                assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+                assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6, rel=1e-5)
                 assert metrics(ours) == pytest.approx(metrics(whole["log"][theirs["step"] - 1]), abs=1e-5, nan_ok=True)
                 if settings.get("gradient_accumulation_steps") == 1 and "further" not in settings:
                     assert metrics(ours) == pytest.approx(metrics(theirs), abs=1e-5, nan_ok=True)
@@ -197,10 +197,15 @@ def test_passes_have_no_column_that_is_padding():
 
 
 def test_a_shared_pass_has_each_prompt_once():
-    """[7 | 8 8 of 3 | nothing behind the first of 2]: what no trained token needs is not read."""
+    """What no trained token needs is not read: nothing behind the first token of the first record."""
     (one,) = passes_of("dapo", training=False, layout="shared")
-    assert one.shared.sizes == [2, 2, 1, 2]  # 7 7 and 8 8 of the second rollout; 7 and 8 8 of the first one's records
-    assert one.num_tokens == 7
+    assert one.shared.sizes == [
+        1,
+        2,
+        1,
+        2,
+    ]  # 7, the first rollout's prompt, and 8 8; 7 again, the second one's, and 8 8
+    assert one.num_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,7 @@ def test_a_loss_in_passes_leaves_the_settings_as_they_were():
     each, read = Pass(), []
     each.loss_type, each.scale = "dapo", 1.0
     trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
+    trainer.layout = SimpleNamespace(forget_masks=lambda: None)
     trainer.compute_loss = lambda *_: read.append((trainer.loss_type, trainer.router_aux_loss_coef)) or 1.0
     assert loss_in_passes(trainer, None, {PASSES: [each] * 3, "is_last": False}, None) == 3.0
     assert read == [("dapo", 0.25)] * 3
@@ -273,7 +279,7 @@ def test_two_ranks_have_trls_gradient(by_rank, name, layout):
         expected, theirs, _, _ = rank[f"{name}-trl-None"]
         gradients, log, *sizes = rank[f"{name}-{layout}"]
         assert distance(expected, gradients) < CLOSE
-        assert log["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert log["loss"] == pytest.approx(theirs["loss"], abs=1e-6, rel=1e-5)
         tokens.append(sizes[0])
         rows.append(sizes[1])
     assert rows[0] == rows[1] and len(tokens[0]) == len(tokens[1])
