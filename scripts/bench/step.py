@@ -3,6 +3,7 @@
     python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short          # smaller, about 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
+    python scripts/bench/step.py --growth         # only how a step grows with the prompt; the picture
     python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
@@ -91,8 +92,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                    "warm_up": 2, "settle": 1, "short": {"pairs": 4}},
 }  # fmt: skip
 
-# How a step grows: a single pair of steps for each number of rollouts per prompt, and for each length of the prompt.
-GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 1, "title": "growth"}
+# How a step grows: the median of three steps of each side, by the rollouts of a prompt and by the length of the prompt.
+GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 3, "title": "growth"}
 GROWS = {"G": [{"G": size, "prompt": 512} for size in (2, 4, 8, 16)],
          "prompt": [{"G": 8, "prompt": length} for length in (64, 256, 512, 1024, 2048)]}  # fmt: skip
 
@@ -748,6 +749,7 @@ def main(argv: list[str] | None = None) -> None:
         pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
         threads={"type": int, "default": cores, "help": "of each process"},
         profile={"type": int, "metavar": "STEPS", "help": "only profile our side over so many steps"},
+        growth={"action": "store_true", "help": "only measure how a step grows, into the results that are there"},
     )  # fmt: skip
     if options is None:
         return
@@ -758,6 +760,9 @@ def main(argv: list[str] | None = None) -> None:
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    if options.growth:
+        results = json.loads(FRAME.results.read_text(encoding="utf-8"))
+        return FRAME.finish({**results, "growth": rounded(run_growth(options.threads), 5)}, short=False)
     shapes = chosen(options.shapes, options.short, options.pairs)
     if options.profile:
         for name, shape in shapes.items():
