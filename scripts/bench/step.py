@@ -92,7 +92,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                    "warm_up": 2, "settle": 1, "short": {"pairs": 4}},
 }  # fmt: skip
 
-# How a step grows: the median of three steps of each side, by the rollouts of a prompt and by the length of the prompt.
+# How a step grows: the median of three steps of each side, by the rollouts of a prompt and by the length of a prompt.
 GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 3, "title": "growth"}
 GROWS = {"G": [{"G": size, "prompt": 512} for size in (2, 4, 8, 16)],
          "prompt": [{"G": 8, "prompt": length} for length in (64, 256, 512, 1024, 2048)]}  # fmt: skip
