@@ -122,7 +122,7 @@ class CompareWeights(TrainerCallback):
                 next(iteration)
             iteration.close()
         else:
-            self.fails("rank [01]: GeneratorExit: ", iteration)
+            self.fails("rank [01]: GeneratorExit", iteration)
         self.nothing_is_left()
 
     def fails_inside(self, name: str, error: Exception, rank: int, failing: int):

@@ -7,7 +7,7 @@ import pytest
 from bench import step as bench
 from bench.common import markers
 
-SMOKE = {"title": "smoke", "rollouts": 8, "tokens": 60, "wide": False, "pairs": 2}
+SMOKE = {**bench.DEFAULTS, "title": "smoke", "rollouts": 8, "tokens": 60, "pairs": 2}
 MACHINE = {"cpu": "Some CPU", "torch": "2.13", "trl": "1.16"}
 
 
@@ -15,7 +15,11 @@ def row(title, wall, cpu, memory):
     """A shape's row with two pairs of steps: TRL's take a second, so that ours take the ratio."""
     seconds = {"trl": {"wall": 1.0, "cpu": 1.0}, "ours": {"wall": wall, "cpu": cpu}}
     figures = bench.figures_of([seconds] * 2, {"peak_mib": {"trl": 1000.0, "ours": 1000.0 * memory}})
-    return {"title": title, "rollouts": 64, "tokens": 1090, "wide": False, **figures}
+    facts = {"rollouts": 64, "tokens": 1090, "longest": 2000, "prompt": 300, "goal": 2.5, "generates": False}
+    return {"title": title, **facts, "per_trained": {"trl": 4.0, "ours": 1.5}, **figures}
+
+
+GROWTH = {name: [{name: 1, "trl": 2.0, "ours": 1.0}] for name in bench.GROWS}
 
 
 @pytest.fixture
@@ -25,21 +29,26 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.FRAME, "results", tmp_path / "docs/results/step.json")
     monkeypatch.setattr(bench.FRAME, "short_results", tmp_path / "runs/short.json")
     monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
+    monkeypatch.setattr(bench.FRAME, "picture", tmp_path / "step.png")
     (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     (tmp_path / "docs/results").mkdir(parents=True)
     return tmp_path
 
 
 def test_the_report_quotes_the_results_file(folders, capsys):
-    shapes = {"recipe": row("tiny recipe", 1.01, 1.04, 0.99), "long": row("long completions", 1.02, 1.03, 1.0)}
-    bench.FRAME.results.write_text(json.dumps({"machine": MACHINE, "threads": 2, "shapes": shapes}))
+    shapes = {"recipe": row("tiny recipe", 0.5, 0.4, 0.8), "spread": row("long completions", 0.2, 0.25, 0.7)}
+    results = {"machine": MACHINE, "threads": 2, "shapes": shapes, "growth": GROWTH}
+    bench.FRAME.results.write_text(json.dumps(results))
     bench.main(["--report"])
     text = bench.FRAME.page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| tiny recipe: 64 x 1,090 tokens | 1.00 s | 1.010 (1.01 to 1.01) | 1.040 (1.04 to 1.04) |" in text
-    assert "| 0.990 of 1,000 MiB |" in text and "over 2 alternating pairs" in text and "2 threads" in text
-    assert "| 1.040 (1.04 to 1.04) |" in capsys.readouterr().out  # shown as well
-    assert bench.summary({"shapes": shapes}) == "step 1.02x wall, 1.04x cpu, 1.00x memory"  # the worst of each
+    cells = "1.00 s | 2.00 (2.00 to 2.00) | 2.50 (2.50 to 2.50) | 2.5 | 800 of 1,000 MiB | 4.0, 1.5 |"
+    assert f"| tiny recipe: 64 rollouts | 300 | 1,090, 2,000 | {cells}" in text and "2 threads" in text
+    assert "| 2.50 (2.50 to 2.50) |" in capsys.readouterr().out  # shown as well
+    assert bench.summary({"shapes": shapes}).splitlines()[1] == (
+        "long completions: 5.00 times as fast as TRL (CPU seconds 4.00 times), 0.70 of its memory; goal 2.5"
+    )
+    assert bench.FRAME.picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_needs_results(folders):
@@ -50,12 +59,14 @@ def test_a_report_needs_results(folders):
 def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     taken = []
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
+    monkeypatch.setattr(bench, "run_growth", lambda threads: GROWTH)
     monkeypatch.setattr(bench, "print_shape", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.FRAME.page.read_text()
     bench.main(["--short"])
-    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 20), (8, 16), (64, 8)]
-    assert capsys.readouterr().out.splitlines()[-1] == "step 1.00x wall, 1.00x cpu, 1.00x memory"
+    assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 8), (16, 2), (16, 2), (64, 4)]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "x: 1.00 times as fast as TRL (CPU seconds 1.00 times), 1.00 of its memory; goal 2.5"
     assert (
         bench.FRAME.page.read_text() == before
         and not bench.FRAME.results.exists()
@@ -65,14 +76,28 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     assert (
         bench.FRAME.page.read_text() != before
         and bench.FRAME.results.is_file()
-        and len(taken) == 3 + len(bench.SHAPES)
+        and len(taken) == 4 + len(bench.SHAPES)
     )
 
 
-def test_every_full_shape_has_enough_pairs():
+def test_every_shape_has_an_even_number_of_pairs():
     short = [shape["short"]["pairs"] for shape in bench.SHAPES.values() if shape["short"]]
     full = [shape["pairs"] for shape in bench.SHAPES.values()]
-    assert min(full) >= 15 and min(short) >= 7 and not any(pairs % 2 for pairs in full + short)
+    assert min(full + short) >= 2 and not any(pairs % 2 for pairs in full + short)
+
+
+def test_lengths_are_those_that_a_shape_says():
+    """Log-normal: the mean within a tenth of a large sample, the 99th percentile cut at five times the mean."""
+    rng, shape = bench.random.Random(0), {**SMOKE, "tokens": 400, "lengths": "log-normal"}
+    drawn = sorted(bench.draw_length(rng, shape, False) for _ in range(20_000))
+    assert drawn[-1] == 2000 and drawn[0] == 20 and 100 < drawn[10_000] < 300
+    normal = [bench.draw_length(rng, {**SMOKE, "tokens": 58, "lengths": "normal"}, k == 0) for k in range(5000)]
+    assert normal[0] == 154 and 56 < sum(normal) / 5000 < 61 and min(normal) == 20
+
+
+def test_a_long_prompt_has_the_tokens_that_were_asked_for():
+    found = bench.make_canned({**SMOKE, "prompt": 300})
+    assert {len(conversation["prompt_ids"]) for conversation in found} <= set(range(295, 306))
 
 
 def test_the_order_of_a_pair_leaves_no_trace():
@@ -122,7 +147,6 @@ def test_both_sides_sample_the_forced_turns(warm_processes):
 
 
 def test_a_pair_of_steps(warm_processes, monkeypatch):
-    monkeypatch.setattr(bench, "WARM_UP", 1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = bench.run_shape(SMOKE, threads=1)
     assert result["pairs"] == 2 and result["rollouts"] == 8
@@ -130,7 +154,8 @@ def test_a_pair_of_steps(warm_processes, monkeypatch):
         seconds, memory = result["median_seconds"][side], result["memory"]
         assert 0 < seconds["wall"] < 60 and 0 < seconds["cpu"] < 60
         assert 100 < memory["built_mib"][side] <= memory["peak_mib"][side] and memory["python_mib"][side] > 0
-    assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 4
+    assert 1 < result["per_trained"]["ours"] < result["per_trained"]["trl"] < 4
+    assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 8
 
 
 def test_a_child_that_fails_is_reported(warm_processes):

@@ -494,7 +494,7 @@ def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_mod
     finally:
         process.kill()
         process.wait()
-    assert b"first batch: 4 rollouts" in first and b"training goes on" in said[-1]
+    assert b"rows: each prompt once" in first and b"training goes on" in said[-1]
     assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 12
     assert {"model.safetensors", "rollouts.rank0.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
