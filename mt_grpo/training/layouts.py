@@ -138,7 +138,8 @@ class Layout:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
         if self.kind == "trl":
             return micro_batches
-        self.prove([row for rows in rows_of(micro_batches[0]) for row in rows])
+        if self.proof is None:
+            self.prove([row for rows in rows_of(micro_batches[0]) for row in rows])
         window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
         steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
         return [each for step in steps for each in into_passes(self.trainer, step)]

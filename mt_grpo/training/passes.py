@@ -396,10 +396,12 @@ def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Ten
         prompt = [token for token, real in zip(ids[:start], mask) if real]
         completion = ids[start : start + sum(mask[start:])]
         trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
-        sides = {"prompt": prompt, "completion": completion}
-        values = {f"{side}_ids": torch.tensor(ids, device=input_ids.device) for side, ids in sides.items()}
+        sides = {"prompt": prompt, "completion": completion} if trainer.layout.proof is None else {}
+        long, device = torch.long, input_ids.device
+        values = {f"{side}_ids": torch.tensor(own, dtype=long, device=device) for side, own in sides.items()}
         values |= {f"{side}_mask": torch.ones_like(values[f"{side}_ids"]) for side in sides}
-        values["tool_mask"] = torch.tensor(trained, device=input_ids.device).long()
+        if sides:  # the proof of the layout reads them as a pass
+            values["tool_mask"] = torch.tensor(trained, dtype=long, device=device)
         rows.append(TrainedRow(values, prompt, completion, trained, number=i))
     return rows
 
