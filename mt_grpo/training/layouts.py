@@ -1,4 +1,4 @@
-"""Which models and runs can train a row per prompt, and why others cannot."""
+"""How a run's rows are laid out: whether prompts are shared, why not, the proof of it, passes that do not fit."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class Layout:
         own_methods: The class whose loss reads passes.
 
     Attributes:
-        kind: `shared`: a row per prompt. `padded`: rows of their own, sorted by length, in passes by tokens. `trl`:
-            TRL's micro-batches.
+        kind: `shared`: each prompt once. `padded`: each row with its prompt, sorted by length, in passes by tokens.
+            `trl`: TRL's micro-batches.
         reason: Why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before the first step.
         current: The pass whose loss is computed.
@@ -138,7 +138,7 @@ class Layout:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
         if self.kind == "trl":
             return micro_batches
-        if self.proof is None:
+        if self.kind == "shared" and self.proof is None:
             self.prove([row for rows in rows_of(micro_batches[0]) for row in rows])
         window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
         steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]

@@ -8,7 +8,6 @@ gradient is the same sum.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from transformers import Trainer
 
 from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
-
-logger = logging.getLogger(__name__)
 
 PASSES = "passes"  # the key of a micro-batch that has been cut into passes
 UNEVEN = 1.05  # the fullest rank's tokens over the mean, from which rows change ranks

@@ -756,7 +756,7 @@ MUTATIONS = [
         "mt_grpo/training/passes.py",
         "each.scale = sum(row.num_trained for row in rows) / per_micro_batch",
         "each.scale = 1.0",
-        "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=bnpo-shared]",
+        "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=bnpo,per_device_train_batch_size=16-shared]",
     ),
     Mutation(
         "passes: micro-batches of two optimizer steps go together",
@@ -819,7 +819,7 @@ MUTATIONS = [
         "mt_grpo/training/pass_metrics.py",
         "sum(value * weight for value, weight in counted) / total",
         "sum(value for value, _ in counted) / len(counted)",
-        "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=dapo-shared]",
+        "tests/training/test_passes.py::test_a_step_has_trls_gradient[loss_type=bnpo,per_device_train_batch_size=16-shared]",
     ),
     Mutation(
         "passes: the proof of a layout is not looked at",

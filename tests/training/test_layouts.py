@@ -27,7 +27,10 @@ class OwnLoss(MTGRPOEnvTrainer):
 
 def test_a_loss_that_is_written_into_the_class_gets_trls_rows(random_model, tmp_path, monkeypatch):
     """As a copy of the script has it."""
-    own = lambda self, model, inputs: GRPOTrainer._compute_loss(self, model, inputs)  # noqa: E731
+
+    def own(self, model, inputs):
+        return GRPOTrainer._compute_loss(self, model, inputs)
+
     monkeypatch.setattr(MTGRPOEnvTrainer, "_compute_loss", own, raising=False)
     assert make_trainer(random_model, tmp_path).layout.kind == "trl"
 

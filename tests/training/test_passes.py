@@ -18,6 +18,7 @@ CLOSE = 1e-5  # of a gradient's largest entry, in float32
 OF_SEQUENCES = dict(credit_assignment="outcome")  # what reads the sign of a sequence's advantage
 SETTINGS = [
     *[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")],
+    dict(loss_type="bnpo", per_device_train_batch_size=16),  # a micro-batch of several passes
     dict(loss_type="vespo", **OF_SEQUENCES),
     dict(loss_type="dapo", beta=0.1, vllm="token"),
     dict(loss_type="grpo", beta=0.1, vllm="token", num_iterations=2, max_steps=4),
