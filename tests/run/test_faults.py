@@ -185,7 +185,15 @@ class Watched(MTGRPOEnvTrainer):
 
 
 def make_trainer(
-    port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched, prompts=30, **changes
+    port,
+    tmp_path,
+    tool=calculator,
+    reward=answered,
+    evaluates=False,
+    trainer_class=Watched,
+    env_class=MultiTurnToolEnv,
+    prompts=30,
+    **changes,
 ):
     values = dict(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -198,7 +206,7 @@ def make_trainer(
             for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
     tmp_path.mkdir(exist_ok=True)
     return trainer_class(
-        str(MODEL), MultiTurnToolEnv([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
+        str(MODEL), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
         vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """`max_staleness` and `late_groups` with several passes, epochs, stops, evaluations and ranks."""
 
+import asyncio
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from transformers import TrainerCallback
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.run.checkpoints import checkpoint_damage
+from mt_grpo_trainer import MultiTurnToolEnv
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
 
@@ -81,18 +83,17 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     """
 
     def make(late=slice(0), is_over=None, **changes):
-        """Calls for the prompts `asked[late]` end when `is_over`."""
+        """Conversations of the prompts `asked[late]` go on when `is_over`, whatever the policy says in them."""
 
-        def seconds(expression):
-            while f"What is {expression}?" in trainer.asked[late] and not is_over(trainer):
-                time.sleep(0.02)
-            return 0.0
+        class Held(MultiTurnToolEnv):
+            async def take_turn(self, rollout, llm, sampling_params=None):
+                while rollout.row["prompt"][-1]["content"] in trainer.asked[late] and not is_over(trainer):
+                    await asyncio.sleep(0.02)
+                await super().take_turn(rollout, llm, sampling_params)
 
         values = dict(max_steps=16, max_staleness=2, late_groups="admit", num_iterations=2, prompts=8,
                       save_strategy="steps", save_steps=2)  # fmt: skip
-        trainer = make_trainer(
-            server.port, tmp_path, slow_calculator(seconds), trainer_class=Noted, **{**values, **changes}
-        )
+        trainer = make_trainer(server.port, tmp_path, trainer_class=Noted, env_class=Held, **{**values, **changes})
         return trainer
 
     first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
