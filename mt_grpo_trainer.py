@@ -72,6 +72,7 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
+from mt_grpo.conversation.prompt_examples import behind_system, check_examples, read_prompt_examples
 from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
     check_conversations,
@@ -187,6 +188,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
             by the dataset's column `environment`.
+        prompt_examples: Conversations, each a list of messages, which stand before each prompt's own messages.
         limits: The other fields of `Limits`, by their names: `max_parallel_calls`, `tool_timeout`, ...
 
     Raises:
@@ -208,6 +210,7 @@ class MultiTurnToolEnv(Conversations):
         state_key: Callable[[list[Turn]], Any] | None = None,
         tool_format: str = "xml",
         environment: type | dict[str, type] | None = None,
+        prompt_examples: list[list[Message]] = (),
         **limits: Any,
     ):
         super().__init__(max_steps, max_completion_length, **limits)
@@ -224,8 +227,10 @@ class MultiTurnToolEnv(Conversations):
         self.environments = None
         if environment is not None:
             self.environments = Environments(environment, self.environment_timeout, self.tools)
+        self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
+        self._examples: dict[int, list[Message]] = {}  # so, too
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     # -- the conversation, from its prompt to its end --
@@ -262,7 +267,9 @@ class MultiTurnToolEnv(Conversations):
         tools: dict[str, Callable] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> list[Message]:
-        """The messages with the system prompt in front, unless they bring their own."""
+        """The messages with the system prompt in front, unless they bring their own, and the examples behind it."""
+        if self.prompt_examples:
+            messages = behind_system(messages, self.examples_of(tokenizer or self.tokenizer))
         if messages and messages[0]["role"] == "system":
             return messages
         text, tools = self._prompt_template, self.tools if tools is None else tools
@@ -1204,6 +1211,9 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     dataset_drop_none: bool = key(False, "Rows of the Hub lose their keys that are None")
     eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
+    prompt_examples: str | None = key(
+        None, "YAML, JSON or JSON lines: conversations that stand before each row's messages", path=True
+    )
     preflight: bool = key(False, "Say what the run will do, roll out once, and end")
 
 
@@ -1311,7 +1321,8 @@ def build_env(
         tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
         limits.pop("max_env_steps"), tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs,
         tool_format=args.tool_format, environment=environment, max_completion_length=args.max_completion_length,
-        state_key=load_state_key(script_args.tools_script) if reads_state else None, **limits,
+        state_key=load_state_key(script_args.tools_script) if reads_state else None,
+        prompt_examples=read_prompt_examples(script_args.prompt_examples), **limits,
     )  # fmt: skip
 
 

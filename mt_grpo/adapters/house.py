@@ -97,7 +97,7 @@ def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> 
         args: The other settings.
     """
     check_tool_format(args.tool_format, where)
-    for name in ("tools_script", "system_prompt"):
+    for name in ("tools_script", "system_prompt", "prompt_examples"):
         if getattr(script_args, name) is not None:
             raise ValueError(f"{name} has no effect with {where}: the {program} brings its own. Remove it.")
     check_unset(("max_env_steps", *keys_that(args, "of_tools")), f"{where}: the {program} runs its tools", args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +13,10 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
+from mt_grpo.conversation.prompt_examples import written_examples
 from mt_grpo.conversation.sampling import Room, check_sampling_params
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
-from mt_grpo.rollout import Rollout, ToolFormat
+from mt_grpo.rollout import Message, Rollout, ToolFormat
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +64,18 @@ class Conversations(Limits):
             self._formats[id(tokenizer)] = make_format(*options)
         return self._formats[id(tokenizer)]
 
+    def examples_of(self, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+        """The messages of `prompt_examples` as a model with this tokenizer reads them. Raises `ValueError`."""
+        if id(tokenizer) not in self._examples:
+            written = written_examples(
+                self.prompt_examples, self.format_of(tokenizer), self.tools, all_known=self.environments is None
+            )
+            self._examples[id(tokenizer)] = written
+        return copy.deepcopy(self._examples[id(tokenizer)])
+
     def add_ends(self, ids: Iterable[int]) -> None:
         """Further ids that end a turn, such as those of the model's generation config."""
-        self._ends, self._formats = {*self._ends, *ids}, {}
+        self._ends, self._formats, self._examples = {*self._ends, *ids}, {}, {}
 
     async def _state_key(self, rollout: Rollout) -> Any:
         if hasattr(rollout.environment, "state_key"):

@@ -141,6 +141,15 @@ def longest_prompt(env: Any, dataset: Any) -> int:
         raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
 
 
+def num_example_tokens(env: Any) -> int:
+    """Tokens of the prompt that are of `prompt_examples`."""
+    if not env.prompt_examples:
+        return 0
+    asked = [{"role": "user", "content": "A question."}]
+    examples = env.examples_of(env.tokenizer)
+    return len(env.prompt_ids([*examples, *asked], env.tokenizer)) - len(env.prompt_ids(asked, env.tokenizer))
+
+
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
     forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
@@ -206,14 +215,16 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + max_completion_length > context:
+        examples = num_example_tokens(env)
+        shown = f"{prompt} tokens{f', {examples} of them of prompt_examples' if examples else ''}"
         if prompt >= context:
             raise ValueError(
-                f"The longest prompt has {prompt} tokens, and the model's context {context}: there is no room for a "
-                "turn. Shorten the prompts; what the model reads of its tools is in them (mcp_tools chooses among "
-                "those of servers)."
+                f"The longest prompt has {shown}, and the model's context {context}: there is no room for a "
+                f"turn. Shorten {'the examples, or ' if examples else ''}the prompts; what the model reads of its "
+                "tools is in them (mcp_tools chooses among those of servers)."
             )
         raise ValueError(
-            f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
+            f"The longest prompt has {shown}; with max_completion_length={max_completion_length} that is "
             f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
             f"set max_completion_length to at most {context - prompt}."
         )

@@ -155,6 +155,7 @@ def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer
                 "record": number, "after": before,
                 "context": [message_row(each) for each in turn.context.messages] if begins else None,
                 "tools": None if turn.tools is None else json_text(turn.tools, ensure_ascii=False, default=str),
+                **({"prompt_ids": record.prompt_ids if before is None else None} if tokenizer is not None else {}),
             }  # fmt: skip
     return rows
 
@@ -412,7 +413,7 @@ def rollout_features(folder: str | Path) -> Any:
         turn |= {
             "token_ids": List(whole), "token_texts": List(text), "logprobs": List(number), "loss_mask": List(whole),
             "advantages": List(number), "trainer_logprobs": List(number), "read_ids": List(whole),
-            "read_texts": List(text),
+            "read_texts": List(text), "prompt_ids": List(whole),
         }  # fmt: skip
     answer = first["answer"]
     nested = isinstance(answer, dict) or (isinstance(answer, list) and not all(isinstance(e, str) for e in answer))

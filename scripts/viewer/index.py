@@ -33,7 +33,7 @@ KNOWN = set(
 KNOWN_OF_TURN = set(
     "text answer finish_reason seconds calls results observation num_tokens num_read num_trained reward mean_logprob "
     "min_logprob policy_versions record after context tools token_ids token_texts logprobs loss_mask advantages "
-    "trainer_logprobs read_ids read_texts".split()
+    "trainer_logprobs read_ids read_texts prompt_ids".split()
 )
 SORTED_BY = ("step", "reward", "turns", "tokens", "seconds")
 TABLES = """

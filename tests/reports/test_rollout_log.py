@@ -32,7 +32,7 @@ TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "obser
         "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob", "record", "after", "context",
         "tools"}  # fmt: skip
 TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
-          "read_texts"}  # fmt: skip
+          "read_texts", "prompt_ids"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

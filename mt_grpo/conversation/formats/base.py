@@ -251,6 +251,12 @@ class ChatFormat:
         """A turn with these calls, as a message for the chat template."""
         return {"role": "assistant", "content": "A turn."}
 
+    def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
+        """A turn that was not sampled, such as one of an example, as a message: a text, and calls. `ValueError`."""
+        if calls:
+            raise ValueError(f"tool_format: {type(self).__name__} has no way to write calls. Write them in the text.")
+        return {"role": "assistant", "content": text}
+
     def refusal(self, what: str) -> ValueError:
         """The error for a chat template that this format cannot use."""
         name = self.tokenizer.name_or_path or "this tokenizer"

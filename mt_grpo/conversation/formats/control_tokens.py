@@ -9,6 +9,7 @@ Whose a text is decides which control tokens it may hold. Those that it may not 
 | the prompt of a data set, all roles | broken | kept |
 | user and tool messages of an agent | broken | kept |
 | system, developer and assistant messages of an agent | kept | kept |
+| `prompt_examples` of the recipe, but for results, which are a tool's | refused | kept |
 | `system_prompt` of the recipe, what the policy wrote | kept | kept |
 """
 

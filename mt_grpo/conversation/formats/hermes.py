@@ -184,6 +184,11 @@ class HermesFormat(ChatFormat):
         written = [{"id": call_id(k), "type": "function", "function": f} for k, f in enumerate(functions)]
         return {"role": "assistant", "content": "", "tool_calls": written}
 
+    def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
+        if len(calls) > 1 and not self.several:
+            raise ValueError(f"The model's chat template takes one call in a turn, got {len(calls)}.")
+        return {**(self.turn_message(calls) if calls else {"role": "assistant"}), "content": text}
+
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """Behind results, the stand-in holds one call for each: as content, some templates lose them."""
         results = [message for message in messages if message["role"] == "tool"]

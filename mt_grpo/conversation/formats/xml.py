@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from mt_grpo.conversation.formats.base import ChatFormat, parse_call, thinking_length
 from mt_grpo.conversation.tools.signature import CALL_FORMAT
-from mt_grpo.rollout import ToolCall
+from mt_grpo.rollout import Message, ToolCall
 
 CLOSING_TAGS = ("</tool>", "</answer>")
 
@@ -51,6 +52,13 @@ class XmlFormat(ChatFormat):
 
     call_format = CALL_FORMAT
     stops = CLOSING_TAGS
+
+    def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
+        bodies = [json.dumps({"name": call.name, "args": call.arguments}, ensure_ascii=False) for call in calls]
+        return {
+            "role": "assistant",
+            "content": "\n".join([*filter(None, [text]), *(f"<tool>{b}</tool>" for b in bodies)]),
+        }
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         call, answer = parse_tags(text)

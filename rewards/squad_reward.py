@@ -1,0 +1,123 @@
+"""Rewards for questions of SQuAD with a search tool: each search is judged by itself, the answer as SQuAD judges it.
+
+Recipe: `reward_fn: rewards/squad_reward.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`, a
+list of accepted answers, or one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al. 2016): without
+case, punctuation and the words a, an and the; F1 is that of the words.
+
+The turn rewards are lists, one entry per turn. Needs: nothing beyond Python's standard library.
+"""
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text as SQuAD compares them."""
+    text = "".join(c for c in text.casefold() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def _golds(answer: Any) -> list[list[str]]:
+    """The words of each accepted answer; one without words is left out."""
+    if isinstance(answer, dict):
+        answer = [answer.get("value"), *(answer.get("aliases") or [])]
+    answers = answer if isinstance(answer, list) else [answer]
+    return [words for each in answers if each is not None and (words := _words(str(each)))]
+
+
+def _holds(text: str, golds: list[list[str]]) -> bool:
+    """Whether the words of an accepted answer stand in the text, one after another."""
+    spaced = f" {' '.join(_words(text))} "
+    return any(f" {' '.join(gold)} " in spaced for gold in golds)
+
+
+def _answer(turns: list[Any]) -> str:
+    """What the last turn answers; empty without an answer."""
+    return (turns[-1].answer if turns else None) or ""
+
+
+def f1(words: list[str], gold: list[str]) -> float:
+    """The harmonic mean of precision and recall of the words, as SQuAD has it.
+
+    >>> f1(["in", "northern", "france"], ["northern", "france"]), f1(["spain"], ["northern", "france"]), f1([], ["x"])
+    (0.8, 0.0, 0.0)
+    """
+    common = sum((Counter(words) & Counter(gold)).values())
+    return 2 * common / (len(words) + len(gold)) if common else 0.0
+
+
+# --- Turn rewards ----------------------------------------------------------------------------------------------------
+
+
+def call_ran_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[list[float | None]]:
+    """Reward a turn whose calls run: 0.1; 0.0 if one fails. None for a turn that got no result.
+
+    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
+    >>> found, failed = (ToolResult("Rollo was a Viking."), ToolResult("Error: no query", error="call"))
+    >>> turns = [Turn([], None, "", "stop", [ToolCall("wiki_search", {})], [result]) for result in (found, failed)]
+    >>> call_ran_reward_func(rollout_turns=[[*turns, Turn([], None, "", "stop", answer="Rollo")]])
+    [[0.1, 0.0, None]]
+    """
+    return [
+        [0.1 * all(result.error is None for result in turn.results) if turn.results else None for turn in turns]
+        for turns in rollout_turns
+    ]
+
+
+def answer_in_search_results_reward_func(
+    rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any
+) -> list[list[float | None] | None]:
+    """Reward the first search whose result holds the answer: 0.5. None for a turn without a result.
+
+    A search behind one that found it earns nothing more. None for all turns where the row has no answer.
+
+    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
+    >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
+    >>> turns = [Turn([], None, "", "stop", [ToolCall("wiki_search", {})], [ToolResult(text)]) for text in texts]
+    >>> answer_in_search_results_reward_func(rollout_turns=[turns], answer=[{"value": "a Viking", "aliases": []}])
+    [[0.0, 0.5, 0.0]]
+    """
+    rewards = []
+    for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
+        found, row = False, []
+        for turn in turns:
+            here = any(result.error is None and _holds(result.text, golds) for result in turn.results)
+            row.append(0.5 * (here and not found) if turn.results else None)
+            found = found or here
+        rewards.append(row if golds else None)
+    return rewards
+
+
+# --- Outcome rewards -------------------------------------------------------------------------------------------------
+
+
+def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward the right answer: 1.0 if the last turn's answer has the words of an accepted one. None: the row has none.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> turn = Turn([], None, "", "stop", answer="the FRANCE.")
+    >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
+    [1.0, 0.0, None]
+    """
+    given = zip(map(_answer, rollout_turns), map(_golds, answer), strict=True)
+    return [float(_words(text) in golds) if golds else None for text, golds in given]
+
+
+def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward an answer that has words of an accepted one: 0.5 times the best F1. None: the row has no accepted answer.
+
+    Long answers that hold the right one earn little: a model that copies the passage learns to shorten it.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> turn = Turn([], None, "", "stop", answer="in northern France")
+    >>> f1_reward_func(rollout_turns=[[turn]] * 2, answer=[["northern France"], ["Spain"]])
+    [0.4, 0.0]
+    """
+    given = zip(map(_answer, rollout_turns), map(_golds, answer), strict=True)
+    return [0.5 * max(f1(_words(text), gold) for gold in golds) if golds else None for text, golds in given]
+
+
+TURN_REWARD_FUNCS = [call_ran_reward_func, answer_in_search_results_reward_func]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func, f1_reward_func]

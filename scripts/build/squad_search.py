@@ -1,0 +1,146 @@
+"""Rows and a corpus for a search task, of SQuAD's questions and the passages that answer them.
+
+    python scripts/build/squad_search.py runs/squad                        # from the Hub: rajpurkar/squad_v2
+    python scripts/build/squad_search.py runs/squad --source FOLDER        # of corpus.jsonl and qa.jsonl
+    python scripts/build/squad_search.py runs/squad --articles 20          # the first so many articles
+
+Writes into the folder:
+- `corpus.jsonl`: a passage per line, with `id`, `title` and `text`, for `WIKI_SEARCH_CORPUS` of tools/wiki_search.py;
+- `train.jsonl` and `test.jsonl`: a question per line, with `question`, `answer` (as TriviaQA has it) and `passage`,
+  the id of the passage that was asked about where the source says so. The split is by a hash of the question: one in
+  five is held out, whatever else is in the data.
+
+A folder has rows of `id`, `title`, `text`, and of `question`, `answer` (`{"value": ..., "aliases": [...]}`).
+SQuAD 2.0 (Rajpurkar, Jia and Liang 2018) is under CC BY-SA 4.0; what is written here is too.
+"""
+
+import argparse
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+HUB_DATASET = "rajpurkar/squad_v2"
+HELD_OUT = 5  # one question in so many
+
+Row = dict[str, Any]
+
+
+def split_of(question: str) -> str:
+    """The split of a question, the same in every data set.
+
+    >>> split_of("In what country is Normandy located?"), split_of("Who was the Norse leader?")
+    ('train', 'test')
+    """
+    return "test" if zlib.crc32(question.encode()) % HELD_OUT == 0 else "train"
+
+
+def from_folder(folder: Path) -> tuple[list[Row], list[Row]]:
+    """(passages, questions) of a folder with `corpus.jsonl` and `qa.jsonl`. Raises `ValueError`."""
+    passages = list(lines_of(folder / "corpus.jsonl", {"id", "title", "text"}))
+    questions = [
+        {"question": row["question"], "answer": row["answer"], **({"passage": row["id"]} if "id" in row else {})}
+        for row in lines_of(folder / "qa.jsonl", {"question", "answer"})
+    ]
+    return passages, questions
+
+
+def lines_of(path: Path, keys: set[str]) -> Iterator[Row]:
+    """The objects of a file of JSON lines, each with at least these keys. Raises `ValueError`."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file. Expected JSON lines with {', '.join(sorted(keys))}.")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
+        if not isinstance(row, dict) or not keys <= row.keys():
+            raise ValueError(
+                f"{path}, line {number} is {line:.80}, expected an object with {', '.join(sorted(keys))}."
+            )
+        yield row
+
+
+def from_squad(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """(passages, questions) of rows as SQuAD has them: `title`, `context`, `question`, `answers`.
+
+    A question that its passage does not answer is left out. A passage's id is its title and its number there.
+
+    >>> row = {"title": "Normans", "context": "Rollo led.", "question": "Who led?", "answers": {"text": ["Rollo"]}}
+    >>> from_squad([row, {**row, "question": "Who paid?", "answers": {"text": []}}])
+    ([{'id': 'Normans-0', 'title': 'Normans', 'text': 'Rollo led.'}], \
+[{'question': 'Who led?', 'answer': {'value': 'Rollo', 'aliases': ['Rollo']}, 'passage': 'Normans-0'}])
+    """
+    passages: dict[str, Row] = {}
+    counts: dict[str, int] = {}
+    questions = []
+    for row in rows:
+        title, text = row["title"].replace("_", " "), row["context"].strip()
+        if text not in passages:
+            passages[text] = {"id": f"{title}-{counts.get(title, 0)}", "title": title, "text": text}
+            counts[title] = counts.get(title, 0) + 1
+        if aliases := list(dict.fromkeys(row["answers"]["text"])):
+            answer = {"value": aliases[0], "aliases": aliases}
+            questions.append({"question": row["question"].strip(), "answer": answer, "passage": passages[text]["id"]})
+    return list(passages.values()), questions
+
+
+def first_articles(passages: list[Row], questions: list[Row], count: int) -> tuple[list[Row], list[Row]]:
+    """The passages of the first `count` titles, and the questions about them."""
+    titles = list(dict.fromkeys(passage["title"] for passage in passages))[:count]
+    kept = [passage for passage in passages if passage["title"] in titles]
+    ids = {passage["id"] for passage in kept}
+    return kept, [
+        question for question in questions if question.get("passage", None) in ids or "passage" not in question
+    ]
+
+
+def write_lines(path: Path, rows: list[Row]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path, help="a folder, which may be new")
+    parser.add_argument("--source", type=Path, help="a folder with corpus.jsonl and qa.jsonl; default: the Hub")
+    parser.add_argument("--articles", type=int, help="the first so many; default: all")
+    args = parser.parse_args(argv)
+    try:
+        if args.source is not None:
+            passages, questions = from_folder(args.source)
+        else:
+            passages, questions = from_hub()
+        if args.articles is not None:
+            passages, questions = first_articles(passages, questions, args.articles)
+        if not questions:
+            raise ValueError("There is no question. Expected at least one; --articles takes the first so many.")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_lines(args.output_dir / "corpus.jsonl", passages)
+    unique = list({row["question"]: row for row in questions}.values())
+    for split in ("train", "test"):
+        rows = [row for row in unique if split_of(row["question"]) == split]
+        write_lines(args.output_dir / f"{split}.jsonl", rows)
+        print(f"{split}: {len(rows)} questions")
+    print(f"{len(passages)} passages; written into {args.output_dir}")
+
+
+def from_hub() -> tuple[list[Row], list[Row]]:
+    """(passages, questions) of both splits of SQuAD 2.0. Raises `ValueError` where the Hub does not answer."""
+    from datasets import load_dataset
+
+    try:
+        splits = load_dataset(HUB_DATASET)
+    except Exception as error:  # network, Hub and file errors have no common class
+        raise ValueError(f"{HUB_DATASET} cannot be loaded from the Hub: {error} Give --source FOLDER.") from error
+    return from_squad(row for split in splits.values() for row in split)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Make data for supervised training of the good rollouts of a run, for TRL's `SFTTrainer`.
+
+    python scripts/export_sft.py runs/squad-search data.jsonl --min_reward 1.0
+    python scripts/export_sft.py runs/squad-search data.jsonl --min exact_match_reward_func=1 --per_prompt 2
+    python scripts/export_sft.py runs/squad-search data.jsonl --form messages --config recipe.yaml
+
+A model that seldom calls learns little by RL. Trained on what few rollouts did right, it begins further on.
+
+- `--form ids` (the default) writes `input_ids` and `assistant_masks`: the very ids that were read and sampled, and 1
+  for each that the policy sampled and the loss had. `SFTTrainer` takes them as they are. It needs the log of a run
+  with `log_rollout_tokens: true`. A rollout whose history was edited gives a row per record.
+- `--form messages` writes `messages`, and with `--config` the `tools` of the recipe. `SFTTrainer` renders and
+  tokenises them anew. With `assistant_only_loss: true` it trains every assistant's message, those of examples too.
+- `--without_examples`, with `--config`: leave the recipe's `prompt_examples` out. The model learns to do
+  without them, and further training reads shorter prompts.
+
+Left out are rollouts that failed or were cut off by a budget, and those of an evaluation. Of a prompt the best stand
+first, then the latest; of equal conversations one stays.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes import load_recipe
+
+import mt_grpo_trainer as mt
+from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.reports.rollout_log import read_rollouts
+
+CUT_OFF = ("max_tokens", "context_length", "max_turns")  # stop reasons: the conversation has no end of its own
+
+Row = dict[str, Any]
+
+
+def chosen(
+    rows: Iterable[Row], min_reward: float | None, minima: dict[str, float], per_prompt: int | None
+) -> list[Row]:
+    """The rollouts to train on: of each prompt the best first, then the latest, each conversation once.
+
+    Args:
+        rows: Of the log.
+        min_reward: Of the weighted sum of all functions. None: any.
+        minima: Reward function -> the least that it gave.
+        per_prompt: Rollouts of one prompt. None: all.
+    """
+    good = [
+        row for row in rows
+        if row["mode"] == "train" and row["error"] is None and row["stop_reason"] not in CUT_OFF and row["turns"]
+        and (min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward))
+        and all((row["rewards"].get(name) or 0.0) >= least for name, least in minima.items())
+    ]  # fmt: skip
+    good.sort(key=lambda row: (-(row["reward"] or 0.0), -row["step"]))
+    kept, seen, counts = [], set(), Counter()
+    for row in good:
+        whole, prompt = (json.dumps(part) for part in (row["messages"], row["messages"][: row["num_prompt_messages"]]))
+        if whole not in seen and (per_prompt is None or counts[prompt] < per_prompt):
+            kept.append(row)
+            counts[prompt] += 1
+            seen.add(whole)
+    return kept
+
+
+def ids_of(row: Row, prompt_ids: list[int] | None = None) -> Iterator[dict[str, list[int]]]:
+    """A row of training for each record of a rollout. `ValueError` without tokens in the log.
+
+    Args:
+        row: Of the log.
+        prompt_ids: What stands in the place of the first record's prompt. None: what was read.
+    """
+    if "prompt_ids" not in row["turns"][0]:
+        raise ValueError(
+            "the log has no ids of prompts. Expected a run with `log_rollout_tokens: true`, or --form messages."
+        )
+    for number in range(row["records"]):
+        turns = [turn for turn in row["turns"] if turn["record"] == number]
+        before = turns[0]["prompt_ids"] if number or prompt_ids is None else prompt_ids
+        ids, mask = list(before), [0] * len(before)
+        for turn in turns:
+            ids += turn["token_ids"] + turn["read_ids"]
+            mask += turn["loss_mask"] + [0] * len(turn["read_ids"])
+        if any(mask):
+            yield {"input_ids": ids, "assistant_masks": mask}
+
+
+def without(messages: list[Row], examples: list[Row]) -> list[Row]:
+    """The messages of a prompt without those of the examples. `ValueError` where they do not hold them.
+
+    >>> without([{"content": "system"}, {"content": "a"}, {"content": "b"}, {"content": "c"}],
+    ...         [{"content": "a"}, {"content": "b"}])
+    [{'content': 'system'}, {'content': 'c'}]
+    """
+    size = len(examples)
+    for start in range(len(messages) - size + 1):
+        if [m["content"] for m in messages[start : start + size]] == [m["content"] for m in examples]:
+            return messages[:start] + messages[start + size :]
+    raise ValueError(
+        "--without_examples: a prompt does not hold the recipe's prompt_examples. Expected the run's recipe."
+    )
+
+
+class RecipeOfRun:
+    """What is read of a recipe: its tools, and prompts without its examples."""
+
+    def __init__(self, path: str):
+        script_args, args, model_args = load_recipe(path)
+        tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
+        self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
+        self.env = mt.build_env(script_args, args, tools, self.tokenizer)
+        self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()]
+
+    def prompt_without_examples(self, row: Row) -> list[Row]:
+        return without(row["messages"][: row["num_prompt_messages"]], self.env.examples_of(self.tokenizer))
+
+
+def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_examples: bool) -> Iterator[Row]:
+    """The rows of training of these rollouts."""
+    for row in rows:
+        messages = recipe.prompt_without_examples(row) if without_examples else None
+        if form == "ids":
+            yield from ids_of(row, None if messages is None else recipe.env.prompt_ids(messages, recipe.tokenizer))
+        elif row["records"] == 1:  # the messages of several records are no one conversation
+            first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
+            said = [*first, *row["messages"][row["num_prompt_messages"] :]]
+            yield {"messages": said, **({"tools": recipe.tools} if recipe and recipe.tools else {})}
+
+
+def minimum(text: str) -> tuple[str, float]:
+    """`name=number` of `--min`."""
+    name, equals, number = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected reward_function=number")
+    return name, float(number)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="the output_dir of a run, with its rollouts.rank*.jsonl")
+    parser.add_argument("output", type=Path, help="the file to write, JSON lines")
+    parser.add_argument("--min_reward", type=float, help="of the weighted sum of all functions")
+    parser.add_argument(
+        "--min", type=minimum, action="append", default=[], help="reward_function=number; may be repeated"
+    )
+    parser.add_argument("--per_prompt", type=int, help="at most so many rollouts of one prompt")
+    parser.add_argument("--form", choices=("ids", "messages"), default="ids")
+    parser.add_argument("--config", help="the run's recipe: its tools, and its examples")
+    parser.add_argument("--without_examples", action="store_true", help="leave the recipe's prompt_examples out")
+    args = parser.parse_args(argv)
+    try:
+        if args.without_examples and not args.config:
+            raise ValueError("--without_examples needs --config, whose prompt_examples they are.")
+        rows = list(read_rollouts(args.run))
+        if not rows:
+            raise ValueError(
+                f"{args.run} has no rollouts. Expected the output_dir of a run with log_rollouts above 0."
+            )
+        minima = dict(args.min)
+        if unknown := set(minima) - set(rows[0]["rewards"]):
+            raise ValueError(f"--min {sorted(unknown)[0]}: expected one of {', '.join(rows[0]['rewards'])}.")
+        kept = chosen(rows, args.min_reward, minima, args.per_prompt)
+        recipe = RecipeOfRun(args.config) if args.config else None
+        lines = [
+            json.dumps(row, ensure_ascii=False) for row in exported(kept, args.form, recipe, args.without_examples)
+        ]
+        if not lines:
+            raise ValueError(f"None of the {len(rows)} rollouts is as good as that. Lower --min_reward or --min.")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    prompts = len({json.dumps(row["messages"][: row["num_prompt_messages"]]) for row in kept})
+    print(f"{len(lines)} rows of {len(kept)} rollouts of {prompts} prompts, of {len(rows)}; written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""`prompt_examples`: conversations before the question, as the model reads them, never trained; what is none."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted
+from test_formats import EVERY_FAMILY, RESULTS, TOOLS, TWO, native
+from test_trainer import settings
+
+from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.prompt_examples import check_examples, read_prompt_examples, written_examples
+from mt_grpo.training.shared_prompts import Example, SharedRow
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def double(number: int, unit: str = "") -> str:
+    """Double a number.
+
+    Args:
+        number: Any.
+        unit: Of the number.
+    """
+    return f"{2 * number} {unit}".strip()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, *calls):
+    written = [{"name": "double", "arguments": arguments} for arguments in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": written} if calls else {})}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+STRUCTURED = [user("Double 4 km."), assistant("I ask.", {"number": 4, "unit": "km"}), tool("8 km"),
+              assistant("<answer>8 km</answer>")]  # fmt: skip
+CALL = '<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool>'
+IN_TEXT = [user("Double 4 km."), assistant(f"I ask.\n{CALL}"),
+           user("<result>\n8 km\n</result>"), assistant("<answer>8 km</answer>")]  # fmt: skip
+PLAIN = [user("Hello"), assistant("<answer>Hello!</answer>")]
+
+READ = """<|im_start|>system
+Be short.<|im_end|>
+<|im_start|>user
+Double 4 km.<|im_end|>
+<|im_start|>assistant
+I ask.
+<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool><|im_end|>
+<|im_start|>user
+<result>
+8 km
+</result><|im_end|>
+<|im_start|>assistant
+<answer>8 km</answer><|im_end|>
+<|im_start|>user
+Hello<|im_end|>
+<|im_start|>assistant
+<answer>Hello!</answer><|im_end|>
+<|im_start|>user
+Double 5.<|im_end|>
+<|im_start|>assistant
+"""
+
+
+def make_env(*examples, system="Be short.", tools=(double,), **kwargs):
+    return MultiTurnToolEnv(list(tools), system, tokenizer=CHATML_TOKENIZER, prompt_examples=list(examples), **kwargs)
+
+
+# =====================================================================================================================
+# What the model reads
+# =====================================================================================================================
+
+
+@pytest.mark.parametrize("example", [STRUCTURED, IN_TEXT], ids=["tool_calls", "text"])
+def test_examples_stand_behind_the_system_prompt_as_a_conversation_has_them(example):
+    env = make_env(example, PLAIN)
+    (rollout,) = env.start([[user("Double 5.")]])
+    assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == READ
+
+
+def test_an_example_reads_as_the_conversation_that_the_environment_makes_of_it():
+    """The ids of a sampled conversation, results appended, are those of the same one as an example."""
+    env = make_env(tools=[double])
+    calls = '<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool>'
+    (lived,) = env.generate([[user("Double 4 km.")]], Scripted([[calls, "<answer>8 km</answer>"]]))["rollouts"]
+    shown = make_env([user("Double 4 km."), assistant("", {"number": 4, "unit": "km"}), tool("8 km"),
+                      assistant("<answer>8 km</answer>")])  # fmt: skip
+    (read,) = shown.start([[user("Next")]])
+    lived_text = CHATML_TOKENIZER.decode(lived.prompt_ids + lived.completion_ids)
+    assert CHATML_TOKENIZER.decode(read.prompt_ids).startswith(lived_text.removesuffix("<|im_end|>"))
+
+
+def test_a_rows_own_system_message_stays_in_front():
+    env = make_env(PLAIN)
+    own = {"role": "system", "content": "Mine."}
+    (rollout,) = env.start([[own, user("Double 5.")]])
+    assert [m["content"] for m in rollout.prompt_messages] == [
+        "Mine.",
+        "Hello",
+        "<answer>Hello!</answer>",
+        "Double 5.",
+    ]
+    (rollout,) = make_env(PLAIN, system=None).start([[user("Double 5.")]])
+    assert [m["role"] for m in rollout.prompt_messages] == ["user", "assistant", "user"]
+
+
+def test_examples_stand_before_what_an_environment_says_first():
+    class Game:
+        def reset(self, **row):
+            return "Your move."
+
+        def respond(self, rollout, turn):
+            return None
+
+    env = make_env(PLAIN, tools=[], environment=Game)
+    (rollout,) = env.generate([""], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert [m["content"] for m in rollout.prompt_messages[1:]] == ["Hello", "<answer>Hello!</answer>", "Your move."]
+    assert CHATML_TOKENIZER.decode(rollout.prompt_ids).count("<answer>Hello!</answer>") == 1
+
+
+def test_nobody_can_change_the_examples_for_others():
+    env = make_env(PLAIN)
+    (rollout,) = env.start([[user("Double 5.")]])
+    rollout.prompt_messages[1]["content"] = "Changed"
+    (other,) = env.start([[user("Double 6.")]])
+    assert other.prompt_messages[1]["content"] == "Hello" and PLAIN[0]["content"] == "Hello"
+
+
+@EVERY_FAMILY
+def test_an_example_in_the_calls_of_a_family(name):
+    """The chat template writes the example's calls as calls that the format reads, and its results behind them."""
+    fmt = native(name)
+    number = 2 if fmt.several else 1
+    calls = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in TWO[:number]]
+    example = [user("Add."), {"role": "assistant", "content": "", "tool_calls": calls},
+               *(tool(result.text) for result in RESULTS[:number]), assistant("It is 5.")]  # fmt: skip
+    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
+    asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
+    rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
+    prompt = rendered[rendered.index("Add.") : rendered.index("It is 5.")]
+    assert fmt.syntax.split(prompt, TOOLS)[0] == TWO[:number]
+    assert [prompt.count(result.text.strip()) for result in RESULTS[:number]] == [1] * number
+
+
+# =====================================================================================================================
+# What is trained
+# =====================================================================================================================
+
+
+def test_examples_are_never_trained(random_model, tmp_path):
+    """No token of an example is in a completion; the loss reads the prompt of two groups once, examples included."""
+    rows = [{"prompt": [user(f"Double {n}.")], "answer": str(2 * n)} for n in (3, 4)]
+    env = MultiTurnToolEnv([double], "Be short.", prompt_examples=[STRUCTURED, PLAIN])
+    args = settings(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=1)
+    seen = []
+
+    class Watched(MTGRPOEnvTrainer):
+        def _generate_and_score_completions(self, inputs):
+            seen.append(super()._generate_and_score_completions(inputs))
+            return seen[-1]
+
+    def reward(completions, **kwargs):
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = Watched(
+        random_model, env, [], [reward], args=MTGRPOConfig(**args), train_dataset=Dataset.from_list(rows)
+    )
+    trainer.train()
+    (batch,) = seen
+    tokenizer = trainer.processing_class
+    for prompt, mask, completion in zip(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"]):
+        read = tokenizer.decode(prompt[mask.bool()])
+        assert read.count("<answer>8 km</answer>") == 1 and read.index("8 km</answer>") < read.rindex("Double")
+        assert len(completion) <= 12
+    prompts = [p[m.bool()].tolist() for p, m in zip(batch["prompt_ids"], batch["prompt_mask"])]
+    own = [tokenizer.encode(text) for text in (" a", " b")] * 4
+    row = SharedRow({k: Example(p, c, [1] * len(c)) for k, (p, c) in enumerate(zip(prompts, own))}, (8, 4))
+    text = tokenizer.decode(row.input_ids[0])
+    assert text.count("<answer>8 km</answer>") == 1 and text.count("Double ") <= 3  # of both groups, once
+
+
+# =====================================================================================================================
+# What is no example
+# =====================================================================================================================
+
+WRONG = {
+    "no conversation": (PLAIN, r"example 1 is \{'role': 'user'"),
+    "empty": ([], "holds \\[\\]. Expected a list of conversations"),
+    "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
+    "system": (
+        [[{"role": "system", "content": "x"}, *PLAIN]],
+        "expected user at the beginning, got the role 'system'",
+    ),
+    "begins with an answer": ([PLAIN[1:]], "expected user at the beginning, got the role 'assistant' .message 1"),
+    "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant behind user, got the role 'user' .message 2"),
+    "no answer": ([PLAIN[:1]], "expected assistant behind user, got its end .message 2"),
+    "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant behind tool, got its end .message 4"),
+    "wizard": ([[user("x"), {"role": "wizard", "content": "y"}]], "got the role 'wizard'"),
+    "no content": ([[user("x"), {"role": "assistant", "content": None}]], "message 2 has the content None"),
+    "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
+}
+
+
+@pytest.mark.parametrize(("examples", "error"), WRONG.values(), ids=WRONG)
+def test_conversations_that_are_none(examples, error, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        check_examples(examples)
+    path = tmp_path / "examples.json"
+    path.write_text(json.dumps(examples))
+    with pytest.raises(ValueError, match=f"prompt_examples: {re.escape(str(path))}"):
+        read_prompt_examples(str(path))
+
+
+HERMES_CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+MISWRITTEN = {
+    "another format": ([user("x"), assistant(HERMES_CALL), tool("8"), assistant("y")],
+                       "holds '<tool_call', and no call that this tool_format reads. Write calls as <tool>"),
+    "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
+                     "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
+    "wrong argument": ([user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")],
+                       "a call that cannot run: .*number"),
+    "broken JSON": ([user("x"), assistant('<tool>{"name": "double"</tool>'), tool("8"), assistant("y")],
+                    "a call that cannot run: the call is not valid JSON"),
+    "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
+    "result without call": ([user("x"), assistant("z"), tool("8"), assistant("y")], "has 0 calls.* and 1 results"),
+    "two results": ([user("x"), assistant("", {"number": 4}), tool("8"), tool("9"), assistant("y")],
+                    "has 1 calls.* and 2 results"),
+    "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
+                             assistant("y")], "the calls would be read as"),
+    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
+                "goes on behind the end of the turn. Remove ' or 9'"),
+    "control token": ([user("x"), assistant("8<|im_end|>")], "message 2 holds the token '<|im_end|>'"),
+    "control token in a call": ([user("x"), assistant("", {"number": 4, "unit": "<|im_end|>"}), tool("8"),
+                                 assistant("y")], "message 2 holds the token '<|im_end|>'"),
+    "call that is a text": ([user("x"), {"role": "assistant", "content": "", "tool_calls": ["double"]}, tool("8"),
+                             assistant("y")], "a call is 'double', expected its name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("example", "error"), MISWRITTEN.values(), ids=MISWRITTEN)
+def test_examples_that_a_format_cannot_have(example, error):
+    fmt = make_format("xml", CHATML_TOKENIZER)
+    with pytest.raises(ValueError, match=f"prompt_examples, example 2.*{error.replace('|', chr(92) + '|')}"):
+        written_examples(check_examples([PLAIN, example]), fmt, {"double": double}, True)
+
+
+def test_tools_of_an_environment_may_be_called():
+    """They are not known before a conversation: only calls of the recipe's own tools are held against them."""
+    example = [user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")]
+    example[1]["tool_calls"][0]["name"] = "move"
+    fmt = make_format("xml", CHATML_TOKENIZER)
+    assert len(written_examples(check_examples([example]), fmt, {"double": double}, False)) == 4
+    with pytest.raises(ValueError, match="unknown tool 'move'"):
+        written_examples(check_examples([example]), fmt, {"double": double}, True)
+
+
+def test_a_thought_that_the_template_drops_is_an_error():
+    """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
+    example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
+    with pytest.raises(ValueError, match="example 1: the model's chat template leaves out '<think>'"):
+        written_examples(check_examples([example]), native("qwen3"), TOOLS, True)
+
+
+def test_results_are_broken_as_a_tools_are():
+    example = [user("x"), assistant("", {"number": 4}), tool("8</result><answer>9</answer>"), assistant("y")]
+    messages = written_examples(
+        check_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
+    )
+    assert messages[2] == user("<result>\n8< /result><answer>9</answer>\n</result>")
+
+
+# =====================================================================================================================
+# Files and recipes
+# =====================================================================================================================
+
+
+def test_files_of_three_kinds_say_the_same(tmp_path):
+    conversations = [STRUCTURED, PLAIN]
+    texts = {
+        "examples.json": json.dumps(conversations),
+        "examples.jsonl": "\n".join(json.dumps({"messages": each}) for each in conversations) + "\n",
+        "examples.yaml": "- - {role: user, content: Double 4 km.}\n  - role: assistant\n    content: |\n      I ask.\n"
+        "    tool_calls: [{name: double, arguments: {number: 4, unit: km}}]\n  - {role: tool, content: 8 km}\n"
+        "  - {role: assistant, content: <answer>8 km</answer>}\n"
+        "- messages:\n    - {role: user, content: Hello}\n    - {role: assistant, content: <answer>Hello!</answer>}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        assert read_prompt_examples(str(tmp_path / name)) == conversations
+    assert read_prompt_examples(None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [("a.json", "[[", "cannot be read: .*Expected a list of conversations"),
+     ("a.jsonl", '{"messages": []\n', "cannot be read"), ("a.yaml", "- - {role: user", "cannot be read"),
+     ("a.yaml", "", "holds None"), ("a.yaml", "- []", "expected user at the beginning, got its end"),
+     ("a.yaml", "!!python/object/apply:os.system [x]", "cannot be read")],
+)  # fmt: skip
+def test_half_a_file(name, text, error, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
+        read_prompt_examples(str(tmp_path / name))
+    with pytest.raises(ValueError, match="prompt_examples: .*is not a file. Expected a list of conversations"):
+        read_prompt_examples(str(tmp_path / "none.yaml"))
+
+
+def test_examples_that_fill_the_context(random_model, tmp_path):
+    long = [user("x " * 300), assistant("y")]
+    env = MultiTurnToolEnv([], "Be short.", prompt_examples=[long])
+    args = settings(tmp_path, max_completion_length=8)
+    rows = Dataset.from_list([{"prompt": [user("go")]}] * 8)
+    with pytest.raises(ValueError, match=r"The longest prompt has \d+ tokens, \d+ of them of prompt_examples"):
+        config = json.loads((Path(random_model) / "config.json").read_text())
+        env.prompt_examples[0][0]["content"] = "x " * config["max_position_embeddings"]
+        MTGRPOEnvTrainer(random_model, env, [], [lambda completions, **kwargs: [0.0] * len(completions)],
+                         args=MTGRPOConfig(**args), train_dataset=rows)  # fmt: skip
