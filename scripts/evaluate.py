@@ -157,6 +157,14 @@ def evaluate(
 
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
+    if found is not None:
+        # A function that judges each turn gives none to a rollout without a result. It did not find the answer.
+        told = zip(found, repeated, rollouts, strict=True)
+        found = [
+            0.0 if value is None and row.get("answer") is not None and not any(turn.results for turn in rollout.turns)
+            else value
+            for value, row, rollout in told
+        ]  # fmt: skip
     answers = [row.get("answer") for row in repeated]
     has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
     if found is None and has_tools and all(isinstance(answer, str) for answer in answers):

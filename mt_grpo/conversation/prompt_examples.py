@@ -21,10 +21,11 @@ from mt_grpo.rollout import Message, ToolCall, ToolResult
 
 KEY = "prompt_examples"
 SHAPE = "Expected a list of conversations, each one a list of messages with role and content."
+BEGINNING, END = "the beginning", "its end"
 FOLLOWING = {  # role -> which may come behind it
-    None: ("user",),
+    BEGINNING: ("user",),
     "user": ("assistant",),
-    "assistant": ("tool", "user", None),
+    "assistant": ("tool", "user", END),
     "tool": ("tool", "assistant"),
 }
 # What opens or closes a call in some format. In a text without a call it was written for another format.
@@ -67,25 +68,26 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
         if not isinstance(messages, (list, tuple)) or not all(isinstance(each, dict) for each in messages):
             hint = " For one conversation, write it as a list in a list." if isinstance(example, dict) else ""
             raise ValueError(f"{where}, example {number} is {example!r:.80}. {SHAPE}{hint}")
-        before, copies = None, []
-        for place, message in enumerate([*messages, {"role": None}], 1):
-            role, expected = message.get("role"), FOLLOWING[before]
-            if role not in expected:
-                wanted = " or ".join(each or "its end" for each in expected)
-                got = f"the role {role!r}" if role else "its end"
+        before, copies = BEGINNING, []
+        for place, message in enumerate([*messages, None], 1):
+            role, expected = END if message is None else message.get("role"), FOLLOWING[before]
+            if role not in expected or (role == END and message is not None):
+                got = END if message is None else f"the role {role!r}"
                 raise ValueError(
-                    f"{where}, example {number}: expected {wanted} "
-                    f"{f'behind {before}' if before else 'at the beginning'}, got {got} (message {place}). A system "
-                    "message is the recipe's system_prompt, and an example ends with an assistant's message."
+                    f"{where}, example {number}: expected {' or '.join(expected)} behind {before}, got {got} (message "
+                    f"{place}). A system message is the recipe's system_prompt, and an example ends with an "
+                    "assistant's message."
                 )
-            if role is not None:
-                content = content_of(message, f"{where}, example {number}, message {place}")
-                if not isinstance(content, str) or not (content.strip() or message.get("tool_calls")):
-                    raise ValueError(
-                        f"{where}, example {number}, message {place} has the content {content!r:.80}, expected text."
-                    )
-                copies.append({**message, "content": content.strip()})  # YAML's blocks end with a line break
-                before = role
+            if message is None:
+                break
+            content = content_of(message, f"{where}, example {number}, message {place}")
+            says_nothing = not content and role != "tool" and not message.get("tool_calls")
+            if not isinstance(content, str) or says_nothing or (content and not content.strip()):
+                raise ValueError(
+                    f"{where}, example {number}, message {place} has the content {content!r:.80}, expected text."
+                )
+            copies.append({**message, "content": content.strip()})  # YAML's blocks end with a line break
+            before = role
         checked.append(copies)
     return checked
 

@@ -21,15 +21,28 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import Frame, VLLMServer, machine, prepare, pyplot, rounded, save_picture, train
+from bench.common import (
+    IN_THE_ENGINE,
+    IN_THE_ENGINE_ENV,
+    Frame,
+    VLLMServer,
+    machine,
+    prepare,
+    pyplot,
+    rounded,
+    save_picture,
+    train,
+)
 from bench.credit import interval, smoothed
 
 RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL = "runs/SmolLM2-135M-Instruct"
 METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
-NUM_PROBLEMS, SAMPLES = 100, 2  # held out; samples of each
-SERVER = ("--max-model-len", "1024", "--enable-prefix-caching", "--logprobs-mode", "processed_logprobs")
+NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
+# The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
+SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
+SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean", "tools/call_frequency", "tools/failure_frequency",
@@ -46,13 +59,13 @@ def evaluated(model: str | Path) -> dict[str, Any]:
     import mt_grpo_trainer as mt
 
     found = {}
-    with VLLMServer(model, *SERVER) as server:
+    with VLLMServer(model, *SERVER, env=SERVER_ENV) as server:
         for name, samples in (("sampled", SAMPLES), ("greedy", 1)):
             tokenizer = AutoTokenizer.from_pretrained(model)
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             try:
                 found[name] = evaluate.evaluate(
-                    client, RECIPE, NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False, batch_size=64,
+                    client, RECIPE, NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False, batch_size=128,
                     greedy=name == "greedy",
                 )  # fmt: skip
             finally:
@@ -63,8 +76,8 @@ def evaluated(model: str | Path) -> dict[str, Any]:
 def name_of(method: str, seed: int, steps: int) -> str:
     """The name of a run's folder, and of its result.
 
-    >>> name_of("mt_grpo", 0, 60)
-    'mt_grpo-steps60-seed0'
+    >>> name_of("mt_grpo", 0, 45)
+    'mt_grpo-steps45-seed0'
     """
     return f"{method}-steps{steps}-seed{seed}"
 
@@ -77,7 +90,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         return json.loads(result.read_text(encoding="utf-8"))
     began = time.perf_counter()
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*")) else ()
-    with VLLMServer(MODEL, *SERVER) as server:
+    with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
         rows = train(
             RECIPE, output, "--credit_assignment", method, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
             "--vllm_mode", "server", "--vllm_server_base_url", server.url, "--vllm_importance_sampling_mode",
@@ -144,7 +157,7 @@ def section(results: dict[str, Any]) -> str:
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     over = f"{len(seeds)} seeds, mean ± 95% interval" if len(seeds) > 1 else "1 seed"
     lines.append(
-        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} samples of each; {over}; {steps} steps of 16 rollouts in "
+        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} samples of each; {over}; {steps} steps of 32 rollouts in "
         f"{min(minutes):.0f} to {max(minutes):.0f} minutes, the server's start included, and {min(tokens):,.0f} to "
         f"{max(tokens):,.0f} tokens. Machine: {results['machine']}."
     )
@@ -176,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     options = FRAME.parse(
         __doc__, argv, None, methods={"nargs": "+", "default": list(METHODS)},
         seeds={"nargs": "+", "type": int, "default": list(SEEDS)},
-        steps={"type": int, "default": 60, "help": "optimizer steps of a run"},
+        steps={"type": int, "default": 45, "help": "optimizer steps of a run"},
     )  # fmt: skip
     if options is None:
         return

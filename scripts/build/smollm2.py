@@ -220,16 +220,19 @@ def make(folder: Path, path: Path | None = None, dtype: str = "float32") -> None
     if (folder / "config.json").is_file():
         print(f"{folder} is there")
         return
+    import_gguf()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is there, and holds no config.json. Expected a new folder, or an empty one.")
-    import_gguf()
     began = time.perf_counter()
     disable_progress_bar()  # of reading and writing weights
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as temporary:
         path = path or find_gguf(Path(temporary))
         print(f"reading {path.name}", flush=True)
-        model, tokenizer = load(path)
+        try:
+            model, tokenizer = load(path)
+        except Exception as error:  # of whatever a file holds that is none, or half of one
+            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         written = Path(temporary) / "model"
         model.to(getattr(torch, dtype)).save_pretrained(written)
         tokenizer.save_pretrained(written)

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 def split_of(question: str) -> str:
     """The split of a question, the same in every data set.
 
-    >>> split_of("In what country is Normandy located?"), split_of("Who was the Norse leader?")
+    >>> split_of("In what country is Normandy located?"), split_of("From which countries did the Norse originate?")
     ('train', 'test')
     """
     return "test" if zlib.crc32(question.encode()) % HELD_OUT == 0 else "train"

@@ -198,13 +198,18 @@ WRONG = {
     "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
     "system": (
         [[{"role": "system", "content": "x"}, *PLAIN]],
-        "expected user at the beginning, got the role 'system'",
+        "expected user behind the beginning, got the role 'system'",
     ),
-    "begins with an answer": ([PLAIN[1:]], "expected user at the beginning, got the role 'assistant' .message 1"),
+    "begins with an answer": ([PLAIN[1:]], "expected user behind the beginning, got the role 'assistant' .message 1"),
     "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant behind user, got the role 'user' .message 2"),
     "no answer": ([PLAIN[:1]], "expected assistant behind user, got its end .message 2"),
     "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant behind tool, got its end .message 4"),
     "wizard": ([[user("x"), {"role": "wizard", "content": "y"}]], "got the role 'wizard'"),
+    "no role": ([[*PLAIN, {"content": "z"}]], "expected tool or user or its end behind assistant, got the role None"),
+    "its end as a role": (
+        [[*PLAIN, {"role": "its end", "content": "z"}, user("x")]],
+        "got the role 'its end' .message 3",
+    ),
     "no content": ([[user("x"), {"role": "assistant", "content": None}]], "message 2 has the content None"),
     "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
 }
@@ -251,6 +256,14 @@ def test_examples_that_a_format_cannot_have(example, error):
     fmt = make_format("xml", CHATML_TOKENIZER)
     with pytest.raises(ValueError, match=f"prompt_examples, example 2.*{error.replace('|', chr(92) + '|')}"):
         written_examples(check_examples([PLAIN, example]), fmt, {"double": double}, True)
+
+
+def test_a_result_may_be_empty():
+    example = [user("x"), assistant("", {"number": 4}), tool(""), assistant("y")]
+    messages = written_examples(
+        check_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
+    )
+    assert messages[2] == user("<result>\n\n</result>")
 
 
 def test_tools_of_an_environment_may_be_called():
@@ -303,7 +316,7 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
     ("name", "text", "error"),
     [("a.json", "[[", "cannot be read: .*Expected a list of conversations"),
      ("a.jsonl", '{"messages": []\n', "cannot be read"), ("a.yaml", "- - {role: user", "cannot be read"),
-     ("a.yaml", "", "holds None"), ("a.yaml", "- []", "expected user at the beginning, got its end"),
+     ("a.yaml", "", "holds None"), ("a.yaml", "- []", "expected user behind the beginning, got its end"),
      ("a.yaml", "!!python/object/apply:os.system [x]", "cannot be read")],
 )  # fmt: skip
 def test_half_a_file(name, text, error, tmp_path):

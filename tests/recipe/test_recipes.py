@@ -33,6 +33,7 @@ from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import Rows
+from mt_grpo.conversation.prompt_examples import read_prompt_examples
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
@@ -242,6 +243,11 @@ READ_BACK = {
     "tools_script": lambda t: source_of(next(iter(t.env.tools.values()))),
     "reward_fn": lambda t: source_of(t.reward_funcs[0]),
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
+    "prompt_examples": lambda t: next(
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("hf_recipes/SmolLM2/examples/*.yaml")
+        if read_prompt_examples(str(path)) == t.env.prompt_examples
+    ),
     "tool_format": lambda t: t.env.tool_format,
     "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else "gym" if game_of(t) else None,
     "gym_env": lambda t: game_of(t)().env.spec.id,
@@ -317,7 +323,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
     original = recipe.get("reward_fn", "")
     data = folder / "train.jsonl"
-    if "triviaqa" in original:
+    if "triviaqa" in original or "squad" in original:
         rows = data_file("squad/qa.jsonl").read_text(encoding="utf-8").splitlines()[:8]
         corpus = data_file("squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
         (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")

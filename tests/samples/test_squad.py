@@ -1,0 +1,117 @@
+"""SQuAD: rewards by hand, rows and corpus by the script, the examples of the recipes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import data_file
+from test_rewards import load
+
+from mt_grpo.rollout import ToolCall, ToolResult, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from build import squad_search  # noqa: E402
+
+squad = load("squad_reward")
+GOLD = {"value": "the Duke of Normandy", "aliases": ["the Duke of Normandy", "William I"]}
+
+
+def search(*texts, error=None):
+    calls = [ToolCall("wiki_search", {"query": "x"}) for _ in texts]
+    return Turn([], None, "", "stop", calls, [ToolResult(text, error) for text in texts])
+
+
+def says(answer):
+    return Turn([], None, "", "stop", answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "exact", "f1"),
+    [
+        ("Duke of Normandy", 1.0, 0.5), ("the duke of  normandy!", 1.0, 0.5), ("William I", 1.0, 0.5),
+        ("William I of England", 0.0, 0.5 * 2 * 2 / (4 + 2)), ("A Duke", 0.0, 0.5 * 2 * 1 / (1 + 3)),
+        ("Rollo", 0.0, 0.0), ("", 0.0, 0.0), (None, 0.0, 0.0), ("the", 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_answers_are_judged_as_squad_judges_them(answer, exact, f1):
+    turns = [[search("William"), says(answer)]]
+    assert squad.exact_match_reward_func(turns, answer=[GOLD]) == [exact]
+    assert squad.f1_reward_func(turns, answer=[GOLD]) == pytest.approx([f1])
+
+
+def test_words_that_stand_twice_count_twice():
+    assert squad.f1(["new", "new", "york"], ["new", "york"]) == pytest.approx(2 * 2 / 5)
+    assert squad.f1(["new", "york"], ["new", "new", "york"]) == pytest.approx(2 * 2 / 5)
+
+
+def test_each_search_is_judged_by_itself():
+    """The first that finds the answer is paid; words inside other words are none; a failed call found nothing."""
+    turns = [search("Dukes of Normandy"), search("Error: Duke of Normandy", error="tool"),
+             search("no", "It was the Duke of Normandy."), search("The Duke of Normandy"),
+             says("Duke of Normandy")]  # fmt: skip
+    found = squad.answer_in_search_results_reward_func([turns, []], answer=[GOLD, GOLD])
+    assert found == [[0.0, 0.0, 0.5, 0.0, None], []]
+    assert squad.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.1, 0.1, None], []]
+
+
+@pytest.mark.parametrize("gold", [None, [], {"value": None, "aliases": None}, ["the"]])
+def test_a_row_without_an_answer_gets_no_reward(gold):
+    turns = [[search("x"), says("x")]]
+    assert squad.answer_in_search_results_reward_func(turns, answer=[gold]) == [None]
+    assert squad.exact_match_reward_func(turns, answer=[gold]) == squad.f1_reward_func(turns, answer=[gold]) == [None]
+
+
+def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
+    folder = data_file("squad/qa.jsonl").parent
+    squad_search.main([str(tmp_path / "out"), "--source", str(folder)])
+    assert capsys.readouterr().out.startswith("train: 373 questions\ntest: 100 questions\n126 passages;")
+    rows = {
+        split: [json.loads(line) for line in (tmp_path / f"out/{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    }
+    asked = {split: {row["question"] for row in rows[split]} for split in rows}
+    assert not asked["train"] & asked["test"] and len(asked["train"]) == 373
+    given = {json.loads(line)["question"]: json.loads(line)["answer"] for line in open(folder / "qa.jsonl")}
+    assert all(row["answer"] == given[row["question"]] for split in rows.values() for row in split)
+    assert (tmp_path / "out/corpus.jsonl").read_text().count("\n") == 126
+    squad_search.main([str(tmp_path / "again"), "--source", str(folder)])
+    assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "out/test.jsonl").read_bytes()
+
+
+def test_rows_of_squads_own_form(tmp_path, monkeypatch):
+    """As `load_dataset` gives them, and what `--articles` takes."""
+    rows = [
+        {"title": title, "context": f" {title} {k // 2}. ", "question": f"{title} {k}?",
+         "answers": {"text": ["one", "one", "two"] if k else []}}
+        for title in ("New_York", "Rome") for k in range(4)
+    ]  # fmt: skip
+    monkeypatch.setattr(squad_search, "from_hub", lambda: squad_search.from_squad(rows))
+    squad_search.main([str(tmp_path), "--articles", "1"])
+    passages = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    assert passages == [{"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)]
+    questions = [json.loads(line) for split in ("train", "test")
+                 for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]  # fmt: skip
+    assert sorted(row["question"] for row in questions) == [f"New_York {k}?" for k in (1, 2, 3)]
+    assert all(row["answer"] == {"value": "one", "aliases": ["one", "two"]} for row in questions)
+    assert {row["question"][-2]: row["passage"] for row in questions} == {
+        "1": "New York-0", "2": "New York-1", "3": "New York-1"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("corpus", "qa", "error"),
+    [
+        (None, "", "corpus.jsonl is not a file"),
+        ('{"id": 1}\n', "", "corpus.jsonl, line 1 .*expected an object with"),
+        ("", "{\n", "qa.jsonl, line 1 is not JSON"), ("", "", "There is no question"),
+    ],
+)  # fmt: skip
+def test_folders_that_have_no_rows(corpus, qa, error, tmp_path):
+    for name, text in (("corpus", corpus), ("qa", qa)):
+        if text is not None:
+            (tmp_path / f"{name}.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=f"error: .*{error}"):
+        squad_search.main([str(tmp_path / "out"), "--source", str(tmp_path)])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,192 @@
+"""Data for supervised training of a run's rollouts: the very ids, and 1 for what the loss had; what TRL trains."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import mt_grpo_trainer as mt
+from mt_grpo.reports.rollout_log import read_rollouts
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+spec = importlib.util.spec_from_file_location("export_sft", ROOT / "scripts/export_sft.py")
+export_sft = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(export_sft)
+
+MODEL = ROOT / "hf_recipes/tiny/calculator-model"
+EXAMPLE = [
+    {"role": "user", "content": "What is 2 * 3?"},
+    {"role": "assistant", "tool_calls": [{"name": "calculator", "arguments": {"expression": "2 * 3"}}]},
+    {"role": "tool", "content": "6"}, {"role": "assistant", "content": "<answer>6</answer>"},
+]  # fmt: skip
+
+REWARDS = """
+def exact_match_reward_func(rollout_turns, **kwargs):
+    return [float(k % 3 > 0) for k in range(len(rollout_turns))]  # the bundled model learnt without examples
+
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder of a run of two steps with examples before the question, its recipe, the rollouts it trained)."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "examples.json").write_text(json.dumps([EXAMPLE]))
+    recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/calculator.yaml").read_text())
+    recipe |= {
+        "model_name_or_path": str(MODEL), "tools_script": str(ROOT / "tools/calculator.py"), "max_steps": 2,
+        "reward_fn": str(folder / "rewards.py"), "prompt_examples": str(folder / "examples.json"),
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": 16, "log_rollout_tokens": True,
+        "disable_tqdm": True,
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "rewards.py").write_text(REWARDS)
+    rollouts = []
+
+    class Kept(mt.MTGRPOEnvTrainer):
+        def _roll_out(self, rows):
+            found = super()._roll_out(rows)
+            rollouts.extend(found)
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mt, "MTGRPOEnvTrainer", Kept)
+        mt.main(["--config", str(folder / "recipe.yaml")])
+    return folder / "out", folder / "recipe.yaml", rollouts
+
+
+def exported(run, path, *options):
+    export_sft.main([str(run[0]), str(path), *map(str, options)])
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_ids_are_those_that_were_read_and_sampled(run, tmp_path):
+    """Of each good rollout the row that the loss read: its ids, and 1 where its mask has 1."""
+    rows = exported(run, tmp_path / "data.jsonl", "--min", "exact_match_reward_func=1")
+    logged = [row for row in read_rollouts(run[0]) if row["rewards"]["exact_match_reward_func"] == 1.0]
+    good = [run[2][row["step"] * 16 + row["index"]] for row in logged]
+    expected = {
+        json.dumps(r.prompt_ids + r.completion_ids): [0] * len(r.prompt_ids) + r.loss_mask
+        for r in good if str(r.stop_reason) not in ("max_tokens", "max_turns", "context_length")
+    }  # fmt: skip
+    assert rows and {json.dumps(row["input_ids"]): row["assistant_masks"] for row in rows} == expected
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    for row in rows:
+        trained = tokenizer.decode([i for i, m in zip(row["input_ids"], row["assistant_masks"]) if m])
+        assert trained and "<result>" not in trained and "What is" not in trained
+
+
+def test_trl_trains_what_has_a_one(run, tmp_path):
+    """`SFTTrainer` takes the rows as they are, and its loss has the tokens with 1 and no other."""
+    rows = exported(run, tmp_path / "data.jsonl", "--min_reward", "1.0")
+    trainer = SFTTrainer(
+        str(MODEL), train_dataset=load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train"),
+        args=SFTConfig(str(tmp_path / "sft"), max_steps=1, per_device_train_batch_size=len(rows), use_cpu=True,
+                       bf16=False, report_to="none", save_strategy="no", disable_tqdm=True, max_length=None),
+    )  # fmt: skip
+    batch = next(iter(trainer.get_train_dataloader()))
+    wanted = sorted([i for i, m in zip(row["input_ids"], row["assistant_masks"]) if m] for row in rows)
+    assert sorted(labels[labels != -100].tolist() for labels in batch["labels"]) == wanted
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_without_the_examples_the_sampled_ids_stay(run, tmp_path):
+    whole = exported(run, tmp_path / "whole.jsonl", "--min_reward", "1.0")
+    short = exported(run, tmp_path / "short.jsonl", "--min_reward", "1.0", "--config", run[1], "--without_examples")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert len(whole) == len(short) > 0
+    for one, other in zip(whole, short):
+        cut = one["assistant_masks"].index(1), other["assistant_masks"].index(1)
+        assert one["input_ids"][cut[0] :] == other["input_ids"][cut[1] :]
+        assert one["assistant_masks"][cut[0] :] == other["assistant_masks"][cut[1] :]
+        read = tokenizer.decode(other["input_ids"][: cut[1]])
+        assert read.count("What is") == 1 and "2 * 3" not in read
+        assert tokenizer.decode(one["input_ids"][: cut[0]]).endswith(read[read.index("What is") :])
+
+
+def test_messages_and_tools(run, tmp_path):
+    rows = exported(run, tmp_path / "data.jsonl", "--min_reward", "1.0", "--form", "messages", "--config", run[1])
+    assert all([tool["function"]["name"] for tool in row["tools"]] == ["calculator"] for row in rows)
+    first = rows[0]["messages"]
+    assert [message["role"] for message in first[:5]] == ["system", "user", "assistant", "user", "assistant"]
+    assert first[1]["content"] == "What is 2 * 3?" and first[-1]["content"].startswith("<answer>")
+    short = exported(run, tmp_path / "short.jsonl", "--min_reward", "1.0", "--form", "messages", "--config", run[1],
+                     "--without_examples")  # fmt: skip
+    assert [row["messages"][0] for row in short] == [row["messages"][0] for row in rows]
+    assert [row["messages"][1:] for row in short] == [row["messages"][5:] for row in rows]
+
+
+def row_of(text, reward, step=0, **changes):
+    return {
+        "mode": "train", "error": None, "stop_reason": "answered", "turns": [{}], "reward": reward, "step": step,
+        "rewards": {"right": reward}, "num_prompt_messages": 1,
+        "messages": [{"role": "user", "content": text[0]}, {"role": "assistant", "content": text}], **changes,
+    }  # fmt: skip
+
+
+def test_which_rollouts_are_taken():
+    """The best of a prompt first, then the latest; once each; none that failed, was cut off or was an evaluation's."""
+    rows = [
+        row_of("a1", 0.5), row_of("a2", 1.0, 1), row_of("a3", 1.0, 2), row_of("a3", 1.0, 3), row_of("b1", 0.2),
+        row_of("b2", None), row_of("c1", 1.0, mode="eval"), row_of("c2", 1.0, error="died"),
+        row_of("c3", 1.0, stop_reason="max_tokens"), row_of("c4", 1.0, turns=[]),
+    ]  # fmt: skip
+
+    def texts(*args):
+        return [row["messages"][1]["content"] for row in export_sft.chosen(rows, *args)]
+
+    assert texts(None, {}, None) == ["a3", "a2", "a1", "b1", "b2"]
+    assert texts(0.5, {}, None) == ["a3", "a2", "a1"]
+    assert texts(None, {"right": 0.2}, 1) == ["a3", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--min_reward", "9"], "None of the 32 rollouts is as good as that"),
+        (["--min", "right=1"], "--min right: expected one of .*exact_match_reward_func"),
+        (["--without_examples"], "--without_examples needs --config"),
+    ],
+)
+def test_what_cannot_be_exported(options, error, run, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: {error}"):
+        exported(run, tmp_path / "data.jsonl", *options)
+    with pytest.raises(SystemExit, match="error: .* has no rollouts"):
+        export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])
+
+
+def test_a_log_without_tokens(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    rows = [{**row, "turns": [{k: v for k, v in turn.items() if k != "prompt_ids"} for turn in row["turns"]]}
+            for row in read_rollouts(run[0])]  # fmt: skip
+    (tmp_path / "run/rollouts.rank0.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    with pytest.raises(
+        SystemExit, match="error: the log has no ids of prompts. Expected a run with `log_rollout_toke"
+    ):
+        export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl")])
+
+
+def test_each_record_is_a_row():
+    """A history that was edited: two records, each with the ids that it began with."""
+    turns = [
+        {"record": 0, "prompt_ids": [1, 2], "token_ids": [3, 4], "loss_mask": [1, 1], "read_ids": [5]},
+        {"record": 0, "prompt_ids": None, "token_ids": [6], "loss_mask": [0], "read_ids": []},
+        {"record": 1, "prompt_ids": [1, 7], "token_ids": [8], "loss_mask": [1], "read_ids": []},
+        {"record": 2, "prompt_ids": [1, 9], "token_ids": [8], "loss_mask": [0], "read_ids": []},
+    ]
+    assert list(export_sft.ids_of({"turns": turns, "records": 3})) == [
+        {"input_ids": [1, 2, 3, 4, 5, 6], "assistant_masks": [0, 0, 1, 1, 0, 0]},
+        {"input_ids": [1, 7, 8], "assistant_masks": [0, 0, 1]},
+    ]  # a record of which nothing is trained gives no row
+    assert Dataset.from_list(list(export_sft.ids_of({"turns": turns[:2], "records": 1}, [0]))).to_list() == [
+        {"input_ids": [0, 3, 4, 5, 6], "assistant_masks": [0, 1, 1, 0, 0]}
+    ]
