@@ -72,7 +72,7 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
-from mt_grpo.conversation.prompt_examples import behind_system, check_examples, read_prompt_examples
+from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
     check_conversations,
@@ -213,7 +213,7 @@ class MultiTurnToolEnv(Conversations):
         prompt_examples: list[list[Message]] = (),
         **limits: Any,
     ):
-        super().__init__(max_steps, max_completion_length, **limits)
+        super().__init__(max_steps, max_completion_length, prompt_examples, **limits)
         self.tools = named_tools(tools)
         if tool_format != "xml" and system_prompt == DEFAULT_SYSTEM_PROMPT:
             system_prompt = None  # it teaches the xml format; in others the chat template shows the tools
@@ -227,10 +227,8 @@ class MultiTurnToolEnv(Conversations):
         self.environments = None
         if environment is not None:
             self.environments = Environments(environment, self.environment_timeout, self.tools)
-        self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
         self._ends: set[int] = set()
         self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
-        self._examples: dict[int, list[Message]] = {}  # so, too
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     # -- the conversation, from its prompt to its end --
@@ -261,12 +259,7 @@ class MultiTurnToolEnv(Conversations):
             states.append(rollout)
         return states
 
-    def with_system_prompt(
-        self,
-        messages: list[Message],
-        tools: dict[str, Callable] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> list[Message]:
+    def with_system_prompt(self, messages: list, tools: dict | None = None, tokenizer: Any = None) -> list[Message]:
         """The messages with the system prompt in front, unless they bring their own, and the examples behind it."""
         if self.prompt_examples:
             messages = behind_system(messages, self.examples_of(tokenizer or self.tokenizer))
@@ -1211,9 +1204,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     dataset_drop_none: bool = key(False, "Rows of the Hub lose their keys that are None")
     eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
-    prompt_examples: str | None = key(
-        None, "YAML, JSON or JSON lines: conversations that stand before each row's messages", path=True
-    )
+    prompt_examples: str | None = key(None, "File of conversations that stand before each row's messages", path=True)
     preflight: bool = key(False, "Say what the run will do, roll out once, and end")
 
 

@@ -13,7 +13,7 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
-from mt_grpo.conversation.prompt_examples import written_examples
+from mt_grpo.conversation.prompt_examples import check_examples, written_examples
 from mt_grpo.conversation.sampling import Room, check_sampling_params
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.rollout import Message, Rollout, ToolFormat
@@ -24,9 +24,13 @@ logger = logging.getLogger(__name__)
 class Conversations(Limits):
     """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
 
-    def __init__(self, max_steps: int, max_completion_length: int, **limits: Any):
+    def __init__(
+        self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
+    ):
         super().__init__(max_steps, **limits)
         self.max_completion_length = max_completion_length
+        self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
+        self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
         if (most := self.max_tool_response_tokens) < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10: a cut needs a marker.")
 
