@@ -412,4 +412,32 @@ MUTATIONS = [
         "[gold]",
         "tests/samples/test_rewards.py::test_of_a_worked_solution_what_follows_the_mark_counts",
     ),
+    Mutation(
+        "rewards: each search that finds the answer is paid",
+        "rewards/squad_reward.py",
+        "0.5 * (here and not found)",
+        "0.5 * here",
+        "tests/samples/test_squad.py::test_each_search_is_judged_by_itself",
+    ),
+    Mutation(
+        "rewards: a failed search finds the answer",
+        "rewards/squad_reward.py",
+        "any(result.error is None and _holds(result.text, golds)",
+        "any(_holds(result.text, golds)",
+        "tests/samples/test_squad.py::test_each_search_is_judged_by_itself",
+    ),
+    Mutation(
+        "rewards: words inside words count",
+        "rewards/squad_reward.py",
+        "any(f\" {' '.join(gold)} \" in spaced for gold in golds)",
+        "any(' '.join(gold) in spaced for gold in golds)",
+        "tests/samples/test_squad.py::test_each_search_is_judged_by_itself",
+    ),
+    Mutation(
+        "rewards: F1 counts a word once",
+        "rewards/squad_reward.py",
+        "(Counter(words) & Counter(gold)).values()",
+        "{word: 1 for word in words if word in gold}.values()",
+        "tests/samples/test_squad.py::test_words_that_stand_twice_count_twice",
+    ),
 ]

@@ -311,6 +311,28 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
+JUDGES_TURNS = """
+def answer_in_search_results(rollout_turns, **kwargs):
+    return [[0.5 * ("-286" in t.results[0].text) if t.results else None for t in turns] for turns in rollout_turns]
+
+
+TURN_REWARD_FUNCS = [answer_in_search_results]
+"""
+
+
+@pytest.mark.parametrize(("says", "found"), [("99 - 55 * 7", 1.0), ("1 + 1", 0.0), (None, 0.0)])
+def test_who_did_not_search_did_not_find(says, found, monkeypatch, random_model, recipe, tmp_path):
+    """A reward per turn is none for a rollout without a result. `result_found` is a share of all rollouts."""
+    (tmp_path / "judges_turns.py").write_text(JUDGES_TURNS)
+    call = f'<tool>{{"name": "calculator", "args": {{"expression": "{says}"}}}}</tool>'
+    client = scripted_client(monkeypatch, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--reward_fn",
+                                     str(tmp_path / "judges_turns.py")])  # fmt: skip
+    result = ev.evaluate(client, parsed, num_problems=1, split="train", tokenizer=client.tokenizer, progress=False)
+    assert result["result_found"] == found
+
+
 READS_CALLS = """
 def called(completions, answer, **kwargs):
     calls = [messages[0]["tool_calls"][0]["function"]["arguments"]["expression"] for messages in completions]
