@@ -89,43 +89,47 @@ def ids_of(row: Row, prompt_ids: list[int] | None = None) -> Iterator[dict[str, 
             yield {"input_ids": ids, "assistant_masks": mask}
 
 
-def without(messages: list[Row], examples: list[Row]) -> list[Row]:
-    """The messages of a prompt without those of the examples. `ValueError` where they do not hold them.
-
-    >>> without([{"content": "system"}, {"content": "a"}, {"content": "b"}, {"content": "c"}],
-    ...         [{"content": "a"}, {"content": "b"}])
-    [{'content': 'system'}, {'content': 'c'}]
-    """
-    size = len(examples)
-    for start in range(len(messages) - size + 1):
-        if [m["content"] for m in messages[start : start + size]] == [m["content"] for m in examples]:
-            return messages[:start] + messages[start + size :]
-    raise ValueError(
-        "--without_examples: a prompt does not hold the recipe's prompt_examples. Expected the run's recipe."
-    )
-
-
 class RecipeOfRun:
-    """What is read of a recipe: its tools, and prompts without its examples."""
+    """What is read of a run's recipe: its tools, and prompts without its examples.
 
-    def __init__(self, path: str):
+    Raises `ValueError` for a recipe with an environment: what it adds to a prompt is known only in a conversation.
+    """
+
+    def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
         tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
         self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()]
+        if self.env.environments is not None or not hasattr(self.env, "examples_of"):
+            raise ValueError(f"--config {path}: the tools of its environment are not in it. Leave --config out.")
+        if without_examples and not self.env.prompt_examples:
+            raise ValueError(f"--without_examples: {path} has no prompt_examples. Expected the run's recipe.")
+        self.examples = self.env.examples_of(self.tokenizer) if without_examples else []
 
-    def prompt_without_examples(self, row: Row) -> list[Row]:
-        return without(row["messages"][: row["num_prompt_messages"]], self.env.examples_of(self.tokenizer))
+    def without_examples(self, row: Row) -> list[Row]:
+        """The messages of a rollout's prompt without the examples. `ValueError` where it is not the recipe's."""
+        messages, size = row["messages"][: row["num_prompt_messages"]], len(self.examples)
+        start = next((k for k, each in enumerate(messages) if each["role"] not in ("system", "developer")), 0)
+        read = row["turns"][0].get("prompt_ids")
+        same = [m["content"] for m in messages[start : start + size]] == [m["content"] for m in self.examples]
+        if not same or (read and read != self.ids([*messages[:start], *self.examples, *messages[start + size :]])):
+            raise ValueError("--without_examples: a prompt is not what the recipe makes. Expected the run's recipe.")
+        return messages[:start] + messages[start + size :]
+
+    def ids(self, messages: list[Row]) -> list[int]:
+        return self.env.prompt_ids(messages, self.tokenizer)
 
 
 def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_examples: bool) -> Iterator[Row]:
     """The rows of training of these rollouts."""
     for row in rows:
-        messages = recipe.prompt_without_examples(row) if without_examples else None
+        if row["records"] > 1 and (form == "messages" or without_examples):
+            continue  # several records are no one conversation, and each has examples of its own
+        messages = recipe.without_examples(row) if without_examples else None
         if form == "ids":
-            yield from ids_of(row, None if messages is None else recipe.env.prompt_ids(messages, recipe.tokenizer))
-        elif row["records"] == 1:  # the messages of several records are no one conversation
+            yield from ids_of(row, None if messages is None else recipe.ids(messages))
+        else:
             first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
             said = [*first, *row["messages"][row["num_prompt_messages"] :]]
             yield {"messages": said, **({"tools": recipe.tools} if recipe and recipe.tools else {})}
@@ -164,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         if unknown := set(minima) - set(rows[0]["rewards"]):
             raise ValueError(f"--min {sorted(unknown)[0]}: expected one of {', '.join(rows[0]['rewards'])}.")
         kept = chosen(rows, args.min_reward, minima, args.per_prompt)
-        recipe = RecipeOfRun(args.config) if args.config else None
+        recipe = RecipeOfRun(args.config, args.without_examples) if args.config else None
         lines = [
             json.dumps(row, ensure_ascii=False) for row in exported(kept, args.form, recipe, args.without_examples)
         ]
@@ -174,6 +178,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     prompts = len({json.dumps(row["messages"][: row["num_prompt_messages"]]) for row in kept})
+    if left_out := sum(row["records"] > 1 for row in kept) if args.form == "messages" or args.without_examples else 0:
+        print(f"{left_out} rollouts of several records are left out")
     print(f"{len(lines)} rows of {len(kept)} rollouts of {prompts} prompts, of {len(rows)}; written to {args.output}")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ FOLLOWING = {  # role -> which may come behind it
     "assistant": ("tool", "user", END),
     "tool": ("tool", "assistant"),
 }
+FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name"}  # of a message
 # What opens or closes a call in some format. In a text without a call it was written for another format.
 CALLS = re.compile(
     r"</?(?:tool|tool_calls?|function_calls?|function|invoke)\b|\[TOOL_CALLS\]|<\|tool|<\|python_tag\|>"
+    r'|\{\s*"(?:name|function|tool)"\s*:'
 )
 
 
@@ -46,7 +50,7 @@ def read_prompt_examples(path: str | None) -> list[list[Message]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if path.endswith(".jsonl"):
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            found = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             found = json.loads(text) if path.endswith(".json") else yaml.load(text, BoundedLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -80,6 +84,18 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
                 )
             if message is None:
                 break
+            if unknown := sorted(map(str, message.keys() - FIELDS)):
+                raise ValueError(
+                    f"{where}, example {number}, message {place} has the field {unknown[0]!r}, which nobody would "
+                    f"read. Expected {', '.join(sorted(FIELDS))}."
+                )
+            if message.get("tool_calls") is not None and (
+                role != "assistant" or not isinstance(message["tool_calls"], list)
+            ):
+                raise ValueError(
+                    f"{where}, example {number}, message {place} has tool_calls {message['tool_calls']!r:.80}. "
+                    "Expected a list, in an assistant's message."
+                )
             content = content_of(message, f"{where}, example {number}, message {place}")
             says_nothing = not content and role != "tool" and not message.get("tool_calls")
             if not isinstance(content, str) or says_nothing or (content and not content.strip()):
@@ -102,6 +118,28 @@ def behind_system(messages: list[Message], examples: list[Message]) -> list[Mess
     return [*messages[:start], *examples, *messages[start:]]
 
 
+@dataclass
+class ExampleTurn:
+    """A turn of the model in an example, and what stands before and behind it.
+
+    Attributes:
+        asked: The user's message before it; None behind results.
+        calls: Its calls.
+        message: What it says, for the chat template.
+        results: The text of a result for each call.
+    """
+
+    asked: Message | None
+    calls: list[ToolCall]
+    message: Message
+    results: list[str]
+
+    def messages(self, tool_format: ChatFormat, results: list[str]) -> list[Message]:
+        """The messages for the chat template, with these results."""
+        read = tool_format.results(self.calls, [ToolResult(text) for text in results])
+        return [*([self.asked] if self.asked else []), self.message, *read]
+
+
 def written_examples(
     examples: list[list[Message]], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool
 ) -> list[Message]:
@@ -115,67 +153,87 @@ def written_examples(
 
     Raises:
         ValueError: A call that this format cannot read or that no tool takes, a call without a result, a control
-            token, a text that the chat template leaves out.
+            token, a text that the chat template leaves out, results that it writes otherwise than in a conversation.
     """
-    written = []
-    for number, example in enumerate(examples, 1):
-        where = f"{KEY}, example {number}"
-        for place, message in enumerate(example, 1):
-            check_control(message, tool_format, f"{where}, message {place}")
-        messages = list(turns_of(example, tool_format, tools, all_known, where))
-        check_rendered(messages, tool_format, where)
-        written += messages
-    return written
+    turns = [
+        (number, turn)
+        for number, example in enumerate(examples, 1)
+        for turn in turns_of(example, tool_format, tools, all_known, f"{KEY}, example {number}")
+    ]
+    check_rendered(turns, tool_format)
+    # As a conversation has them: what a tool returns can hold no control token.
+    return [
+        message
+        for _, turn in turns
+        for message in turn.messages(tool_format, [neutralise(text, tool_format.tokenizer) for text in turn.results])
+    ]
 
 
-def check_control(message: Message, tool_format: ChatFormat, where: str) -> None:
+def check_control(text: str, tool_format: ChatFormat, said: str) -> None:
     """Raise `ValueError` for a text that would begin or end a message."""
     forbidden = forbidden_in(Origin.DATA, "user", tool_format.tokenizer, tool_format.ends)
-    if found := forbidden.search(f"{message['content']} {json.dumps(message.get('tool_calls'), ensure_ascii=False)}"):
+    if found := forbidden.search(text):
         raise ValueError(
-            f"{where} holds the token {found[0]!r}, which begins or ends a message. Remove it: the chat template "
+            f"{said} holds the token {found[0]!r}, which begins or ends a message. Remove it: the chat template "
             "writes it."
         )
 
 
 def turns_of(
     example: list[Message], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool, where: str
-) -> Iterator[Message]:
-    """The messages of one example as the chat template takes them. Raises `ValueError`."""
-    rest = list(example)
+) -> Iterator[ExampleTurn]:
+    """The turns of one example. Raises `ValueError`."""
+    rest, asked = list(example), None
     while rest:
         message = rest.pop(0)
-        if message["role"] != "assistant":
-            yield {"role": "user", "content": message["content"]}
-            continue
         said = f"{where}: {message['content'] or message.get('tool_calls')!r:.100}"
+        if message["role"] != "assistant":
+            check_control(message["content"], tool_format, said)
+            asked = {"role": "user", "content": message["content"]}
+            continue
         calls, turn = read_turn(message, tool_format, tools, said)
         for call in calls:
             mistake = check_call(call, tools) if all_known or call.name in tools else call.error
             if mistake:
                 raise ValueError(f"{said} has a call that cannot run: {mistake}")
-        texts = []
-        while rest and len(texts) < len(calls) and (text := result_text(rest[0], tool_format)) is not None:
-            texts.append(text)
-            rest.pop(0)
-        if len(texts) < len(calls) or (rest and rest[0]["role"] == "tool"):
+        found: list[tuple[str | None, str]] = []  # id of the call, text
+        while rest and len(found) < len(calls) and (text := result_text(rest[0], tool_format)) is not None:
+            found.append((rest.pop(0).get("tool_call_id"), text))
+        if len(found) < len(calls) or (rest and rest[0]["role"] == "tool"):
             further = sum(1 for _ in itertools.takewhile(lambda each: each["role"] == "tool", rest))
             raise ValueError(
-                f"{said} has {len(calls)} calls that this tool_format reads, and {len(texts) + further} results. "
+                f"{said} has {len(calls)} calls that this tool_format reads, and {len(found) + further} results. "
                 "Expected a message of role tool behind it for each call."
             )
-        yield turn
-        # As a conversation has them: what a tool returns can hold no control token.
-        yield from tool_format.results(calls, [ToolResult(neutralise(text, tool_format.tokenizer)) for text in texts])
+        yield ExampleTurn(asked, calls, turn, in_order_of_calls(message, found, said))
+        asked = None
+
+
+def in_order_of_calls(message: Message, found: list[tuple[str | None, str]], said: str) -> list[str]:
+    """The texts of results, each at the place of its call: where ids are given they say which. `ValueError`."""
+    ids = [call.get("id") for call in message.get("tool_calls") or []]
+    if all(id_of is None for id_of, _ in found) or not any(ids):
+        return [text for _, text in found]
+    if sorted(map(str, ids)) != sorted(str(id_of) for id_of, _ in found) or len(set(ids)) < len(ids):
+        raise ValueError(
+            f"{said} has calls with the ids {ids}, and results of {[id_of for id_of, _ in found]}. Expected one "
+            "result for each, or no ids."
+        )
+    texts = dict(found)
+    return [texts[each] for each in ids]
 
 
 def read_turn(
     message: Message, tool_format: ChatFormat, tools: dict[str, Callable], said: str
 ) -> tuple[list[ToolCall], Message]:
     """(calls, the message as the chat template takes it) of an assistant's message. Raises `ValueError`."""
+    check_control(message["content"], tool_format, said)
     if message.get("tool_calls"):
-        calls = [read_tool_call(call, said) for call in message["tool_calls"]]
-        turn = tool_format.written_turn(message["content"], calls)
+        calls = [read_tool_call(call, tool_format, said) for call in message["tool_calls"]]
+        try:
+            turn = tool_format.written_turn(message["content"], calls)
+        except ValueError as error:
+            raise ValueError(f"{said}: {error}") from error
         if "tool_calls" in turn:
             return calls, turn
         read = tool_format.parse(tool_format.text_ids(turn["content"]), [], tools).calls
@@ -197,15 +255,26 @@ def read_turn(
     return calls, {"role": "assistant", "content": message["content"]}
 
 
-def read_tool_call(call: Any, said: str) -> ToolCall:
+def read_tool_call(call: Any, tool_format: ChatFormat, said: str) -> ToolCall:
     """A call as in OpenAI's API, or its name and arguments alone. Raises `ValueError`."""
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    name, arguments = function.get("name"), function.get("arguments", {})
+    outer = call if isinstance(call, dict) else {}
+    function = outer.get("function", {k: v for k, v in outer.items() if k not in ("id", "type")})
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
     if isinstance(arguments, str):
         arguments = load_json(arguments)[0]
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError(f"{said}: a call is {call!r:.100}, expected its name, a text, and its arguments, an object.")
-    return ToolCall(name, arguments)
+    whole = isinstance(function, dict) and function.keys() <= {"name", "arguments"}
+    whole = whole and outer.keys() <= {"id", "type", "function", *([] if "function" in outer else function)}
+    if not whole or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise ValueError(
+            f"{said}: a call is {call!r:.100}, expected its `name`, a text, and its `arguments`, an object, and "
+            "nothing else."
+        )
+    try:
+        text = json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # YAML reads 2024-05-01 as a date
+        raise ValueError(f"{said}: arguments are {arguments!r:.100}: {error}. Write a text in quotes.") from error
+    check_control(f"{function['name']} {text}", tool_format, said)
+    return ToolCall(function["name"], arguments)
 
 
 def result_text(message: Message, tool_format: ChatFormat) -> str | None:
@@ -220,15 +289,38 @@ def result_text(message: Message, tool_format: ChatFormat) -> str | None:
     return text.removeprefix(opening).removesuffix(closing.strip()).strip("\n")
 
 
-def check_rendered(messages: list[Message], tool_format: ChatFormat, where: str) -> None:
-    """Raise `ValueError` unless the chat template writes all texts of an example."""
-    arguments = tool_format.prompt([*messages, {"role": "user", "content": "A question."}], {})
-    rendered = tool_format.tokenizer.apply_chat_template(**{**arguments, "tokenize": False})
-    for message in messages:
-        names = [call["function"]["name"] for call in message.get("tool_calls") or []]
-        for text in (*message["content"].splitlines(), *names):
-            if text.strip() not in rendered:
+def check_rendered(turns: list[tuple[int, ExampleTurn]], tool_format: ChatFormat) -> None:
+    """Raise `ValueError` unless the chat template writes all texts, and results as it does behind a lived turn.
+
+    All examples are rendered as one prompt has them: some templates write the first call of a prompt otherwise than
+    later ones. Results have stand-ins, since some templates write them as JSON.
+    """
+    stand_ins = iter(f"result-{secrets.token_hex(8)}" for _ in itertools.count())
+    given = [(number, turn, [next(stand_ins) for _ in turn.results]) for number, turn in turns]
+    asked, end = [], f"question-{secrets.token_hex(8)}"
+    for _, turn, results in given:
+        asked += turn.messages(tool_format, results)
+    arguments = tool_format.prompt([*asked, {"role": "user", "content": end}], {})
+    rendered = tool_format.tokenizer.apply_chat_template(**{**arguments, "tokenize": False}).partition(end)[0]
+    at = 0
+    for number, turn, results in given:
+        lines = [line.strip() for text in (turn.asked, turn.message) if text for line in text["content"].splitlines()]
+        lines += [call.name for call in turn.calls if "tool_calls" in turn.message]
+        for text in lines:
+            if (found := rendered.find(text, at)) < 0:
                 raise ValueError(
-                    f"{where}: the model's chat template leaves out {text.strip()!r:.100}, so the model would not "
-                    "read it. Remove it. (Many templates drop the thinking of earlier turns.)"
+                    f"{KEY}, example {number}: the model's chat template leaves out {text!r:.100}, so the model would "
+                    "not read it. Remove it. (Many templates drop the thinking of earlier turns.)"
                 )
+            at = found + len(text)
+        if results:
+            messages = tool_format.results(turn.calls, [ToolResult(text) for text in results])
+            lived = tool_format.suffix(turn.calls, messages)
+            lived = lived[: lived.rindex(results[-1]) + len(results[-1])]
+            if (found := rendered.find(lived, at)) < 0:
+                raise ValueError(
+                    f"{KEY}, example {number}: the model's chat template writes the results behind "
+                    f"{turn.message['content'] or turn.calls!r:.100} otherwise than in a conversation, so the model "
+                    "would read what it never reads again. Use fewer calls in the examples, or another tool_format."
+                )
+            at = found + len(lived)

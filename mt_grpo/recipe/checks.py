@@ -147,7 +147,8 @@ def num_example_tokens(env: Any) -> int:
         return 0
     asked = [{"role": "user", "content": "A question."}]
     examples = env.examples_of(env.tokenizer)
-    return len(env.prompt_ids([*examples, *asked], env.tokenizer)) - len(env.prompt_ids(asked, env.tokenizer))
+    with_them, without = (env.prompt_ids(messages, env.tokenizer, {}) for messages in ([*examples, *asked], asked))
+    return len(with_them) - len(without)
 
 
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
@@ -216,17 +217,17 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + max_completion_length > context:
         examples = num_example_tokens(env)
-        shown = f"{prompt} tokens{f', {examples} of them of prompt_examples' if examples else ''}"
+        shown = f" {examples} of the prompt's tokens are of prompt_examples." if examples else ""
         if prompt >= context:
             raise ValueError(
-                f"The longest prompt has {shown}, and the model's context {context}: there is no room for a "
-                f"turn. Shorten {'the examples, or ' if examples else ''}the prompts; what the model reads of its "
-                "tools is in them (mcp_tools chooses among those of servers)."
+                f"The longest prompt has {prompt} tokens, and the model's context {context}: there is no room for a "
+                "turn. Shorten the prompts; what the model reads of its tools is in them (mcp_tools chooses among "
+                f"those of servers).{shown}"
             )
         raise ValueError(
-            f"The longest prompt has {shown}; with max_completion_length={max_completion_length} that is "
+            f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "
             f"{prompt + max_completion_length}, more than the model's context of {context}. Shorten the prompts or "
-            f"set max_completion_length to at most {context - prompt}."
+            f"set max_completion_length to at most {context - prompt}.{shown}"
         )
     return context
 

@@ -127,7 +127,7 @@ FIGURES = {
     "turns": lambda found: found["mean_turns"],
 }
 CURVES = {
-    "answer among the results": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
+    "answer among the results, of rollouts that have some": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
     "exact match": ("rewards/exact_match_reward_func/mean", 1.0),
 }
 OVER = 5  # steps that a point of a curve is the mean of

@@ -54,7 +54,9 @@ def lines_of(path: Path, keys: set[str]) -> Iterator[Row]:
     """The objects of a file of JSON lines, each with at least these keys. Raises `ValueError`."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file. Expected JSON lines with {', '.join(sorted(keys))}.")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:

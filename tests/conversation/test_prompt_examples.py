@@ -1,5 +1,6 @@
 """`prompt_examples`: conversations before the question, as the model reads them, never trained; what is none."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from test_trainer import settings
 
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.prompt_examples import check_examples, read_prompt_examples, written_examples
-from mt_grpo.training.shared_prompts import Example, SharedRow
+from mt_grpo.training.shared_prompts import SharedRow
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,42 @@ def test_nobody_can_change_the_examples_for_others():
     assert other.prompt_messages[1]["content"] == "Hello" and PLAIN[0]["content"] == "Hello"
 
 
+QUOTED = 'She said "no": {"total": 5} \\ done.'
+
+
+@EVERY_FAMILY
+def test_results_of_any_text_stand_in_an_example(name):
+    """Some templates write results as JSON: the quotes are then those of its text."""
+    fmt = native(name)
+    call = {"name": TWO[0].name, "arguments": TWO[0].arguments}
+    example = [user("Add."), {"role": "assistant", "tool_calls": [call]}, tool(QUOTED), assistant("It is 5.")]
+    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
+    rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt([*messages, user("Next?")], {}), "tokenize": False})
+    assert QUOTED in rendered or json.dumps(QUOTED, ensure_ascii=False)[1:-1] in rendered
+
+
+@EVERY_FAMILY
+def test_examples_read_as_lived_conversations_or_are_refused(name):
+    """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
+    fmt = native(name)
+    call = {"name": TWO[0].name, "arguments": TWO[0].arguments}
+    calling = {"role": "assistant", "tool_calls": [call]}
+    one = [user("Add."), calling, tool("R1"), assistant("It is 5.")]
+    two = [user("Add twice."), calling, tool("R2"), calling, tool("R3"), assistant("It is 7.")]
+    if name == "deepseekv3":
+        with pytest.raises(
+            ValueError, match="example 2: the model's chat template writes the results .* otherwise th"
+        ):
+            written_examples(check_examples([one, two]), fmt, TOOLS, True)
+        return
+    messages = written_examples(check_examples([one, two]), fmt, TOOLS, True)
+    asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
+    rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
+    for number, text in enumerate(("R1", "R2", "R3")):
+        lived = fmt.suffix(TWO[:1], fmt.results(TWO[:1], [type(RESULTS[0])(text)]))
+        assert rendered.count(lived[: lived.rindex(text) + 2]) == 1, number
+
+
 @EVERY_FAMILY
 def test_an_example_in_the_calls_of_a_family(name):
     """The chat template writes the example's calls as calls that the format reads, and its results behind them."""
@@ -156,17 +193,23 @@ def test_an_example_in_the_calls_of_a_family(name):
 # =====================================================================================================================
 
 
-def test_examples_are_never_trained(random_model, tmp_path):
+def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     """No token of an example is in a completion; the loss reads the prompt of two groups once, examples included."""
     rows = [{"prompt": [user(f"Double {n}.")], "answer": str(2 * n)} for n in (3, 4)]
     env = MultiTurnToolEnv([double], "Be short.", prompt_examples=[STRUCTURED, PLAIN])
     args = settings(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=1)
-    seen = []
+    laid_out, rolled_out, lay_out = [], [], SharedRow.__init__
+
+    def noted(self, *args, **kwargs):
+        lay_out(self, *args, **kwargs)
+        laid_out.append(self)
+
+    monkeypatch.setattr(SharedRow, "__init__", noted)
 
     class Watched(MTGRPOEnvTrainer):
-        def _generate_and_score_completions(self, inputs):
-            seen.append(super()._generate_and_score_completions(inputs))
-            return seen[-1]
+        def _roll_out(self, rows):
+            rolled_out.extend(super()._roll_out(rows))
+            return rolled_out
 
     def reward(completions, **kwargs):
         return [float(i % 2) for i in range(len(completions))]
@@ -175,17 +218,13 @@ def test_examples_are_never_trained(random_model, tmp_path):
         random_model, env, [], [reward], args=MTGRPOConfig(**args), train_dataset=Dataset.from_list(rows)
     )
     trainer.train()
-    (batch,) = seen
-    tokenizer = trainer.processing_class
-    for prompt, mask, completion in zip(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"]):
-        read = tokenizer.decode(prompt[mask.bool()])
-        assert read.count("<answer>8 km</answer>") == 1 and read.index("8 km</answer>") < read.rindex("Double")
-        assert len(completion) <= 12
-    prompts = [p[m.bool()].tolist() for p, m in zip(batch["prompt_ids"], batch["prompt_mask"])]
-    own = [tokenizer.encode(text) for text in (" a", " b")] * 4
-    row = SharedRow({k: Example(p, c, [1] * len(c)) for k, (p, c) in enumerate(zip(prompts, own))}, (8, 4))
-    text = tokenizer.decode(row.input_ids[0])
-    assert text.count("<answer>8 km</answer>") == 1 and text.count("Double ") <= 3  # of both groups, once
+    tokenizer, ids = trainer.processing_class, [rollout.prompt_ids for rollout in rolled_out]
+    assert all(tokenizer.decode(each).count("<answer>8 km</answer>") == 1 for each in ids)
+    (row,) = [row for row in laid_out if len(row.labels[0]) == sum(len(r.completion_ids) for r in rolled_out)]
+    sampled = sorted(token for rollout in rolled_out for token in rollout.completion_ids)
+    assert sorted(row.labels[0].tolist()) == sampled  # the tokens whose logprobs the loss asks for
+    read = tokenizer.decode(row.input_ids[0])
+    assert read.count("<answer>8 km</answer>") == 1 and read.count("Hello!") == 1  # once, for both groups
 
 
 # =====================================================================================================================
@@ -210,6 +249,11 @@ WRONG = {
         [[*PLAIN, {"role": "its end", "content": "z"}, user("x")]],
         "got the role 'its end' .message 3",
     ),
+    "a field": (
+        [[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]],
+        "message 2 has the field 'reasoning_content'",
+    ),
+    "calls of a user": ([[{**user("x"), "tool_calls": [{}]}, PLAIN[1]]], "message 1 has tool_calls"),
     "no content": ([[user("x"), {"role": "assistant", "content": None}]], "message 2 has the content None"),
     "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
 }
@@ -243,11 +287,26 @@ MISWRITTEN = {
                              assistant("y")], "the calls would be read as"),
     "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
                 "goes on behind the end of the turn. Remove ' or 9'"),
-    "control token": ([user("x"), assistant("8<|im_end|>")], "message 2 holds the token '<|im_end|>'"),
+    "control token": ([user("x"), assistant("8<|im_end|>")], "holds the token '<|im_end|>'"),
     "control token in a call": ([user("x"), assistant("", {"number": 4, "unit": "<|im_end|>"}), tool("8"),
-                                 assistant("y")], "message 2 holds the token '<|im_end|>'"),
+                                 assistant("y")], "holds the token '<|im_end|>'"),
+    "an argument under another name": (
+        [user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
+         assistant("y")], "a call is .*'args'.*expected its `name`, a text, and its `arguments`"),
+    "a date": ([user("x"), assistant("", {"number": 4, "unit": datetime.date(2024, 5, 1)}), tool("8"), assistant("y")],
+               "not JSON serializable. Write a text in quotes"),
+    "control token by an escape": (
+        [user("x"), {"role": "assistant", "tool_calls": [
+            {"name": "double", "arguments": '{"number": 4, "unit": "\\u003c|im_end|>"}'}]}, tool("8"), assistant("y")],
+        "holds the token '<|im_end|>'"),
+    "ids of other calls": (
+        [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
+         {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],
+        "has calls with the ids .'a'., and results of .'b'."),
+    "JSON of a call": ([user("x"), assistant('{"name": "double", "parameters": {"number": 4}}')],
+                       "and no call that this tool_format reads"),
     "call that is a text": ([user("x"), {"role": "assistant", "content": "", "tool_calls": ["double"]}, tool("8"),
-                             assistant("y")], "a call is 'double', expected its name"),
+                             assistant("y")], "a call is 'double', expected its `name`"),
 }  # fmt: skip
 
 
@@ -279,16 +338,34 @@ def test_tools_of_an_environment_may_be_called():
 def test_a_thought_that_the_template_drops_is_an_error():
     """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
     example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
+    empty = make_format(
+        "native", native("qwen3").tokenizer, {"enable_thinking": False}
+    )  # it ends with an empty thought
+    with pytest.raises(ValueError, match="example 1: the model's chat template leaves out '<think>'"):
+        written_examples(
+            check_examples([[user("x"), assistant("<think>\n\n</think>\n\nIt is y.")]]), empty, TOOLS, True
+        )
     with pytest.raises(ValueError, match="example 1: the model's chat template leaves out '<think>'"):
         written_examples(check_examples([example]), native("qwen3"), TOOLS, True)
 
 
+def test_results_are_those_of_the_calls_whose_ids_they_have():
+    fmt = native("qwen3")
+    calls = [{"id": each, "type": "function", "function": {"name": "add", "arguments": {"a": k}}}
+             for k, each in enumerate("ab")]  # fmt: skip
+    example = [user("x"), {"role": "assistant", "content": None, "tool_calls": calls},
+               {"role": "tool", "content": "of b", "tool_call_id": "b"},
+               {"role": "tool", "content": "of a", "tool_call_id": "a"}, assistant("y")]  # fmt: skip
+    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
+    assert [m["content"] for m in messages] == ["x", "", "of a", "of b", "y"]
+
+
 def test_results_are_broken_as_a_tools_are():
-    example = [user("x"), assistant("", {"number": 4}), tool("8</result><answer>9</answer>"), assistant("y")]
+    example = [user("x"), assistant("", {"number": 4}), tool("8</result><answer>9</answer><|im_end|>"), assistant("y")]
     messages = written_examples(
         check_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
     )
-    assert messages[2] == user("<result>\n8< /result><answer>9</answer>\n</result>")
+    assert messages[2] == user("<result>\n8< /result><answer>9</answer>< |im_end|>\n</result>")
 
 
 # =====================================================================================================================
@@ -332,7 +409,9 @@ def test_examples_that_fill_the_context(random_model, tmp_path):
     env = MultiTurnToolEnv([], "Be short.", prompt_examples=[long])
     args = settings(tmp_path, max_completion_length=8)
     rows = Dataset.from_list([{"prompt": [user("go")]}] * 8)
-    with pytest.raises(ValueError, match=r"The longest prompt has \d+ tokens, \d+ of them of prompt_examples"):
+    with pytest.raises(
+        ValueError, match=r"The longest prompt has \d+ tokens.* \d+ of the prompt's tokens are of prompt_examples"
+    ):
         config = json.loads((Path(random_model) / "config.json").read_text())
         env.prompt_examples[0][0]["content"] = "x " * config["max_position_embeddings"]
         MTGRPOEnvTrainer(random_model, env, [], [lambda completions, **kwargs: [0.0] * len(completions)],

@@ -24,12 +24,15 @@ from pathlib import Path
 import evaluate
 import pytest
 import yaml
+from scripted import CHATML_TOKENIZER
 from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.adapters.verl.config import read_entries
+from mt_grpo.conversation.prompt_examples import read_prompt_examples
 from mt_grpo.recipe.keys import known_keys
+from mt_grpo.recipe.plugins import import_file
 
 SMALL = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--disable_tqdm", "true"]
 GSM8K = "hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml"
@@ -94,7 +97,14 @@ ARGUMENTS = {
         "cp mt_grpo_trainer.py my_idea.py": "a vLLM server; tests/method/test_fork.py runs such a copy without one",
         "python my_idea.py": "a copy with the page's diff; tests/method/test_fork.py trains by one",
     },
-    "docs/recipes.md": {"python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh`"},
+    "docs/real_model.md": {
+        "python scripts/build/smollm2.py": "93 MB, and an hour; test_smollm2.py takes five steps, as a slow test",
+    },
+    "docs/recipes.md": {
+        "python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh`",
+        "python mt_grpo_trainer.py --config hf_recipes/tiny/chain-sparse.yaml":
+            "minutes; test_export_sft.py trains two steps, and makes data of them",
+    },
     "docs/rented_gpus.md": {
         'git clone "$REPOSITORY" mt-grpo': "a network, GPUs, and an installation of gigabytes",
         'export HF_HOME="$PWD/.hub"': "the Hub",
@@ -112,6 +122,7 @@ FILES = {
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",
+        "Which river flows": "test_the_examples_of_the_page_are_some",
         "my_plugin.py": "test_docs.py::test_the_plugin_of_ms_swift_runs",
         "runs/smallest": "test_docs.py::test_the_smallest_recipe_is_one",
         "my_tools.Adder": "test_docs.py::test_the_tools_of_verl_run",
@@ -157,6 +168,14 @@ def test_every_other_block_is_accounted_for():
         for language, known in FILES.items():
             for body in blocks(text, language):
                 assert sum(word in body for word in known) == 1, f"{page}: no test reads\n{body}"
+
+
+def test_the_examples_of_the_page_are_some(tmp_path):
+    (tmp_path / "examples.yaml").write_text(block(PAGES["docs/environments.md"], "yaml", "Which river flows"))
+    tools = [vars(import_file(str(ROOT / "tools/wiki_search.py"), "tools_script"))["wiki_search"]]
+    env = mt.MultiTurnToolEnv(tools, None, tokenizer=CHATML_TOKENIZER,
+                              prompt_examples=read_prompt_examples(str(tmp_path / "examples.yaml")))  # fmt: skip
+    assert [message["role"] for message in env.examples_of(CHATML_TOKENIZER)] == ["user", "assistant"] * 2
 
 
 def test_the_tests_that_are_named_exist():

@@ -172,6 +172,7 @@ def test_every_python_block_is_run_here():
         "OPENAI_API_KEY_FILE",
         "import ProgramError",
         "import read_rollouts",
+        "SFTTrainer(",
         "import think_format_reward",
         *EXAMPLES,
     )
@@ -190,6 +191,16 @@ def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
     Path("runs/chain-sparse/rollouts.rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     space = run(block(PAGES["docs/rollouts.md"], "python", "import read_rollouts"))
     assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
+
+
+def test_the_example_of_a_warm_start_trains(tmp_path, monkeypatch):
+    """In a folder with the models, and with data of that name."""
+    monkeypatch.chdir(tmp_path)
+    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
+    row = {"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 0, 1, 1]}
+    Path("data.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    run(block(PAGES["docs/recipes.md"], "python", "SFTTrainer("))
+    assert list(Path("runs/warm").glob("checkpoint-*/model.safetensors"))
 
 
 @pytest.mark.parametrize("page", ["docs/rollouts.md", "docs/recipes.md"])

@@ -339,7 +339,7 @@ MUTATIONS = [
         "scripts/export_sft.py",
         "if number or prompt_ids is None else prompt_ids",
         "if prompt_ids is None else prompt_ids",
-        "tests/scripts/test_export_sft.py::test_without_the_examples_the_sampled_ids_stay",
+        "tests/scripts/test_export_sft.py::test_each_record_is_a_row",
     ),
     Mutation(
         "supervised data: evaluations are in it",
@@ -375,5 +375,12 @@ MUTATIONS = [
         "zlib.crc32(question.encode()) % HELD_OUT == 0",
         "hash(question) % HELD_OUT == 0",
         "tests/samples/test_squad.py::test_rows_and_corpus_of_a_folder",
+    ),
+    Mutation(
+        "supervised data: prompts of another recipe lose their examples",
+        "scripts/export_sft.py",
+        "if not same or (read and read !=",
+        "if not same and (read and read !=",
+        "tests/scripts/test_export_sft.py::test_what_cannot_be_exported",
     ),
 ]

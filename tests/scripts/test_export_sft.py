@@ -155,9 +155,25 @@ def test_which_rollouts_are_taken():
         (["--min_reward", "9"], "None of the 32 rollouts is as good as that"),
         (["--min", "right=1"], "--min right: expected one of .*exact_match_reward_func"),
         (["--without_examples"], "--without_examples needs --config"),
+        (["--without_examples", "--config", "plain.yaml"], "--without_examples: .* has no prompt_examples"),
+        (
+            ["--without_examples", "--config", "other.yaml"],
+            "--without_examples: a prompt is not what the recipe makes",
+        ),
+        (["--form", "messages", "--config", "game.yaml"], ".*the tools of its environment are not in it"),
     ],
 )
 def test_what_cannot_be_exported(options, error, run, tmp_path):
+    if options[-1].endswith(".yaml"):
+        recipe = yaml.safe_load(run[1].read_text())
+        recipe |= {
+            "plain.yaml": {"prompt_examples": None}, "other.yaml": {"prompt_examples": str(tmp_path / "others.json")},
+            "game.yaml": {"tools_script": str(tmp_path / "game.py")},
+        }[options[-1]]  # fmt: skip
+        (tmp_path / "others.json").write_text(json.dumps([[EXAMPLE[0], EXAMPLE[-1]]]))
+        (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row): ...\n\nENVIRONMENT = Game\n")
+        (tmp_path / options[-1]).write_text(yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}))
+        options = [*options[:-1], tmp_path / options[-1]]
     with pytest.raises(SystemExit, match=f"error: {error}"):
         exported(run, tmp_path / "data.jsonl", *options)
     with pytest.raises(SystemExit, match="error: .* has no rollouts"):
@@ -175,6 +191,19 @@ def test_a_log_without_tokens(run, tmp_path):
         export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl")])
 
 
+def test_rollouts_of_several_records_are_said_to_be_left_out(run, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    rows = list(read_rollouts(run[0]))
+    for row in rows[::2]:
+        row["records"] = 2
+    (tmp_path / "run/rollouts.rank0.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl"), "--form", "messages"])
+    said = capsys.readouterr().out
+    kept = export_sft.chosen(rows, None, {}, None)
+    left = sum(row["records"] == 2 for row in kept)
+    assert left and f"{left} rollouts of several records are left out\n{len(kept) - left} rows of" in said
+
+
 def test_each_record_is_a_row():
     """A history that was edited: two records, each with the ids that it began with."""
     turns = [
@@ -187,6 +216,8 @@ def test_each_record_is_a_row():
         {"input_ids": [1, 2, 3, 4, 5, 6], "assistant_masks": [0, 0, 1, 1, 0, 0]},
         {"input_ids": [1, 7, 8], "assistant_masks": [0, 0, 1]},
     ]  # a record of which nothing is trained gives no row
+    others = export_sft.ids_of({"turns": turns, "records": 3}, [0])
+    assert [row["input_ids"] for row in others] == [[0, 3, 4, 5, 6], [1, 7, 8]]
     assert Dataset.from_list(list(export_sft.ids_of({"turns": turns[:2], "records": 1}, [0]))).to_list() == [
         {"input_ids": [0, 3, 4, 5, 6], "assistant_masks": [0, 1, 1, 0, 0]}
     ]
