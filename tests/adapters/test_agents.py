@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents import conversation as openai_agent, programs, server as agent_server
-from mt_grpo.adapters.agents.chains import Completion, keys_of
+from mt_grpo.adapters.agents.chains import Asked, Completion, keys_of
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.adapters.agents.prompts import AgentPrompts
@@ -773,6 +773,17 @@ def test_an_answer_that_a_retry_receives_is_trained(way):
     rollout, llm = run(agent, "1", "2", seconds=0.8)
     assert rollout.error is None and len(llm.asked) == 2, rollout.error
     assert [turn.trained for turn in rollout.turns] == [True, True]
+
+
+def test_retries_of_equal_requests_join_different_ones():
+    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
+    equal = [Asked("x", None, range(k, k + 1), True, waiting=1) for k in range(2)]
+    session = types.SimpleNamespace(_asked=[Asked("y", None, range(2, 3), True, waiting=1), *equal])
+    joined = [AgentSession._asked_before(session, "x", True, None) for _ in range(4)]
+    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
+    equal[1].waiting = 0
+    assert AgentSession._asked_before(session, "x", True, None) is equal[1]
+    assert AgentSession._asked_before(session, "x", False, None) is None
 
 
 def test_an_answer_that_is_lost_on_its_way_is_not_trained():

@@ -72,15 +72,22 @@ MUTATIONS = [
     Mutation(
         "agents: a retry joins a request whose client waits, and not the one that was left",
         "mt_grpo/adapters/agents/session.py",
-        "return next(iter([*left, *in_flight, *reversed(equal)]), None)",
-        "return next(iter([*in_flight[::-1], *reversed(equal)]), None)",
-        "tests/adapters/test_agents.py::test_an_answer_that_a_retry_receives_is_trained",
+        "for each in (left, in_flight) if each), None)",
+        "for each in (in_flight,) if each), None)",
+        "tests/adapters/test_agents.py::test_retries_of_equal_requests_join_different_ones",
+    ),
+    Mutation(
+        "agents: retries of equal requests join the first",
+        "mt_grpo/adapters/agents/session.py",
+        "min(each, key=lambda a: a.retries)",
+        "each[0]",
+        "tests/adapters/test_agents.py::test_retries_of_equal_requests_join_different_ones",
     ),
     Mutation(
         "agents: a retry of two equal requests gets the first one",
         "mt_grpo/adapters/agents/session.py",
-        "*reversed(equal)]), None)",
-        "*equal]), None)",
+        "found = found or next(reversed(equal), None)",
+        "found = found or next(iter(equal), None)",
         "tests/adapters/test_agents.py::test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled",
     ),
     Mutation(

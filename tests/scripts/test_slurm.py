@@ -191,8 +191,7 @@ def test_a_signal_before_the_step_of_the_training_begins_ends_the_job(tmp_path, 
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps/hold").touch()
     with Job(tmp_path, 2, python=stand_in_python, **IN_PROCESS) as job:
-        job.wait_for(lambda: "slurm: trainers:" in job.said())
-        time.sleep(0.5)  # so that the stand-in for srun handles signals
+        job.wait_for(lambda: (tmp_path / "steps/held").exists())  # the stand-in for srun handles signals
         job.process.send_signal(signal.SIGTERM)
         assert job.process.wait(240) == 1, job.said()
     assert "there is no step yet" in job.said() and "training on" not in job.said()

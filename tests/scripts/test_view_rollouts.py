@@ -893,6 +893,7 @@ def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts", width=420)
     page.click("th button:has-text('reward')")
     until(page, "location.hash.includes('sort=reward&descending=false')")
+    until(page, "document.querySelector('tbody a').getAttribute('href').endsWith('/6')")  # the table is drawn anew
     assert table_ids(page) == [6, 5, 2, 4, 3, 1]
     broken = """() => {
       const found = [], walker = document.createTreeWalker(document.querySelector('table'), NodeFilter.SHOW_TEXT);

@@ -71,6 +71,7 @@ class Asked:
     task: asyncio.Task[list[Answer]] | None = None
     waiting: int = 0  # clients that wait for the answers
     reached: int = 0  # clients that have got them
+    retries: int = 0  # requests that have joined it
     began: int = 0  # by the session's count of what happens
     ended: int | None = None  # when a client got the answers
 

@@ -85,7 +85,10 @@ class AgentSession(RolloutSession):
         return asked
 
     def _asked_before(self, same: str, is_retry: bool, idempotency_key: str | None) -> Asked | None:
-        """What a retry joins: best what a client has left, else what is in flight, else what was received last."""
+        """What a retry joins: best what a client has left, else what is in flight, else what was received last.
+
+        Of equal ones that with the fewest retries: a client's leaving may be noticed behind its retry.
+        """
         if idempotency_key is not None:
             found = next((each for each in self._asked if each.idempotency_key == idempotency_key), None)
             if found is not None and found.same != same:
@@ -94,7 +97,11 @@ class AgentSession(RolloutSession):
         equal = [each for each in self._asked if each.same == same] if is_retry else []
         left = [each for each in equal if not each.reached and not each.waiting]
         in_flight = [each for each in equal if not each.reached]
-        return next(iter([*left, *in_flight, *reversed(equal)]), None)
+        found = next((min(each, key=lambda a: a.retries) for each in (left, in_flight) if each), None)
+        found = found or next(reversed(equal), None)
+        if found is not None:
+            found.retries += 1
+        return found
 
     async def answers(self, asked: Asked) -> list[Answer]:
         """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
