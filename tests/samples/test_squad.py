@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,12 @@ def test_answers_are_judged_as_squad_judges_them(answer, exact, f1):
 def test_words_that_stand_twice_count_twice():
     assert squad.f1(["new", "new", "york"], ["new", "york"]) == pytest.approx(2 * 2 / 5)
     assert squad.f1(["new", "york"], ["new", "new", "york"]) == pytest.approx(2 * 2 / 5)
+    assert squad.f1(["new", "new"], ["new", "new", "york"]) == pytest.approx(2 * 2 / 5)
 
 
 def test_each_search_is_judged_by_itself():
     """The first that finds the answer is paid; words inside other words are none; a failed call found nothing."""
-    turns = [search("Dukes of Normandy"), search("Error: Duke of Normandy", error="tool"),
+    turns = [search("King William II"), search("Error: Duke of Normandy", error="tool"),
              search("no", "It was the Duke of Normandy."), search("The Duke of Normandy"),
              says("Duke of Normandy")]  # fmt: skip
     found = squad.answer_in_search_results_reward_func([turns, []], answer=[GOLD, GOLD])
@@ -78,6 +80,13 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     assert (tmp_path / "out/corpus.jsonl").read_text().count("\n") == 126
     squad_search.main([str(tmp_path / "again"), "--source", str(folder)])
     assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "out/test.jsonl").read_bytes()
+
+
+def test_the_split_is_of_the_question_alone():
+    """A hash of its text, the same in every process: 20 of these 100 are held out."""
+    held_out = [k for k in range(100) if squad_search.split_of(f"Question {k}?") == "test"]
+    assert held_out == [k for k in range(100) if zlib.crc32(f"Question {k}?".encode()) % 5 == 0]
+    assert 10 < len(held_out) < 30
 
 
 def test_rows_of_squads_own_form(tmp_path, monkeypatch):
