@@ -157,9 +157,9 @@ def section(results: dict[str, Any]) -> str:
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     over = f"{len(seeds)} seeds, mean ± 95% interval" if len(seeds) > 1 else "1 seed"
     lines.append(
-        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} samples of each; {over}; {steps} steps of 32 rollouts in "
+        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} sample of each; {over}; {steps} steps of 32 rollouts in "
         f"{min(minutes):.0f} to {max(minutes):.0f} minutes, the server's start included, and {min(tokens):,.0f} to "
-        f"{max(tokens):,.0f} tokens. Machine: {results['machine']}."
+        f"{max(tokens):,.0f} tokens, on {results['machine']['cores']} cores ({results['machine']['cpu']})."
     )
     return "\n".join(lines)
 

@@ -83,7 +83,7 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
 
 
 def test_the_split_is_of_the_question_alone():
-    """A hash of its text, the same in every process: 20 of these 100 are held out."""
+    """By a hash of its text, the same in every process: about one in five is held out."""
     held_out = [k for k in range(100) if squad_search.split_of(f"Question {k}?") == "test"]
     assert held_out == [k for k in range(100) if zlib.crc32(f"Question {k}?".encode()) % 5 == 0]
     assert 10 < len(held_out) < 30
