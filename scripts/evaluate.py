@@ -157,14 +157,7 @@ def evaluate(
 
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
-    if found is not None:
-        # A function that judges each turn gives none to a rollout without a result. It did not find the answer.
-        told = zip(found, repeated, rollouts, strict=True)
-        found = [
-            0.0 if value is None and row.get("answer") is not None and not any(turn.results for turn in rollout.turns)
-            else value
-            for value, row, rollout in told
-        ]  # fmt: skip
+    found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
     answers = [row.get("answer") for row in repeated]
     has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
     if found is None and has_tools and all(isinstance(answer, str) for answer in answers):
@@ -189,6 +182,15 @@ def evaluate(
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
         "seconds": round(time.perf_counter() - started, 2),
     }  # fmt: skip
+
+
+def found_or_not(value: float | None, row: dict[str, Any], rollout: Rollout) -> float | None:
+    """What a function says of the results of a rollout; 0 where it gives none because there is no result.
+
+    So does a function that judges each turn. A row without an answer still has none.
+    """
+    nothing_read = not any(turn.results for turn in rollout.turns)
+    return 0.0 if value is None and nothing_read and row.get("answer") is not None else value
 
 
 def load_problems(

@@ -19,6 +19,7 @@ first, then the latest; of equal conversations one stays.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ from recipes import load_recipe
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.conversation.prompt_examples import behind_system
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.reports.rollout_log import read_rollouts
@@ -101,7 +103,7 @@ class RecipeOfRun:
         self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()]
-        if self.env.environments is not None or not hasattr(self.env, "examples_of"):
+        if self.env.environments is not None:
             raise ValueError(f"--config {path}: the tools of its environment are not in it. Leave --config out.")
         if without_examples and not self.env.prompt_examples:
             raise ValueError(f"--without_examples: {path} has no prompt_examples. Expected the run's recipe.")
@@ -109,13 +111,14 @@ class RecipeOfRun:
 
     def without_examples(self, row: Row) -> list[Row]:
         """The messages of a rollout's prompt without the examples. `ValueError` where it is not the recipe's."""
-        messages, size = row["messages"][: row["num_prompt_messages"]], len(self.examples)
-        start = next((k for k, each in enumerate(messages) if each["role"] not in ("system", "developer")), 0)
-        read = row["turns"][0].get("prompt_ids")
-        same = [m["content"] for m in messages[start : start + size]] == [m["content"] for m in self.examples]
-        if not same or (read and read != self.ids([*messages[:start], *self.examples, *messages[start + size :]])):
+        messages, read = row["messages"][: row["num_prompt_messages"]], row["turns"][0].get("prompt_ids")
+        start = sum(1 for _ in itertools.takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+        short = messages[:start] + messages[start + len(self.examples) :]
+        whole = behind_system(short, self.examples)
+        same = [message["content"] for message in whole] == [message["content"] for message in messages]
+        if not same or (read and read != self.ids(whole)):
             raise ValueError("--without_examples: a prompt is not what the recipe makes. Expected the run's recipe.")
-        return messages[:start] + messages[start + size :]
+        return short
 
     def ids(self, messages: list[Row]) -> list[int]:
         return self.env.prompt_ids(messages, self.tokenizer)

@@ -46,7 +46,7 @@ SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean", "tools/call_frequency", "tools/failure_frequency",
-    "turns/mean", "completions/mean_length", "num_tokens", "step_time", "rollout/seconds", "time/train",
+    "turns/mean", "completions/mean_length", "num_tokens", "step_time", "rollout/seconds",
     "sampling/sampling_logp_difference/mean", "entropy", "grad_norm",
 )  # fmt: skip
 
@@ -89,7 +89,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     if result.is_file():
         return json.loads(result.read_text(encoding="utf-8"))
     began = time.perf_counter()
-    resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*")) else ()
+    resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
         rows = train(
             RECIPE, output, "--credit_assignment", method, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
@@ -140,6 +140,15 @@ def cell(values: list[float]) -> str:
     return "{:.2f} ± {:.2f}".format(*interval(values))
 
 
+def span(values: list[float]) -> str:
+    """The smallest and the largest; one number where both are written alike.
+
+    >>> span([19.2, 19.4]), span([1000.0, 2500.0])
+    ('19', '1,000 to 2,500')
+    """
+    return " to ".join(dict.fromkeys(f"{value:,.0f}" for value in (min(values), max(values))))
+
+
 def section(results: dict[str, Any]) -> str:
     """A table of the held-out questions, sampled and greedy, and what a run costs."""
     runs, lines = results["runs"], []
@@ -158,8 +167,8 @@ def section(results: dict[str, Any]) -> str:
     over = f"{len(seeds)} seeds, mean ± 95% interval" if len(seeds) > 1 else "1 seed"
     lines.append(
         f"{NUM_PROBLEMS} held-out questions, {SAMPLES} sample of each; {over}; {steps} steps of 32 rollouts in "
-        f"{min(minutes):.0f} to {max(minutes):.0f} minutes, the server's start included, and {min(tokens):,.0f} to "
-        f"{max(tokens):,.0f} tokens, on {results['machine']['cores']} cores ({results['machine']['cpu']})."
+        f"{span(minutes)} minutes, the server's start included, and {span(tokens)} tokens, on "
+        f"{results['machine']['cores']} cores ({results['machine']['cpu']})."
     )
     return "\n".join(lines)
 

@@ -25,6 +25,8 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from mt_grpo.recipe.data import json_lines
+
 HUB_DATASET = "rajpurkar/squad_v2"
 HELD_OUT = 5  # one question in so many
 
@@ -54,16 +56,11 @@ def lines_of(path: Path, keys: set[str]) -> Iterator[Row]:
     """The objects of a file of JSON lines, each with at least these keys. Raises `ValueError`."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file. Expected JSON lines with {', '.join(sorted(keys))}.")
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
-        if not isinstance(row, dict) or not keys <= row.keys():
+    for number, line in enumerate(json_lines(path, None), 1):
+        row = json.loads(line)
+        if not keys <= row.keys():
             raise ValueError(
-                f"{path}, line {number} is {line:.80}, expected an object with {', '.join(sorted(keys))}."
+                f"{path}, row {number} is {line.decode():.80}, expected an object with {', '.join(sorted(keys))}."
             )
         yield row
 

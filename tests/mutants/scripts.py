@@ -365,8 +365,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation leaves out who did not search",
         "scripts/evaluate.py",
-        '0.0 if value is None and row.get("answer") is not None and not any(turn.results for turn in rollout.turns)',
-        "0.0 if False",
+        'return 0.0 if value is None and nothing_read and row.get("answer") is not None else value',
+        "return value",
         "tests/scripts/test_scripts.py::test_who_did_not_search_did_not_find",
     ),
     Mutation(
@@ -379,8 +379,8 @@ MUTATIONS = [
     Mutation(
         "supervised data: prompts of another recipe lose their examples",
         "scripts/export_sft.py",
-        "if not same or (read and read !=",
-        "if False and (read and read !=",
+        "if not same or (read and read != self.ids(whole)):",
+        "if False:",
         "tests/scripts/test_export_sft.py::test_what_cannot_be_exported",
     ),
 ]

@@ -113,7 +113,7 @@ def test_rows_of_squads_own_form(tmp_path, monkeypatch):
     ("corpus", "qa", "error"),
     [
         (None, "", "corpus.jsonl is not a file"),
-        ('{"id": 1}\n', "", "corpus.jsonl, line 1 .*expected an object with"),
+        ('{"id": 1}\n', "", "corpus.jsonl, row 1 .*expected an object with"),
         ("", "{\n", "qa.jsonl, line 1 is not JSON"), ("", "", "There is no question"),
     ],
 )  # fmt: skip
