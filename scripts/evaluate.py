@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml
     python scripts/evaluate.py --config hf_recipes/tiny/chain-sparse.yaml --model runs/chain-sparse --k 4
-    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --greedy
+    python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --greedy --show 5
     python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
 
 Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
@@ -99,7 +99,7 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
 
 def evaluate(
     model: Any, recipe: str | Recipe, num_problems: int = 512, split: str = "test", seed: int = 0, k: int = 1,
-    tokenizer: Any = None, batch_size: int = 128, progress: bool = True, greedy: bool = False,
+    tokenizer: Any = None, batch_size: int = 128, progress: bool = True, greedy: bool = False, show: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Roll out `k` conversations for each of `num_problems` problems and score them with the recipe's rewards.
 
@@ -116,13 +116,15 @@ def evaluate(
         progress: Show a bar on standard error.
         greedy: Take the most probable token each time. What a model can do before any training shows here: RL that
             only makes it do so more often sharpens, and teaches nothing new.
+        show: The first so many conversations are given back, too.
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
         `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
         tool), `result_found` (share
         whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
-        that the recipe's rewards cannot tell are None.
+        that the recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
+        the prompt's last one on, the `calls`, the `answer`, the `stop_reason` and the `rewards` (a turn's added up).
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -181,7 +183,22 @@ def evaluate(
         "mean_turns": mean([len(r.turns) for r in rollouts]),
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
         "seconds": round(time.perf_counter() - started, 2),
+        **({"conversations": conversations(rollouts[:show], scores)} if show else {}),
     }  # fmt: skip
+
+
+def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
+    """What was said in these rollouts, the first of those that were scored, and what they were given."""
+    return [
+        {
+            "messages": [*rollout.prompt_messages[-1:], *rollout.messages],
+            "calls": [{"name": c.name, "arguments": c.arguments} for turn in rollout.turns for c in turn.calls],
+            "answer": rollout.turns[-1].answer if rollout.turns else None,
+            "stop_reason": str(rollout.stop_reason),
+            "rewards": {name: values[i] for name, values in scores.items() if values[i] is not None},
+        }
+        for i, rollout in enumerate(rollouts)
+    ]
 
 
 def found_or_not(value: float | None, row: dict[str, Any], rollout: Rollout) -> float | None:
@@ -317,6 +334,17 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines + [f"{label:<{width}}  {number(value):>7}" for label, value in rows])
 
 
+def transcript(conversation: dict[str, Any]) -> str:
+    """A conversation for people: who says what, then why it ended and what it was given."""
+    lines = []
+    for message in conversation["messages"]:
+        content = message.get("content")
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+        lines.append(f"{message['role']:>9}  " + text.strip().replace("\n", "\n" + " " * 11))
+    rewards = ", ".join(f"{name} {value:g}" for name, value in conversation["rewards"].items())
+    return "\n".join([*lines, f"{'ended':>9}  {conversation['stop_reason']}; {rewards}"])
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="recipe")
@@ -328,11 +356,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
     parser.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
     parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
+    parser.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
     parser.add_argument("--json", help="write the numbers to this file")
     options, overrides = parser.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
-    if min(options.num_problems, options.k, options.batch_size) < 1:
-        sys.exit("error: --num_problems, --k and --batch_size must be 1 or more.")
+    if min(options.num_problems, options.k, options.batch_size) < 1 or options.show < 0:
+        sys.exit("error: --num_problems, --k and --batch_size must be 1 or more, --show 0 or more.")
     if options.greedy and options.k > 1:
         sys.exit(
             f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out."
@@ -345,11 +374,11 @@ def main(argv: list[str] | None = None) -> None:
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30)
             model.wait_until_healthy()
         result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
-                          options.batch_size, greedy=options.greedy)  # fmt: skip
+                          options.batch_size, greedy=options.greedy, show=options.show)  # fmt: skip
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}
-    print(table(result))
+    print("\n\n".join([table(result), *map(transcript, result.get("conversations", []))]))
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

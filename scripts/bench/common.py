@@ -324,7 +324,9 @@ def two_cores() -> tuple[int, int]:
     return cores[0], cores[1]
 
 
-def train(recipe: str, output: Path, *options: Any, core: int | None = None, **env: str) -> list[dict[str, Any]]:
+def train(
+    recipe: str, output: Path, *options: Any, core: int | None = None, shown: bool = False, **env: str
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train a recipe in a process of its own. Returns the rows of its log, one per step.
 
     Args:
@@ -332,18 +334,19 @@ def train(recipe: str, output: Path, *options: Any, core: int | None = None, **e
         output: The run's folder.
         options: Further words of the command line.
         core: The core that it may use. None: all.
+        shown: What it prints is this process's output, too.
         env: Variables of its environment, beside those of this process.
 
     Raises:
-        RuntimeError: the run failed; the message has the end of its output.
+        RuntimeError: the run failed; the message has the end of its output where that was not shown.
     """
     place = [] if core is None else ["taskset", "-c", str(core)]
     command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, **said)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout or 'see above')[-3000:]}")
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [row for row in history if "reward" in row]
 

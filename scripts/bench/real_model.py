@@ -3,20 +3,29 @@
     python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
     python scripts/build/squad_search.py runs/squad --source FOLDER        # or from the Hub
     python scripts/bench/real_model.py                                     # what is missing; then the report
-    python scripts/bench/real_model.py --methods mt_grpo --seeds 0
+    python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
     python scripts/bench/real_model.py --report
 
 A run trains hf_recipes/SmolLM2/squad-search.yaml beside a vLLM server that samples. The held-out questions are
-answered before it and after it, sampled and greedy. Runs differ in `credit_assignment` and `seed` alone.
+answered before it and after it, sampled as in training and greedily. A method is a credit assignment, and what else
+differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
-Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint.
+Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint. A file
+of another recipe, reward or model is refused. The report is of all that is there.
 """
 
+import ast
+import hashlib
 import json
+import math
+import re
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -37,82 +46,191 @@ from bench.credit import interval, smoothed
 
 RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL = "runs/SmolLM2-135M-Instruct"
+DATA = "runs/squad"
+READ = (RECIPE, "hf_recipes/SmolLM2/examples/search.yaml", "rewards/squad_reward.py", "tools/wiki_search.py",
+        f"{MODEL}/model.safetensors", f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl")  # fmt: skip
 METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
+SHOWN = 5  # conversations that the results keep
+NUM_PASSAGES = 40  # whose perplexity is taken
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
-    "rewards/answer_in_search_results_reward_func/mean", "tools/call_frequency", "tools/failure_frequency",
-    "turns/mean", "completions/mean_length", "num_tokens", "step_time", "rollout/seconds",
-    "sampling/sampling_logp_difference/mean", "entropy", "grad_norm",
+    "rewards/right_sentence_reward_func/mean", "rewards/answer_in_search_results_reward_func/mean",
+    "tools/call_frequency", "tools/failure_frequency", "turns/mean", "completions/mean_length", "num_tokens",
+    "step_time", "rollout/seconds", "sampling/sampling_logp_difference/mean", "entropy", "grad_norm", "kl",
 )  # fmt: skip
 
 
-def evaluated(model: str | Path) -> dict[str, Any]:
-    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them."""
+def inputs() -> str:
+    """A digest of what a run reads, the project's code apart. Comments and docstrings do not count."""
+    digest = hashlib.sha256()
+    for path in map(Path, READ):
+        digest.update(meaning(path))
+    return digest.hexdigest()[:12]
+
+
+def meaning(path: Path) -> bytes:
+    """A file without its texts for people."""
+    if path.suffix == ".yaml":
+        return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))).encode()
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree).encode()
+
+
+def options_of(method: str) -> list[str]:
+    """The words of the command line of a method.
+
+    >>> options_of("mt_grpo,beta=0.04")
+    ['--credit_assignment', 'mt_grpo', '--beta', '0.04']
+    """
+    words = ["--credit_assignment", method.split(",")[0]]
+    for setting in method.split(",")[1:]:
+        key, equals, value = setting.partition("=")
+        if not (key and equals and value):
+            sys.exit(f"error: {setting!r} of --methods, expected key=value behind a credit assignment.")
+        words += [f"--{key}", value]
+    return words
+
+
+def evaluated(model: str | Path, options: list[str]) -> dict[str, Any]:
+    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and the perplexity."""
     import evaluate
+    from recipes import load_recipe
     from transformers import AutoTokenizer
 
     import mt_grpo_trainer as mt
 
-    found = {}
+    found: dict[str, Any] = {}
     with VLLMServer(model, *SERVER, env=SERVER_ENV) as server:
         for name, samples in (("sampled", SAMPLES), ("greedy", 1)):
             tokenizer = AutoTokenizer.from_pretrained(model)
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             try:
                 found[name] = evaluate.evaluate(
-                    client, RECIPE, NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False, batch_size=128,
-                    greedy=name == "greedy",
+                    client, load_recipe(RECIPE, options), NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
+                    batch_size=128, greedy=name == "greedy", show=NUM_PROBLEMS * samples,
                 )  # fmt: skip
             finally:
                 client.close()
-    return found
+            said = found[name].pop("conversations")
+            found[name] |= {"behaviour": behaviour(said), "conversations": said[:SHOWN]}
+    return {**found, "perplexity": perplexity(model)}
+
+
+def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
+    """What is done in these conversations: `calls` of each, of the first query the `question_in_query` (share of the
+    question's words), of answers the `answer_words`, and how many `answered`.
+
+    >>> said = [{"role": "user", "content": "Who led the Normans?"}, {"role": "assistant", "content": "x"}]
+    >>> call = {"name": "wiki_search", "arguments": {"query": "normans led"}}
+    >>> behaviour([{"messages": said, "calls": [call], "answer": "the Viking Rollo"}])
+    {'calls': 1.0, 'question_in_query': 0.5, 'answered': 1.0, 'answer_words': 3.0}
+    """
+    shares, lengths = [], []
+    for conversation in conversations:
+        asked = words(conversation["messages"][0]["content"])
+        queries = [str(call["arguments"].get("query", "")) for call in conversation["calls"][:1]]
+        shares += [len(asked & words(query)) / len(asked) for query in queries]
+        lengths += [len(conversation["answer"].split())] if conversation["answer"] else []
+    return {
+        "calls": statistics.mean(len(conversation["calls"]) for conversation in conversations),
+        "question_in_query": statistics.mean(shares) if shares else None,
+        "answered": len(lengths) / len(conversations),
+        "answer_words": statistics.mean(lengths) if lengths else None,
+    }
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.casefold()))
+
+
+def perplexity(model: str | Path) -> float:
+    """exp of the mean negative logprob of a token of the first passages, each read by itself.
+
+    They are English of Wikipedia. A run reads them as results of searches, and trains none of their tokens.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total = count = 0.0
+    with open(f"{DATA}/corpus.jsonl", encoding="utf-8") as lines, torch.no_grad():
+        for _, line in zip(range(NUM_PASSAGES), lines):
+            ids = torch.tensor([tokenizer(json.loads(line)["text"]).input_ids])
+            total += network(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    return math.exp(total / count)
 
 
 def name_of(method: str, seed: int, steps: int) -> str:
     """The name of a run's folder, and of its result.
 
-    >>> name_of("mt_grpo", 0, 45)
-    'mt_grpo-steps45-seed0'
+    >>> name_of("mt_grpo,beta=0.04", 0, 40)
+    'mt_grpo,beta=0.04-steps40-seed0'
     """
     return f"{method}-steps{steps}-seed{seed}"
+
+
+def result_in(path: Path) -> dict[str, Any] | None:
+    """The result in a file of this study; None where there is none. Ends where another recipe made it."""
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["inputs"] != inputs():
+        sys.exit(
+            f"error: {path} was made with another recipe, reward, model or data (digest {found['inputs']}, expected "
+            f"{inputs()}). Move it, and the folder of its run, out of {RUNS}, or bring the files of then back."
+        )
+    return found
 
 
 def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns the result, and leaves it in RUNS."""
     name = name_of(method, seed, steps)
-    output, result = RUNS / name, RUNS / f"{name}.json"
-    if result.is_file():
-        return json.loads(result.read_text(encoding="utf-8"))
-    began = time.perf_counter()
+    output, path = RUNS / name, RUNS / f"{name}.json"
+    if (found := result_in(path)) is not None:
+        return found
+    began, read, options = time.perf_counter(), inputs(), options_of(method)
+    output.mkdir(parents=True, exist_ok=True)
+    begun = output / "inputs.json"  # what its checkpoints were made of
+    if not begun.is_file():
+        begun.write_text(json.dumps({"inputs": read}), encoding="utf-8")
+    result_in(begun)
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
         rows = train(
-            RECIPE, output, "--credit_assignment", method, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
+            RECIPE, output, *options, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
             "--vllm_mode", "server", "--vllm_server_base_url", server.url, "--vllm_importance_sampling_mode",
-            "token_truncate", "--log_rollout_tokens", "true", *resume,
+            "token_truncate", "--log_rollout_tokens", "true", *resume, shown=True,
         )  # fmt: skip
     trained = time.perf_counter() - began
     found = {
-        "method": method, "seed": seed, "steps": steps, "after": evaluated(output), "seconds": trained,
-        "resumed": bool(resume),
+        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(output, options),
+        "seconds": trained, "resumed": bool(resume),
         "curve": [{key: row[key] for key in ("step", *KEPT) if key in row} for row in rows], "machine": machine(),
     }  # fmt: skip
-    result.write_text(json.dumps(rounded(found, 5)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(rounded(found, 5), ensure_ascii=False) + "\n", encoding="utf-8")
     return found
 
 
 def before() -> dict[str, Any]:
     """Of the model as it comes, once."""
     path = RUNS / "before.json"
-    if not path.is_file():
+    if (found := result_in(path)) is None:
         RUNS.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(evaluated(MODEL), 5)) + "\n", encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
+        found = {"inputs": inputs(), **evaluated(MODEL, [])}
+        path.write_text(json.dumps(rounded(found, 5), ensure_ascii=False) + "\n", encoding="utf-8")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,19 +242,30 @@ FIGURES = {
     "answer among the results": lambda found: found["result_found"],
     "exact match": lambda found: found["exact_match"],
     "F1": lambda found: 2 * found["rewards"]["outcome"]["f1_reward_func"],
+    "answer out of the right sentence": lambda found: found["rewards"]["outcome"][SENTENCE] / 0.3,
     "turns": lambda found: found["mean_turns"],
+    "question's words in the query": lambda found: found["behaviour"]["question_in_query"],
+    "words of an answer": lambda found: found["behaviour"]["answer_words"],
 }
+SENTENCE = "right_sentence_reward_func"
+COMPARED = ("answer among the results", "exact match", "F1")
 CURVES = {
-    "answer among the results, of rollouts that have some": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
+    "answer among the results": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
+    "answer out of the right sentence": (f"rewards/{SENTENCE}/mean", 1 / 0.3),
     "exact match": ("rewards/exact_match_reward_func/mean", 1.0),
 }
 OVER = 5  # steps that a point of a curve is the mean of
 
 
-def cell(values: list[float]) -> str:
-    """A mean over seeds with its 95% interval; of one seed the value alone."""
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
+def cell(values: list[float | None]) -> str:
+    """A mean over seeds with its 95% interval; of one seed the value alone.
+
+    >>> cell([0.25]), cell([None])
+    ('0.25', '-')
+    """
+    values = [value for value in values if value is not None]
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
     return "{:.2f} ± {:.2f}".format(*interval(values))
 
 
@@ -149,37 +278,75 @@ def span(values: list[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:,.0f}" for value in (min(values), max(values))))
 
 
+def methods_of(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each method."""
+    return {name: [run for run in runs if run["method"] == name] for name in dict.fromkeys(r["method"] for r in runs)}
+
+
 def section(results: dict[str, Any]) -> str:
-    """A table of the held-out questions, sampled and greedy, and what a run costs."""
+    """Tables of the held-out questions, the difference of two methods, what a run costs, and conversations."""
     runs, lines = results["runs"], []
+    methods = methods_of(runs)
     for how in ("sampled", "greedy"):
-        methods = list(dict.fromkeys(run["method"] for run in runs))
         lines += [f"| {how} | before |{''.join(f' `{method}` |' for method in methods)}"]
         lines += ["|---|---|" + "---|" * len(methods)]
         for label, figure in FIGURES.items():
-            after = [[figure(run["after"][how]) for run in runs if run["method"] == method] for method in methods]
-            cells = [f"{figure(results['before'][how]):.2f}", *map(cell, after)]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            after = [cell([figure(run["after"][how]) for run in of]) for of in methods.values()]
+            lines.append(f"| {label} | {' | '.join([cell([figure(results['before'][how])]), *after])} |")
         lines.append("")
-    seeds = sorted({run["seed"] for run in runs})
+    read = [cell([run["after"]["perplexity"] for run in of]) for of in methods.values()]
+    lines += [f"Perplexity of {NUM_PASSAGES} passages: {cell([results['before']['perplexity']])} before, "
+              + ", ".join(f"{value} after `{method}`" for method, value in zip(methods, read)) + ".", ""]  # fmt: skip
+    seeds = "; ".join(
+        f"`{method}`: seed{'s' * (len(of) > 1)} {', '.join(str(run['seed']) for run in of)}"
+        for method, of in methods.items()
+    )
     steps, minutes = runs[0]["steps"], [run["seconds"] / 60 for run in runs if not run["resumed"]] or [0.0]
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
-    over = f"{len(seeds)} seeds, mean ± 95% interval" if len(seeds) > 1 else "1 seed"
     lines.append(
-        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} sample of each; {over}; {steps} steps of 32 rollouts in "
-        f"{span(minutes)} minutes, the server's start included, and {span(tokens)} tokens, on "
+        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} sample of each; mean ± 95% interval over seeds. {seeds}. "
+        f"{steps} steps of 32 rollouts in {span(minutes)} minutes with the server's start, {span(tokens)} tokens, on "
         f"{results['machine']['cores']} cores ({results['machine']['cpu']})."
     )
+    lines += ["", *compared(runs)] if set(METHODS) <= methods.keys() else []
+    for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
+        lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", "```"]
+        lines += ["\n\n".join(transcript(each) for each in found["sampled"]["conversations"]), "```", "", "</details>"]
     return "\n".join(lines)
+
+
+def compared(runs: list[dict[str, Any]]) -> list[str]:
+    """What the second method has more than the first, by seeds that both have."""
+    first, second = ({run["seed"]: run["after"] for run in runs if run["method"] == method} for method in METHODS)
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return []
+    lines = [f"`{METHODS[1]}` minus `{METHODS[0]}`, in pairs of {len(seeds)} seeds:", ""]
+    lines += ["| | sampled | greedy |", "|---|---|---|"]
+    for label in COMPARED:
+        cells = [
+            "{:+.2f} ± {:.2f}".format(*interval([FIGURES[label](second[s][how]) - FIGURES[label](first[s][how])
+                                                 for s in seeds]))
+            for how in ("sampled", "greedy")
+        ]  # fmt: skip
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def transcript(conversation: dict[str, Any]) -> str:
+    """As scripts/evaluate.py --show prints it."""
+    import evaluate
+
+    return evaluate.transcript(conversation)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """Training curves: a line per run, means of `OVER` steps."""
-    figure, axes = pyplot().subplots(1, len(CURVES), figsize=(10, 3.6))
+    figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
     colours = dict(zip(METHODS, ("#777777", "#0072B2")))
     for axis, (title, (name, factor)) in zip(axes, CURVES.items(), strict=True):
-        for method in dict.fromkeys(run["method"] for run in results["runs"]):
-            for number, run in enumerate(run for run in results["runs"] if run["method"] == method):
+        for method, runs in methods_of(results["runs"]).items():
+            for number, run in enumerate(runs):
                 curve = smoothed([factor * (row.get(name) or 0.0) for row in run["curve"]], OVER)
                 axis.plot(
                     [row["step"] for row in run["curve"]], curve, color=colours.get(method, "#D55E00"),
@@ -198,18 +365,30 @@ def main(argv: list[str] | None = None) -> None:
     options = FRAME.parse(
         __doc__, argv, None, methods={"nargs": "+", "default": list(METHODS)},
         seeds={"nargs": "+", "type": int, "default": list(SEEDS)},
-        steps={"type": int, "default": 45, "help": "optimizer steps of a run"},
+        steps={"type": int, "default": 40, "help": "optimizer steps of a run"},
+        only_print={"action": "store_true", "help": "print the tables, and leave docs/ as it is"},
     )  # fmt: skip
     if options is None:
         return
     prepare()
-    results = {"machine": machine(), "before": before(), "runs": []}
+    before()
     for seed in options.seeds:
         for method in options.methods:
             began = time.perf_counter()
-            results["runs"].append(run(method, seed, options.steps))
+            run(method, seed, options.steps)
             print(f"{name_of(method, seed, options.steps)}: {time.perf_counter() - began:.0f} s", flush=True)
-            FRAME.finish(results, short=False)
+            if options.only_print:
+                print("\n" + section(collected(options.steps)), flush=True)
+            else:
+                FRAME.finish(collected(options.steps), short=False)
+
+
+def collected(steps: int) -> dict[str, Any]:
+    """All results that are there of runs of so many steps: the study's methods first, then by name and seed."""
+    found = [result_in(path) for path in RUNS.glob(f"*-steps{steps}-seed*.json")]
+    order = {method: number for number, method in enumerate(METHODS)}
+    found.sort(key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
+    return {"machine": machine(), "before": before(), "runs": found}
 
 
 if __name__ == "__main__":

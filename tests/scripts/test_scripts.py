@@ -304,11 +304,39 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     assert (result["backend"], result["model"]) == ("vllm server", "scripted")
     assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
     assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
-    assert result["stop_reasons"] == {"answered": 1.0}
+    assert result["stop_reasons"] == {"answered": 1.0} and "conversations" not in result
     (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
     parsed[0].reward_fn = str(tmp_path / "raises.py")
     with pytest.raises(RuntimeError, match=r"\(row 0 of the training data\)"):
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
+
+
+def test_conversations_are_shown(monkeypatch, random_model, recipe):
+    """From the question on, with the calls, the answer, the end and every reward that applies."""
+    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
+    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
+    result = ev.evaluate(client, parsed, num_problems=2, split="train", k=2, tokenizer=client.tokenizer,
+                         progress=False, show=3)  # fmt: skip
+    first = result["conversations"][0]
+    assert len(result["conversations"]) == 3 and result["conversations"][1] == first  # two samples of the first row
+    assert [message["role"] for message in first["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert first["calls"] == [{"name": "calculator", "arguments": {"expression": "99 - 55 * 7"}}]
+    assert (first["answer"], first["stop_reason"]) == ("-286", "answered")
+    assert first["rewards"] == {
+        "tool_execution_reward_func": 0.2, "result_found_reward_func": 0.5, "exact_match_reward_func": 1.0,
+        "answer_given_reward_func": 0.1,
+    }  # fmt: skip
+    assert ev.transcript(first).splitlines() == [
+        f"     user  {first['messages'][0]['content']}",
+        f"assistant  {call}",
+        "     user  <result>", "           -286", "           </result>",
+        "assistant  <answer>-286</answer>",
+        "    ended  answered; tool_execution_reward_func 0.2, result_found_reward_func 0.5, exact_match_reward_func "
+        "1, answer_given_reward_func 0.1",
+    ]  # fmt: skip
+    json.dumps(result)
 
 
 JUDGES_TURNS = """
