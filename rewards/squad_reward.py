@@ -1,8 +1,8 @@
 """Rewards for questions of SQuAD with a search tool: each search is judged by itself, the answer as SQuAD judges it.
 
-Recipe: `reward_fn: rewards/squad_reward.py`. Dataset columns: `question`, and `answer`, TriviaQA's dict with `value`
-and `aliases`, a list of accepted answers, or one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al.
-2016): without case, punctuation and the words a, an and the; F1 is that of the words.
+Recipe: `reward_fn: rewards/squad_reward.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`, a
+list of accepted answers, or one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al. 2016): without
+case, punctuation and the words a, an and the; F1 is that of the words.
 
 The turn rewards are lists, one entry per turn. Needs: nothing beyond Python's standard library.
 """
@@ -11,8 +11,6 @@ import re
 import string
 from collections import Counter
 from typing import Any
-
-MAX_WORDS = 8  # of an answer out of the right sentence; SQuAD's own have three in the mean
 
 
 def _words(text: str) -> list[str]:
@@ -38,13 +36,6 @@ def _holds(text: str, golds: list[list[str]]) -> bool:
 def _answer(turns: list[Any]) -> str:
     """What the last turn answers; empty without an answer."""
     return (turns[-1].answer if turns else None) or ""
-
-
-def _sentences(turns: list[Any]) -> list[str]:
-    """The sentences of a rollout's results, without the titles of passages, as tools/wiki_search.py writes them."""
-    texts = (result.text for turn in turns for result in turn.results if result.error is None)
-    pieces = (piece for text in texts for piece in re.split(r"(?<=[.!?])\s+|\n", text))
-    return [piece for piece in pieces if not re.match(r"\[\d+\] ", piece)]
 
 
 def f1(words: list[str], gold: list[str]) -> float:
@@ -128,32 +119,5 @@ def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: 
     return [0.5 * max(f1(_words(text), gold) for gold in golds) if golds else None for text, golds in given]
 
 
-def right_sentence_reward_func(
-    rollout_turns: list[list[Any]], answer: list[Any], question: list[str], **kwargs: Any
-) -> list[float | None]:
-    """Reward an answer out of the right sentence: 0.3. None where the row has no accepted answer.
-
-    Its words stand, one after another, in a sentence of a result that holds an accepted answer. They are at most
-    `MAX_WORDS`, and not all of them are the question's. A small model answers beside the passage, and hardly ever
-    exactly: this tells where to look. Without the last condition it answered with the passage's title.
-
-    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
-    >>> result = ToolResult("[1] Normans\\nRollo led the Normans. They came from Denmark.")
-    >>> search = Turn([], None, "", "stop", [ToolCall("wiki_search", {})], [result])
-    >>> turns = [[search, Turn([], None, "", "stop", answer=text)] for text in ("Rollo led", "Normans", "Denmark")]
-    >>> right_sentence_reward_func(turns, answer=["Rollo"] * 3, question=["Who led the Normans?"] * 3)
-    [0.3, 0.0, 0.0]
-    >>> right_sentence_reward_func(turns, answer=["Denmark"] * 3, question=["Whence?"] * 3)
-    [0.0, 0.0, 0.3]
-    """
-    rewards = []
-    for turns, golds, asked in zip(rollout_turns, map(_golds, answer), question, strict=True):
-        words, sentences = _words(_answer(turns)), _sentences(turns)
-        says = 0 < len(words) <= MAX_WORDS and not set(words) <= set(_words(asked))
-        right = says and any(_holds(each, [words]) and _holds(each, golds) for each in sentences)
-        rewards.append(0.3 * right if golds else None)
-    return rewards
-
-
 TURN_REWARD_FUNCS = [call_ran_reward_func, answer_in_search_results_reward_func]
-OUTCOME_REWARD_FUNCS = [exact_match_reward_func, f1_reward_func, right_sentence_reward_func]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func, f1_reward_func]

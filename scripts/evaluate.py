@@ -124,7 +124,8 @@ def evaluate(
         tool), `result_found` (share
         whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
         that the recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
-        the prompt's last one on, the `calls`, the `answer`, the `stop_reason` and the `rewards` (a turn's added up).
+        the prompt's last one on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and
+        the `error` of an environment.
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -196,6 +197,7 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
             "answer": rollout.turns[-1].answer if rollout.turns else None,
             "stop_reason": str(rollout.stop_reason),
             "rewards": {name: values[i] for name, values in scores.items() if values[i] is not None},
+            "error": str(rollout.error) if rollout.error else None,
         }
         for i, rollout in enumerate(rollouts)
     ]
@@ -342,7 +344,8 @@ def transcript(conversation: dict[str, Any]) -> str:
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
         lines.append(f"{message['role']:>9}  " + text.strip().replace("\n", "\n" + " " * 11))
     rewards = ", ".join(f"{name} {value:g}" for name, value in conversation["rewards"].items())
-    return "\n".join([*lines, f"{'ended':>9}  {conversation['stop_reason']}; {rewards}"])
+    end = "; ".join(filter(None, (conversation["stop_reason"], rewards, conversation["error"])))
+    return "\n".join([*lines, f"{'ended':>9}  {end}"])
 
 
 def main(argv: list[str] | None = None) -> None:

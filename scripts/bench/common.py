@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+STOP_SECONDS = 300  # that a run has for its step and its checkpoint when it is told to stop
 Results = dict[str, Any]
 
 
@@ -344,9 +345,17 @@ def train(
     command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
     said = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, **said)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout or 'see above')[-3000:]}")
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **said) as process:
+        try:
+            output_of_it, _ = process.communicate()
+        except BaseException:  # this process is told to stop: so is the run, which saves itself first
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(output_of_it or 'see above')[-3000:]}")
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [row for row in history if "reward" in row]
 

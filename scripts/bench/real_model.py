@@ -11,7 +11,8 @@ answered before it and after it, sampled as in training and greedily. A method i
 differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
 Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint. A file
-of another recipe, reward or model is refused. The report is of all that is there.
+of another recipe, reward or model is refused. The report has these runs, and those of the last written report that are
+not in the folder.
 """
 
 import ast
@@ -48,7 +49,7 @@ RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL = "runs/SmolLM2-135M-Instruct"
 DATA = "runs/squad"
 READ = (RECIPE, "hf_recipes/SmolLM2/examples/search.yaml", "rewards/squad_reward.py", "tools/wiki_search.py",
-        f"{MODEL}/model.safetensors", f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl")  # fmt: skip
+        f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl")  # fmt: skip
 METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
@@ -57,33 +58,42 @@ NUM_PASSAGES = 40  # whose perplexity is taken
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
+# Keys that a method cannot change. With use_peft what is saved is an adapter, which the server does not load.
+FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollout_tokens",
+         "use_peft", "credit_assignment")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
-    "rewards/right_sentence_reward_func/mean", "rewards/answer_in_search_results_reward_func/mean",
+    "rewards/answer_in_search_results_reward_func/mean",
     "tools/call_frequency", "tools/failure_frequency", "turns/mean", "completions/mean_length", "num_tokens",
     "step_time", "rollout/seconds", "sampling/sampling_logp_difference/mean", "entropy", "grad_norm", "kl",
 )  # fmt: skip
 
 
 def inputs() -> str:
-    """A digest of what a run reads, the project's code apart. Comments and docstrings do not count."""
-    digest = hashlib.sha256()
-    for path in map(Path, READ):
+    """A digest of what a run and its evaluation are made of, the project's code apart.
+
+    Comments do not count, nor do docstrings of the rewards: nobody reads them in a run. Ends where a file is missing.
+    """
+    digest = hashlib.sha256(repr((NUM_PROBLEMS, SAMPLES, NUM_PASSAGES, SERVER)).encode())
+    for path in [*map(Path, READ), Path(MODEL) / "model.safetensors", *sorted(Path(MODEL).glob("*.json*"))]:
+        if not path.is_file():
+            sys.exit(f"error: {path} is missing. Make the model and the data first: the first lines of {__file__}.")
         digest.update(meaning(path))
     return digest.hexdigest()[:12]
 
 
 def meaning(path: Path) -> bytes:
-    """A file without its texts for people."""
+    """A file without what only people read."""
     if path.suffix == ".yaml":
         return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))).encode()
     if path.suffix != ".py":
         return path.read_bytes()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree).encode()
+        described = isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None
+        if described and path.parent.name != "tools":  # a tool's docstring may reach the model
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree).encode()
 
 
 def options_of(method: str) -> list[str]:
@@ -95,16 +105,22 @@ def options_of(method: str) -> list[str]:
     words = ["--credit_assignment", method.split(",")[0]]
     for setting in method.split(",")[1:]:
         key, equals, value = setting.partition("=")
-        if not (key and equals and value):
-            sys.exit(f"error: {setting!r} of --methods, expected key=value behind a credit assignment.")
+        if not (key and equals and value) or "/" in value:
+            sys.exit(f"error: {setting!r} of --methods, expected key=value behind a credit assignment, without /.")
+        if key in FIXED:
+            sys.exit(
+                f"error: {setting!r} of --methods: {key} is the study's own. Expected none of {', '.join(FIXED)}."
+            )
         words += [f"--{key}", value]
     return words
 
 
-def evaluated(model: str | Path, options: list[str]) -> dict[str, Any]:
-    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and the perplexity."""
+def evaluated(model: str | Path) -> dict[str, Any]:
+    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and the perplexity.
+
+    All models are asked alike, by the recipe's settings: a method that samples colder would look better otherwise.
+    """
     import evaluate
-    from recipes import load_recipe
     from transformers import AutoTokenizer
 
     import mt_grpo_trainer as mt
@@ -116,7 +132,7 @@ def evaluated(model: str | Path, options: list[str]) -> dict[str, Any]:
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             try:
                 found[name] = evaluate.evaluate(
-                    client, load_recipe(RECIPE, options), NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
+                    client, RECIPE, NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
                     batch_size=128, greedy=name == "greedy", show=NUM_PROBLEMS * samples,
                 )  # fmt: skip
             finally:
@@ -127,8 +143,12 @@ def evaluated(model: str | Path, options: list[str]) -> dict[str, Any]:
 
 
 def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What is done in these conversations: `calls` of each, of the first query the `question_in_query` (share of the
-    question's words), of answers the `answer_words`, and how many `answered`.
+    """What is done in these conversations.
+
+    Returns:
+        `calls`: of a conversation, also those that cannot be run. `question_in_query`: of its first query, the share
+        of the question's words that stand in it; None without a query. `answered`: the share with an answer.
+        `answer_words`: of an answer; None without one.
 
     >>> said = [{"role": "user", "content": "Who led the Normans?"}, {"role": "assistant", "content": "x"}]
     >>> call = {"name": "wiki_search", "arguments": {"query": "normans led"}}
@@ -138,8 +158,8 @@ def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
     shares, lengths = [], []
     for conversation in conversations:
         asked = words(conversation["messages"][0]["content"])
-        queries = [str(call["arguments"].get("query", "")) for call in conversation["calls"][:1]]
-        shares += [len(asked & words(query)) / len(asked) for query in queries]
+        queries = [str(call["arguments"]["query"]) for call in conversation["calls"] if "query" in call["arguments"]]
+        shares += [len(asked & words(query)) / len(asked) for query in queries[:1] if asked]
         lengths += [len(conversation["answer"].split())] if conversation["answer"] else []
     return {
         "calls": statistics.mean(len(conversation["calls"]) for conversation in conversations),
@@ -181,15 +201,21 @@ def name_of(method: str, seed: int, steps: int) -> str:
     return f"{method}-steps{steps}-seed{seed}"
 
 
-def result_in(path: Path) -> dict[str, Any] | None:
-    """The result in a file of this study; None where there is none. Ends where another recipe made it."""
+def result_in(path: Path, read: str | None = None) -> dict[str, Any] | None:
+    """The result in a file of this study; None where there is none. Ends where another recipe made it.
+
+    Args:
+        path: The file.
+        read: What `inputs` says. None: it is asked.
+    """
     if not path.is_file():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found["inputs"] != inputs():
+    if found.get("inputs") != (read := read or inputs()):
         sys.exit(
-            f"error: {path} was made with another recipe, reward, model or data (digest {found['inputs']}, expected "
-            f"{inputs()}). Move it, and the folder of its run, out of {RUNS}, or bring the files of then back."
+            f"error: {path} was made with another recipe, reward, model or data (digest {found.get('inputs')}, "
+            f"expected {read}). Move it, and the folder of its run, out of {RUNS}, or restore the files that it was "
+            "made with."
         )
     return found
 
@@ -197,16 +223,17 @@ def result_in(path: Path) -> dict[str, Any] | None:
 def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns the result, and leaves it in RUNS."""
     name = name_of(method, seed, steps)
-    output, path = RUNS / name, RUNS / f"{name}.json"
-    if (found := result_in(path)) is not None:
+    output, path, read = RUNS / name, RUNS / f"{name}.json", inputs()
+    if (found := result_in(path, read)) is not None:
         return found
-    began, read, options = time.perf_counter(), inputs(), options_of(method)
-    output.mkdir(parents=True, exist_ok=True)
-    begun = output / "inputs.json"  # what its checkpoints were made of
-    if not begun.is_file():
-        begun.write_text(json.dumps({"inputs": read}), encoding="utf-8")
-    result_in(begun)
+    began, options = time.perf_counter(), options_of(method)
+    begun = output / "inputs.json"  # what its checkpoints are made of
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
+    if resume and not begun.is_file():
+        sys.exit(f"error: {output} has checkpoints, and no {begun.name} that says of what. Move the folder away.")
+    if result_in(begun, read) is None:
+        output.mkdir(parents=True, exist_ok=True)
+        write(begun, {"inputs": read})
     with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
         rows = train(
             RECIPE, output, *options, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
@@ -215,22 +242,29 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         )  # fmt: skip
     trained = time.perf_counter() - began
     found = {
-        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(output, options),
+        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(output),
         "seconds": trained, "resumed": bool(resume),
         "curve": [{key: row[key] for key in ("step", *KEPT) if key in row} for row in rows], "machine": machine(),
     }  # fmt: skip
-    path.write_text(json.dumps(rounded(found, 5), ensure_ascii=False) + "\n", encoding="utf-8")
+    write(path, found)
     return found
 
 
 def before() -> dict[str, Any]:
     """Of the model as it comes, once."""
-    path = RUNS / "before.json"
-    if (found := result_in(path)) is None:
+    path, read = RUNS / "before.json", inputs()
+    if (found := result_in(path, read)) is None:
         RUNS.mkdir(parents=True, exist_ok=True)
-        found = {"inputs": inputs(), **evaluated(MODEL, [])}
-        path.write_text(json.dumps(rounded(found, 5), ensure_ascii=False) + "\n", encoding="utf-8")
+        found = {"inputs": read, **evaluated(MODEL)}
+        write(path, found)
     return found
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """A file that is whole or is not there."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rounded(found, 7)) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,18 +276,17 @@ FIGURES = {
     "answer among the results": lambda found: found["result_found"],
     "exact match": lambda found: found["exact_match"],
     "F1": lambda found: 2 * found["rewards"]["outcome"]["f1_reward_func"],
-    "answer out of the right sentence": lambda found: found["rewards"]["outcome"][SENTENCE] / 0.3,
     "turns": lambda found: found["mean_turns"],
     "question's words in the query": lambda found: found["behaviour"]["question_in_query"],
     "words of an answer": lambda found: found["behaviour"]["answer_words"],
 }
-SENTENCE = "right_sentence_reward_func"
 COMPARED = ("answer among the results", "exact match", "F1")
 CURVES = {
-    "answer among the results": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
-    "answer out of the right sentence": (f"rewards/{SENTENCE}/mean", 1 / 0.3),
+    "answer among the results, of rollouts that have some": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
+    "F1": ("rewards/f1_reward_func/mean", 2.0),
     "exact match": ("rewards/exact_match_reward_func/mean", 1.0),
 }
+COLOURS = ("#777777", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 OVER = 5  # steps that a point of a curve is the mean of
 
 
@@ -301,22 +334,26 @@ def section(results: dict[str, Any]) -> str:
         f"`{method}`: seed{'s' * (len(of) > 1)} {', '.join(str(run['seed']) for run in of)}"
         for method, of in methods.items()
     )
-    steps, minutes = runs[0]["steps"], [run["seconds"] / 60 for run in runs if not run["resumed"]] or [0.0]
+    steps, minutes = runs[0]["steps"], [run["seconds"] / 60 for run in runs if not run["resumed"]]
+    costs = f"in {span(minutes)} minutes with the server's start" if minutes else "(resumed, so not timed)"
+    machines = {f"{run['machine']['cores']} cores ({run['machine']['cpu']})": None for run in runs}
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     lines.append(
-        f"{NUM_PROBLEMS} held-out questions, {SAMPLES} sample of each; mean ± 95% interval over seeds. {seeds}. "
-        f"{steps} steps of 32 rollouts in {span(minutes)} minutes with the server's start, {span(tokens)} tokens, on "
-        f"{results['machine']['cores']} cores ({results['machine']['cpu']})."
+        f"{results['before']['sampled']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
+        f"interval over seeds. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on "
+        f"{' and '.join(machines)}."
     )
     lines += ["", *compared(runs)] if set(METHODS) <= methods.keys() else []
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
-        lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", "```"]
-        lines += ["\n\n".join(transcript(each) for each in found["sampled"]["conversations"]), "```", "", "</details>"]
+        said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
+        lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", fence]
+        lines += [said, fence, "", "</details>"]
     return "\n".join(lines)
 
 
 def compared(runs: list[dict[str, Any]]) -> list[str]:
-    """What the second method has more than the first, by seeds that both have."""
+    """The difference of the second method and the first, over the seeds that both have."""
     first, second = ({run["seed"]: run["after"] for run in runs if run["method"] == method} for method in METHODS)
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
@@ -343,13 +380,14 @@ def transcript(conversation: dict[str, Any]) -> str:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Training curves: a line per run, means of `OVER` steps."""
     figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
-    colours = dict(zip(METHODS, ("#777777", "#0072B2")))
+    methods = methods_of(results["runs"])
+    colours = dict(zip(dict.fromkeys([*METHODS, *methods]), COLOURS))
     for axis, (title, (name, factor)) in zip(axes, CURVES.items(), strict=True):
-        for method, runs in methods_of(results["runs"]).items():
+        for method, runs in methods.items():
             for number, run in enumerate(runs):
                 curve = smoothed([factor * (row.get(name) or 0.0) for row in run["curve"]], OVER)
                 axis.plot(
-                    [row["step"] for row in run["curve"]], curve, color=colours.get(method, "#D55E00"),
+                    [row["step"] for row in run["curve"]], curve, color=colours.get(method, "black"),
                     label=method if not number else None,
                 )  # fmt: skip
         axis.set(title=title, xlabel="optimizer step", ylim=(0, 1))
@@ -365,30 +403,47 @@ def main(argv: list[str] | None = None) -> None:
     options = FRAME.parse(
         __doc__, argv, None, methods={"nargs": "+", "default": list(METHODS)},
         seeds={"nargs": "+", "type": int, "default": list(SEEDS)},
-        steps={"type": int, "default": 40, "help": "optimizer steps of a run"},
+        steps={"type": int, "default": 20, "help": "optimizer steps of a run"},
         only_print={"action": "store_true", "help": "print the tables, and leave docs/ as it is"},
     )  # fmt: skip
     if options is None:
         return
     prepare()
+    for method in options.methods:
+        options_of(method)
+    collected(options.steps, reported=not options.only_print)
     before()
     for seed in options.seeds:
         for method in options.methods:
             began = time.perf_counter()
             run(method, seed, options.steps)
             print(f"{name_of(method, seed, options.steps)}: {time.perf_counter() - began:.0f} s", flush=True)
+            runs = collected(options.steps, reported=not options.only_print)
+            results = {"machine": machine(), "before": before(), "runs": runs}
             if options.only_print:
-                print("\n" + section(collected(options.steps)), flush=True)
+                print("\n" + section(results), flush=True)
             else:
-                FRAME.finish(collected(options.steps), short=False)
+                FRAME.finish(results, short=False)
 
 
-def collected(steps: int) -> dict[str, Any]:
-    """All results that are there of runs of so many steps: the study's methods first, then by name and seed."""
-    found = [result_in(path) for path in RUNS.glob(f"*-steps{steps}-seed*.json")]
+def collected(steps: int, reported: bool) -> list[dict[str, Any]]:
+    """The runs of so many steps that are in RUNS and, with `reported`, those of the last report that are not there.
+
+    The study's methods come first, then others by name and seed. Ends where the report has runs of another kind.
+    """
+    read = inputs()
+    found = [result_in(path, read) for path in sorted(RUNS.glob(f"*-steps{steps}-seed*.json"))]
+    there = {(run["method"], run["seed"]) for run in found}
+    reported = reported and FRAME.results.is_file()
+    for run in json.loads(FRAME.results.read_text(encoding="utf-8"))["runs"] if reported else []:
+        if run.get("inputs") != read or run["steps"] != steps:
+            sys.exit(
+                f"error: {FRAME.results} has runs of {run['steps']} steps and digest {run.get('inputs')}, which a "
+                f"report of {steps} steps and digest {read} would lose. Take --only_print, or move that file away."
+            )
+        found += [run] if (run["method"], run["seed"]) not in there else []
     order = {method: number for number, method in enumerate(METHODS)}
-    found.sort(key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
-    return {"machine": machine(), "before": before(), "runs": found}
+    return sorted(found, key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python scripts/build/squad_search.py runs/squad                        # from the Hub: rajpurkar/squad_v2
     python scripts/build/squad_search.py runs/squad --source FOLDER        # of corpus.jsonl and qa.jsonl
     python scripts/build/squad_search.py runs/squad --articles 20          # the first so many articles
+    python scripts/build/squad_search.py runs/squad --titles Normans "Southern California"
 
 Writes into the folder:
 - `corpus.jsonl`: a passage per line, with `id`, `title` and `text`, for `WIKI_SEARCH_CORPUS` of tools/wiki_search.py;
@@ -89,9 +90,10 @@ def from_squad(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     return list(passages.values()), questions
 
 
-def first_articles(passages: list[Row], questions: list[Row], count: int) -> tuple[list[Row], list[Row]]:
-    """The passages of the first `count` titles, and the questions about them."""
-    titles = list(dict.fromkeys(passage["title"] for passage in passages))[:count]
+def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> tuple[list[Row], list[Row]]:
+    """The passages of these articles, and the questions about them. `ValueError` for a title that is not there."""
+    if missing := set(titles) - {passage["title"] for passage in passages}:
+        raise ValueError(f"There is no article {sorted(missing)[0]!r}. Expected titles as they stand in the corpus.")
     kept = [passage for passage in passages if passage["title"] in titles]
     ids = {passage["id"] for passage in kept}
     return kept, [
@@ -107,7 +109,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, help="a folder, which may be new")
     parser.add_argument("--source", type=Path, help="a folder with corpus.jsonl and qa.jsonl; default: the Hub")
-    parser.add_argument("--articles", type=int, help="the first so many; default: all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--articles", type=int, help="the first so many; default: all")
+    which.add_argument("--titles", nargs="+", help="these articles")
     args = parser.parse_args(argv)
     try:
         if args.source is not None:
@@ -115,7 +119,9 @@ def main(argv: list[str] | None = None) -> None:
         else:
             passages, questions = from_hub()
         if args.articles is not None:
-            passages, questions = first_articles(passages, questions, args.articles)
+            args.titles = list(dict.fromkeys(passage["title"] for passage in passages))[: args.articles]
+        if args.titles is not None:
+            passages, questions = of_titles(passages, questions, args.titles)
         if not questions:
             raise ValueError("There is no question. Expected at least one; --articles takes the first so many.")
     except ValueError as error:

@@ -58,41 +58,10 @@ def test_each_search_is_judged_by_itself():
     assert squad.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.1, 0.1, None], []]
 
 
-PASSAGE = (
-    "[1] Duke of Normandy\nRollo led the Vikings! In 1066 William I, the Duke of Normandy, took England. He died."
-)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        ("William I", 0.3), ("england", 0.3), ("duke of  normandy took England.", 0.3),
-        ("Rollo", 0.0), ("died", 0.0),  # another sentence
-        ("England took", 0.0), ("Paris", 0.0),  # no words of it in this order
-        ("Who took", 0.0), ("took", 0.0),  # all of it is the question's
-        ("who took England", 0.0),  # not in the passage, and not all of it the question's
-        ("In 1066 William I, the Duke of Normandy", 0.3),
-        ("In 1066 William I, the Duke of Normandy, took England", 0.0),  # 9 words
-        ("the", 0.0), ("", 0.0), (None, 0.0),
-    ],
-)  # fmt: skip
-def test_an_answer_is_paid_for_the_right_sentence(answer, reward):
-    turns = [search("Rouen lies on the Seine."), search(PASSAGE), says(answer)]
-    assert squad.right_sentence_reward_func([turns], answer=[GOLD], question=["Who took it?"]) == [reward]
-
-
-def test_titles_and_failed_calls_are_no_sentences():
-    """The title of the passage is a line of its own, whatever it holds."""
-    turns = [[search("[1] Duke of Normandy\nRouen."), says("Duke")],
-             [search("Error: Duke of Normandy", error="tool"), says("Duke")], [says("Duke")], []]  # fmt: skip
-    assert squad.right_sentence_reward_func(turns, answer=[GOLD] * 4, question=["Who?"] * 4) == [0.0] * 4
-
-
 @pytest.mark.parametrize("gold", [None, [], {"value": None, "aliases": None}, ["the"]])
 def test_a_row_without_an_answer_gets_no_reward(gold):
     turns = [[search("x"), says("x")]]
     assert squad.answer_in_search_results_reward_func(turns, answer=[gold]) == [None]
-    assert squad.right_sentence_reward_func(turns, answer=[gold], question=["Who?"]) == [None]
     assert squad.exact_match_reward_func(turns, answer=[gold]) == squad.f1_reward_func(turns, answer=[gold]) == [None]
 
 
@@ -120,15 +89,16 @@ def test_the_split_is_of_the_question_alone():
     assert 10 < len(held_out) < 30
 
 
-def test_rows_of_squads_own_form(tmp_path, monkeypatch):
-    """As `load_dataset` gives them, and what `--articles` takes."""
+@pytest.mark.parametrize("which", [("--articles", "1"), ("--titles", "New York")])
+def test_rows_of_squads_own_form(which, tmp_path, monkeypatch):
+    """As `load_dataset` gives them, and what `--articles` and `--titles` take."""
     rows = [
         {"title": title, "context": f" {title} {k // 2}. ", "question": f"{title} {k}?",
          "answers": {"text": ["one", "one", "two"] if k else []}}
         for title in ("New_York", "Rome") for k in range(4)
     ]  # fmt: skip
     monkeypatch.setattr(squad_search, "from_hub", lambda: squad_search.from_squad(rows))
-    squad_search.main([str(tmp_path), "--articles", "1"])
+    squad_search.main([str(tmp_path), *which])
     passages = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert passages == [{"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)]
     questions = [json.loads(line) for split in ("train", "test")
@@ -138,6 +108,8 @@ def test_rows_of_squads_own_form(tmp_path, monkeypatch):
     assert {row["question"][-2]: row["passage"] for row in questions} == {
         "1": "New York-0", "2": "New York-1", "3": "New York-1"
     }  # fmt: skip
+    with pytest.raises(SystemExit, match="error: There is no article 'New_York'"):
+        squad_search.main([str(tmp_path), "--titles", "Rome", "New_York"])
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from bench.common import markers  # noqa: E402
 CONVERSATION = {
     "messages": [{"role": "user", "content": "Who led?"}, {"role": "assistant", "content": "<answer>Rollo</answer>"}],
     "calls": [], "answer": "Rollo", "stop_reason": "answered", "rewards": {"exact_match_reward_func": 1.0},
+    "error": None,
 }  # fmt: skip
 
 
 def found(exact):
     return {
         "tool_executed": 0.5, "result_found": 0.25, "exact_match": exact, "mean_turns": 2.0,
-        "rewards": {"outcome": {"f1_reward_func": exact / 4, "right_sentence_reward_func": 0.12}},
+        "rewards": {"outcome": {"f1_reward_func": exact / 4}}, "num_problems": 100,
         "behaviour": {"calls": 1.0, "question_in_query": 0.5, "answered": 1.0, "answer_words": 2.5},
         "conversations": [CONVERSATION],
     }  # fmt: skip
@@ -31,7 +32,8 @@ def run(method, seed, exact, **changes):
               "rewards/answer_in_search_results_reward_func/mean": 0.25} for k in (1, 2, 3)]  # fmt: skip
     after = {"sampled": found(exact), "greedy": found(exact + 0.1), "perplexity": 12.0 + seed}
     return {"method": method, "seed": seed, "steps": 3, "after": after, "seconds": 600.0 + 60 * seed,
-            "inputs": "made up", "resumed": False, "curve": curve, **changes}  # fmt: skip
+            "inputs": "made up", "resumed": False, "curve": curve,
+            "machine": {"cpu": "a processor", "cores": 2}, **changes}  # fmt: skip
 
 
 @pytest.fixture
@@ -50,7 +52,6 @@ def test_the_table_has_means_over_seeds_and_their_interval(results):
     assert "| exact match | 0.00 | 0.30 ± 1.27 | 0.40 ± 1.27 |" in lines
     assert "| exact match | 0.10 | 0.40 ± 1.27 | 0.50 ± 1.27 |" in lines  # greedy
     assert "| F1 | 0.00 | 0.15 ± 0.64 | 0.20 ± 0.64 |" in lines  # the reward is half of F1
-    assert "| answer out of the right sentence | 0.40 | 0.40 ± 0.00 | 0.40 ± 0.00 |" in lines  # it pays 0.3
     assert "| words of an answer | 2.50 | 2.50 ± 0.00 | 2.50 ± 0.00 |" in lines
     # Perplexities 12 and 13 of both.
     read = "11.00 before, 12.50 ± 6.35 after `outcome`, 12.50 ± 6.35 after `mt_grpo`."
@@ -76,7 +77,9 @@ def test_methods_are_compared_in_pairs_of_seeds(results):
 def test_of_one_seed_there_is_no_interval_and_a_resumed_run_has_no_time(results):
     results["runs"] = [run("mt_grpo", 0, 0.3), run("mt_grpo", 1, 0.3, resumed=True)]
     assert "in 10 minutes" in bench.section(results)
-    results["runs"] = results["runs"][:1]
+    results["runs"] = results["runs"][1:]
+    assert "3 steps of 32 rollouts (resumed, so not timed), 3,000 tokens" in bench.section(results)
+    results["runs"] = [run("mt_grpo", 0, 0.3)]
     assert "| exact match | 0.00 | 0.30 |" in bench.section(results) and "`mt_grpo`: seed 0." in bench.section(results)
 
 
@@ -109,6 +112,36 @@ def test_finished_runs_are_not_run_again(study):
     assert "| exact match | 0.00 | 0.30 ± 1.27" in (study / "p.md").read_text() and (study / "p.png").is_file()
 
 
+def test_what_the_report_had_stays(study, results):
+    """Runs of another machine or of a folder that is gone, and none twice."""
+    pytest.importorskip("matplotlib")
+    others = [run("mt_grpo", 2, 0.7), run("mt_grpo", 0, 0.9)]
+    (study / "r.json").write_text(json.dumps({**results, "runs": others}))
+    bench.main(["--seeds", "0", "--steps", "3"])
+    kept = json.loads((study / "r.json").read_text())["runs"]
+    assert [(each["method"], each["seed"], each["after"]["sampled"]["exact_match"]) for each in kept] == [
+        ("outcome", 0, 0.2), ("outcome", 1, 0.4), ("mt_grpo", 0, 0.3), ("mt_grpo", 1, 0.5), ("mt_grpo", 2, 0.7)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{"inputs": "another"}, {"steps": 20}])
+def test_a_report_of_another_kind_is_not_lost(changes, study, results, monkeypatch):
+    """It ends before anything is run."""
+    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 2, 0.7, **changes)]}))
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("a run began"))
+    with pytest.raises(SystemExit, match="which a report of 3 steps and digest made up would lose"):
+        bench.main(["--seeds", "0", "--steps", "3"])
+
+
+def test_only_printed_are_the_runs_of_this_machine(study, results, capsys):
+    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 2, 0.7)]}))
+    page = (study / "p.md").read_text()
+    bench.main(["--seeds", "0", "--steps", "3", "--only_print"])
+    assert "`mt_grpo`: seeds 0, 1." in capsys.readouterr().out
+    assert (study / "p.md").read_text() == page and not (study / "p.png").exists()
+    assert [each["seed"] for each in json.loads((study / "r.json").read_text())["runs"]] == [2]
+
+
 def test_results_of_another_recipe_are_refused(study, monkeypatch):
     """Also the folder of a run that was stopped: its checkpoints are of that recipe."""
     monkeypatch.setattr(bench, "inputs", lambda: "another")
@@ -120,25 +153,101 @@ def test_results_of_another_recipe_are_refused(study, monkeypatch):
         bench.run("mt_grpo", 7, 3)
 
 
-def test_a_method_without_a_value_is_refused():
-    with pytest.raises(SystemExit, match="'beta' of --methods, expected key=value"):
-        bench.options_of("mt_grpo,beta")
+def test_checkpoints_of_unknown_making_are_refused(study):
+    """The folder of a run of before there were digests."""
+    (study / "mt_grpo-steps3-seed7/checkpoint-2").mkdir(parents=True)
+    (study / "mt_grpo-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has checkpoints, and no inputs.json"):
+        bench.run("mt_grpo", 7, 3)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
+    """A stopped one goes on from its checkpoint, and has no time of its own."""
+    name = "mt_grpo,beta=0.04-steps3-seed7"
+    if stopped:
+        (study / name / "checkpoint-2").mkdir(parents=True)
+        (study / name / "checkpoint-2/trainer_state.json").write_text("{}")
+        (study / name / "inputs.json").write_text('{"inputs": "made up"}')
+    asked = []
+
+    class Server:
+        url = "http://there"
+
+        def __init__(self, model, *flags, env):
+            asked.append(model)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append("stopped")
+
+    def train(recipe, output, *words, shown):
+        asked.append((recipe, output, " ".join(map(str, words))))
+        return [{"step": 1, "reward": 0.5, "kl": 0.25, "unknown": 1}]
+
+    monkeypatch.setattr(bench, "VLLMServer", Server)
+    monkeypatch.setattr(bench, "train", train)
+    monkeypatch.setattr(bench, "evaluated", lambda model: {"of": str(model)})
+    result = bench.run("mt_grpo,beta=0.04", 7, 3)
+    assert asked[0] == bench.MODEL and asked[2] == "stopped"
+    recipe, output, words = asked[1]
+    assert (recipe, output) == (bench.RECIPE, study / name)
+    assert words.startswith("--credit_assignment mt_grpo --beta 0.04 --seed 7 --max_steps 3 --use_vllm true")
+    assert "--vllm_server_base_url http://there" in words
+    assert words.endswith("--resume_from_checkpoint true") == stopped == result["resumed"]
+    assert result["curve"] == [{"step": 1, "reward": 0.5, "kl": 0.25}]
+    assert (result["after"], result["inputs"]) == ({"of": str(study / name)}, "made up")
+    assert json.loads((study / f"{name}.json").read_text())["method"] == "mt_grpo,beta=0.04"
+    assert bench.run("mt_grpo,beta=0.04", 7, 3)["seed"] == 7 and len(asked) == 3  # not again
+
+
+def test_without_model_and_data_the_error_says_how_to_make_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "READ", (str(tmp_path / "model.safetensors"),))
+    with pytest.raises(SystemExit, match="model.safetensors is missing. Make the model and the data first"):
+        bench.inputs()
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("mt_grpo,beta", "'beta' of --methods, expected key=value"),
+        ("mt_grpo,reward_fn=a/b.py", "'reward_fn=a/b.py' of --methods, expected key=value .* without /"),
+        ("mt_grpo,seed=3", "seed is the study's own"), ("mt_grpo,use_peft=true", "use_peft is the study's own"),
+    ],
+)  # fmt: skip
+def test_methods_that_are_none_are_refused_before_anything_runs(method, error, study, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("a run began"))
+    with pytest.raises(SystemExit, match=error):
+        bench.main(["--methods", "outcome", method, "--steps", "3"])
 
 
 def test_behaviour_counts_what_was_asked_and_answered():
-    """A conversation without a call has no query; one without an answer has no length."""
-    call = {"name": "wiki_search", "arguments": {"query": "who LED"}}
-    other = {**CONVERSATION, "calls": [call, {"name": "wiki_search", "arguments": {}}], "answer": None}
+    """A call that cannot be read is no query; without a query there is no share, without an answer no length."""
+    calls = [{"name": None, "arguments": {}}, {"name": "wiki_search", "arguments": {"query": "LED it"}},
+             {"name": "wiki_search", "arguments": {"query": "x"}}]  # fmt: skip
+    other = {**CONVERSATION, "calls": calls, "answer": None}
     assert bench.behaviour([CONVERSATION, other]) == {
-        "calls": 1.0, "question_in_query": 1.0, "answered": 0.5, "answer_words": 1.0
+        "calls": 1.5, "question_in_query": 0.5, "answered": 0.5, "answer_words": 1.0
     }  # fmt: skip
-    assert bench.behaviour([{**CONVERSATION, "answer": ""}]) == {
-        "calls": 0.0, "question_in_query": None, "answered": 0.0, "answer_words": None
-    }  # fmt: skip
+    none_asked = {"calls": 1.0, "question_in_query": None, "answered": 0.0, "answer_words": None}
+    assert bench.behaviour([{**CONVERSATION, "calls": calls[:1], "answer": ""}]) == none_asked
+    empty = {**CONVERSATION, "messages": [{"role": "user", "content": "?"}], "calls": calls[1:2], "answer": ""}
+    assert bench.behaviour([empty]) == none_asked
+
+
+def test_what_is_said_cannot_end_its_block(results):
+    said = {"role": "assistant", "content": "```` <answer>"}
+    results["runs"][-1]["after"]["sampled"]["conversations"] = [{**CONVERSATION, "messages": [said]}]
+    assert "\n`````\nassistant  ```` <answer>\n" in bench.section(results)
 
 
 def test_texts_for_people_change_no_result(tmp_path):
-    """Comments and docstrings may be mended behind a run; anything else is another recipe or reward."""
+    """Comments and docstrings may be mended behind a run; anything else is another recipe or reward.
+
+    The docstring of a tool is the model's to read.
+    """
     code, recipe = tmp_path / "reward.py", tmp_path / "recipe.yaml"
     code.write_text('"""Says this."""\n\n\ndef f(x):\n    """One."""\n    return x  # as it is\n')
     recipe.write_text("# one\nbeta: 0.0\n")
@@ -149,3 +258,9 @@ def test_texts_for_people_change_no_result(tmp_path):
     code.write_text("def f(x):\n    return -x\n")
     recipe.write_text("beta: 0.1\n")
     assert all(bench.meaning(path) != was for path, was in zip((code, recipe), before))
+    (tmp_path / "tools").mkdir()
+    tool = tmp_path / "tools/tool.py"
+    tool.write_text('def f(x):\n    """One."""\n    return x\n')
+    one = bench.meaning(tool)
+    tool.write_text('def f(x):\n    """Two."""\n    return x\n')
+    assert bench.meaning(tool) != one

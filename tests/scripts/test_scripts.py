@@ -323,7 +323,7 @@ def test_conversations_are_shown(monkeypatch, random_model, recipe):
     assert len(result["conversations"]) == 3 and result["conversations"][1] == first  # two samples of the first row
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "user", "assistant"]
     assert first["calls"] == [{"name": "calculator", "arguments": {"expression": "99 - 55 * 7"}}]
-    assert (first["answer"], first["stop_reason"]) == ("-286", "answered")
+    assert (first["answer"], first["stop_reason"], first["error"]) == ("-286", "answered", None)
     assert first["rewards"] == {
         "tool_execution_reward_func": 0.2, "result_found_reward_func": 0.5, "exact_match_reward_func": 1.0,
         "answer_given_reward_func": 0.1,
@@ -337,6 +337,8 @@ def test_conversations_are_shown(monkeypatch, random_model, recipe):
         "1, answer_given_reward_func 0.1",
     ]  # fmt: skip
     json.dumps(result)
+    broken = {**first, "messages": [], "stop_reason": "environment_error", "rewards": {}, "error": "no board"}
+    assert ev.transcript(broken) == "    ended  environment_error; no board"
 
 
 JUDGES_TURNS = """
