@@ -54,6 +54,7 @@ METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
 SHOWN = 5  # conversations that the results keep
+EXCERPT = 67  # characters of a result that the report has
 NUM_PASSAGES = 40  # whose perplexity is taken
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
@@ -153,7 +154,7 @@ def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
     >>> said = [{"role": "user", "content": "Who led the Normans?"}, {"role": "assistant", "content": "x"}]
     >>> call = {"name": "wiki_search", "arguments": {"query": "normans led"}}
     >>> behaviour([{"messages": said, "calls": [call], "answer": "the Viking Rollo"}])
-    {'calls': 1.0, 'question_in_query': 0.5, 'answered': 1.0, 'answer_words': 3.0}
+    {'calls': 1, 'question_in_query': 0.5, 'answered': 1.0, 'answer_words': 3}
     """
     shares, lengths = [], []
     for conversation in conversations:
@@ -281,10 +282,10 @@ FIGURES = {
     "words of an answer": lambda found: found["behaviour"]["answer_words"],
 }
 COMPARED = ("answer among the results", "exact match", "F1")
-CURVES = {
-    "answer among the results, of rollouts that have some": ("rewards/answer_in_search_results_reward_func/mean", 2.0),
-    "F1": ("rewards/f1_reward_func/mean", 2.0),
-    "exact match": ("rewards/exact_match_reward_func/mean", 1.0),
+CURVES = {  # title -> metric, what makes it a share, the top of the axis
+    "answer found, of rollouts that searched": ("rewards/answer_in_search_results_reward_func/mean", 2.0, 1.0),
+    "F1 of the answer": ("rewards/f1_reward_func/mean", 2.0, 0.4),
+    "exact match": ("rewards/exact_match_reward_func/mean", 1.0, 0.4),
 }
 COLOURS = ("#777777", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 OVER = 5  # steps that a point of a curve is the mean of
@@ -343,7 +344,7 @@ def section(results: dict[str, Any]) -> str:
         f"interval over seeds. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on "
         f"{' and '.join(machines)}."
     )
-    lines += ["", *compared(runs)] if set(METHODS) <= methods.keys() else []
+    lines += compared(runs)
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
         said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
@@ -358,7 +359,7 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return []
-    lines = [f"`{METHODS[1]}` minus `{METHODS[0]}`, in pairs of {len(seeds)} seeds:", ""]
+    lines = ["", f"`{METHODS[1]}` minus `{METHODS[0]}`, in pairs of {len(seeds)} seeds:", ""]
     lines += ["| | sampled | greedy |", "|---|---|---|"]
     for label in COMPARED:
         cells = [
@@ -382,7 +383,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
     methods = methods_of(results["runs"])
     colours = dict(zip(dict.fromkeys([*METHODS, *methods]), COLOURS))
-    for axis, (title, (name, factor)) in zip(axes, CURVES.items(), strict=True):
+    for axis, (title, (name, factor, top)) in zip(axes, CURVES.items(), strict=True):
         for method, runs in methods.items():
             for number, run in enumerate(runs):
                 curve = smoothed([factor * (row.get(name) or 0.0) for row in run["curve"]], OVER)
@@ -390,7 +391,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
                     [row["step"] for row in run["curve"]], curve, color=colours.get(method, "black"),
                     label=method if not number else None,
                 )  # fmt: skip
-        axis.set(title=title, xlabel="optimizer step", ylim=(0, 1))
+        axis.set(title=title, xlabel="optimizer step", ylim=(0, top))
         axis.legend(frameon=False)
     save_picture(figure, path)
 
@@ -423,7 +424,23 @@ def main(argv: list[str] | None = None) -> None:
             if options.only_print:
                 print("\n" + section(results), flush=True)
             else:
-                FRAME.finish(results, short=False)
+                FRAME.finish(excerpts(results), short=False)
+
+
+def excerpts(found: Any) -> Any:
+    """A copy whose conversations have only the beginnings of results: the passages are SQuAD's, under CC BY-SA 4.0.
+
+    >>> excerpts({"role": "user", "content": "<result>\\n[1] Normans\\n" + 90 * "x" + "\\n</result>"})["content"][-24:]
+    'xxxxxxxxxx ...\\n</result>'
+    """
+    if isinstance(found, list):
+        return [excerpts(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    text = found.get("content")
+    if isinstance(text, str) and text.startswith("<result>") and len(text) > EXCERPT:
+        return {**found, "content": f"{text[:EXCERPT]} ...\n</result>"}
+    return {key: excerpts(value) for key, value in found.items()}
 
 
 def collected(steps: int, reported: bool) -> list[dict[str, Any]]:

