@@ -292,14 +292,14 @@ OVER = 5  # steps that a point of a curve is the mean of
 
 
 def cell(values: list[float | None]) -> str:
-    """A mean over seeds with its 95% interval; of one seed the value alone.
+    """A mean over seeds with its 95% interval. Of one or two seeds, which have none worth the name, the values.
 
-    >>> cell([0.25]), cell([None])
-    ('0.25', '-')
+    >>> cell([0.25]), cell([0.25, 0.5]), cell([0.25, 0.5, 0.75]), cell([None])
+    ('0.25', '0.25, 0.50', '0.50 ± 0.62', '-')
     """
     values = [value for value in values if value is not None]
-    if len(values) < 2:
-        return f"{values[0]:.2f}" if values else "-"
+    if len(values) < 3:
+        return ", ".join(f"{value:.2f}" for value in values) or "-"
     return "{:.2f} ± {:.2f}".format(*interval(values))
 
 
@@ -341,8 +341,8 @@ def section(results: dict[str, Any]) -> str:
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     lines.append(
         f"{results['before']['sampled']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
-        f"interval over seeds. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on "
-        f"{' and '.join(machines)}."
+        f"interval over seeds, of two the values. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, "
+        f"on {' and '.join(machines)}."
     )
     lines += compared(runs)
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
@@ -354,10 +354,10 @@ def section(results: dict[str, Any]) -> str:
 
 
 def compared(runs: list[dict[str, Any]]) -> list[str]:
-    """The difference of the second method and the first, over the seeds that both have."""
+    """The difference of the second method and the first, over the seeds that both have; nothing of less than three."""
     first, second = ({run["seed"]: run["after"] for run in runs if run["method"] == method} for method in METHODS)
     seeds = sorted(first.keys() & second.keys())
-    if len(seeds) < 2:
+    if len(seeds) < 3:
         return []
     lines = ["", f"`{METHODS[1]}` minus `{METHODS[0]}`, in pairs of {len(seeds)} seeds:", ""]
     lines += ["| | sampled | greedy |", "|---|---|---|"]

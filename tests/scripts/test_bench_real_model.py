@@ -41,36 +41,37 @@ def results():
     before = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "inputs": "made up"}
     return {
         "machine": {"cpu": "a processor", "cores": 2}, "before": before,
-        "runs": [run("outcome", 0, 0.2), run("outcome", 1, 0.4), run("mt_grpo", 0, 0.3), run("mt_grpo", 1, 0.5)],
+        "runs": [run(method, seed, 0.2 + 0.1 * (method == "mt_grpo") + 0.2 * seed)
+                 for method in ("outcome", "mt_grpo") for seed in range(3)],
     }  # fmt: skip
 
 
 def test_the_table_has_means_over_seeds_and_their_interval(results):
     lines = bench.section(results).splitlines()
     assert lines[0] == "| sampled | before | `outcome` | `mt_grpo` |"
-    # Two values 0.2 apart: t is 12.706, and the standard error 0.1.
-    assert "| exact match | 0.00 | 0.30 ± 1.27 | 0.40 ± 1.27 |" in lines
-    assert "| exact match | 0.10 | 0.40 ± 1.27 | 0.50 ± 1.27 |" in lines  # greedy
-    assert "| F1 | 0.00 | 0.15 ± 0.64 | 0.20 ± 0.64 |" in lines  # the reward is half of F1
+    # Three values 0.2 apart: t is 4.303, and the standard error 0.2 / sqrt(3).
+    assert "| exact match | 0.00 | 0.40 ± 0.50 | 0.50 ± 0.50 |" in lines
+    assert "| exact match | 0.10 | 0.50 ± 0.50 | 0.60 ± 0.50 |" in lines  # greedy
+    assert "| F1 | 0.00 | 0.20 ± 0.25 | 0.25 ± 0.25 |" in lines  # the reward is half of F1
     assert "| words of an answer | 2.50 | 2.50 ± 0.00 | 2.50 ± 0.00 |" in lines
-    # Perplexities 12 and 13 of both.
-    read = "11.00 before, 12.50 ± 6.35 after `outcome`, 12.50 ± 6.35 after `mt_grpo`."
+    # Perplexities 12, 13 and 14 of both.
+    read = "11.00 before, 13.00 ± 2.48 after `outcome`, 13.00 ± 2.48 after `mt_grpo`."
     assert any(line.endswith(read) for line in lines)
     costs = next(line for line in lines if "held-out questions, 1 sample" in line)
     assert costs.endswith(
-        "`outcome`: seeds 0, 1; `mt_grpo`: seeds 0, 1. 3 steps of 32 rollouts in 10 to 11 minutes with the server's "
-        "start, 3,000 tokens, on 2 cores (a processor)."
+        "`outcome`: seeds 0, 1, 2; `mt_grpo`: seeds 0, 1, 2. 3 steps of 32 rollouts in 10 to 12 minutes with the "
+        "server's start, 3,000 tokens, on 2 cores (a processor)."
     )
     assert "ended  answered; exact_match_reward_func 1" in bench.section(results)
 
 
 def test_methods_are_compared_in_pairs_of_seeds(results):
     """Each pair differs by 0.1, so the interval is none; a seed that one of them lacks is in no pair."""
-    results["runs"].append(run("mt_grpo", 2, 0.9))
+    results["runs"].append(run("mt_grpo", 3, 0.9))
     text = bench.section(results)
-    assert "`mt_grpo` minus `outcome`, in pairs of 2 seeds:" in text
+    assert "`mt_grpo` minus `outcome`, in pairs of 3 seeds:" in text
     assert "| exact match | +0.10 ± 0.00 | +0.10 ± 0.00 |" in text
-    results["runs"] = [run("outcome", 0, 0.2), run("mt_grpo", 1, 0.3)]
+    results["runs"] = [run("outcome", 0, 0.2), run("outcome", 1, 0.2), run("mt_grpo", 1, 0.3), run("mt_grpo", 0, 0.3)]
     assert "minus" not in bench.section(results)
 
 
@@ -80,6 +81,9 @@ def test_of_one_seed_there_is_no_interval_and_a_resumed_run_has_no_time(results)
     results["runs"] = results["runs"][1:]
     assert "3 steps of 32 rollouts (resumed, so not timed), 3,000 tokens" in bench.section(results)
     results["runs"] = [run("mt_grpo", 0, 0.3)]
+    results["runs"].append(run("mt_grpo", 1, 0.6))
+    assert "| exact match | 0.00 | 0.30, 0.60 |" in bench.section(results)  # two have no interval worth the name
+    results["runs"].pop()
     assert "| exact match | 0.00 | 0.30 |" in bench.section(results) and "`mt_grpo`: seed 0." in bench.section(results)
 
 
@@ -107,21 +111,21 @@ def test_finished_runs_are_not_run_again(study):
     bench.main(["--seeds", "0", "--steps", "3"])
     kept = json.loads((study / "r.json").read_text())
     assert [(each["method"], each["seed"]) for each in kept["runs"]] == [
-        ("outcome", 0), ("outcome", 1), ("mt_grpo", 0), ("mt_grpo", 1)
+        ("outcome", 0), ("outcome", 1), ("outcome", 2), ("mt_grpo", 0), ("mt_grpo", 1), ("mt_grpo", 2)
     ]  # fmt: skip
-    assert "| exact match | 0.00 | 0.30 ± 1.27" in (study / "p.md").read_text() and (study / "p.png").is_file()
+    assert "| exact match | 0.00 | 0.40 ± 0.50" in (study / "p.md").read_text() and (study / "p.png").is_file()
 
 
 def test_what_the_report_had_stays(study, results):
     """Runs of another machine or of a folder that is gone, and none twice."""
     pytest.importorskip("matplotlib")
-    others = [run("mt_grpo", 2, 0.7), run("mt_grpo", 0, 0.9)]
+    others = [run("mt_grpo", 3, 0.8), run("mt_grpo", 0, 0.9)]
     (study / "r.json").write_text(json.dumps({**results, "runs": others}))
     bench.main(["--seeds", "0", "--steps", "3"])
     kept = json.loads((study / "r.json").read_text())["runs"]
-    assert [(each["method"], each["seed"], each["after"]["sampled"]["exact_match"]) for each in kept] == [
-        ("outcome", 0, 0.2), ("outcome", 1, 0.4), ("mt_grpo", 0, 0.3), ("mt_grpo", 1, 0.5), ("mt_grpo", 2, 0.7)
-    ]  # fmt: skip
+    exact = {(each["method"], each["seed"]): each["after"]["sampled"]["exact_match"] for each in kept}
+    assert len(kept) == len(exact) == 7
+    assert (exact["mt_grpo", 3], exact["mt_grpo", 0]) == pytest.approx((0.8, 0.3))
 
 
 @pytest.mark.parametrize("changes", [{"inputs": "another"}, {"steps": 20}])
@@ -134,12 +138,12 @@ def test_a_report_of_another_kind_is_not_lost(changes, study, results, monkeypat
 
 
 def test_only_printed_are_the_runs_of_this_machine(study, results, capsys):
-    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 2, 0.7)]}))
+    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 3, 0.7)]}))
     page = (study / "p.md").read_text()
     bench.main(["--seeds", "0", "--steps", "3", "--only_print"])
-    assert "`mt_grpo`: seeds 0, 1." in capsys.readouterr().out
+    assert "`mt_grpo`: seeds 0, 1, 2." in capsys.readouterr().out
     assert (study / "p.md").read_text() == page and not (study / "p.png").exists()
-    assert [each["seed"] for each in json.loads((study / "r.json").read_text())["runs"]] == [2]
+    assert [each["seed"] for each in json.loads((study / "r.json").read_text())["runs"]] == [3]
 
 
 def test_results_of_another_recipe_are_refused(study, monkeypatch):
