@@ -341,8 +341,8 @@ def section(results: dict[str, Any]) -> str:
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     lines.append(
         f"{results['before']['sampled']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
-        f"interval over seeds, of two the values. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, "
-        f"on {' and '.join(machines)}."
+        f"interval over seeds, of two the values. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} "
+        f"tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
