@@ -94,13 +94,9 @@ def test_the_folder_is_proven_and_is_not_made_twice(model, package, capsys):
     assert "is there" in capsys.readouterr().out and (model / "model.safetensors").stat().st_mtime_ns == before
 
 
-LORA = ("--use_peft", "true", "--lora_r", "16", "--lora_target_modules", "all-linear", "--learning_rate", "3e-4")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("steps", "options"), [(5, ()), (2, LORA)], ids=["all weights", "LoRA"])
-def test_steps_of_search_beside_a_server(steps, options, model, tmp_path, monkeypatch):
+def test_five_steps_of_search_beside_a_server(model, tmp_path, monkeypatch):
     """The server samples from what is trained: logprobs within 1e-4 at every step. The weights change."""
     monkeypatch.chdir(ROOT)
     squad_search.main([str(tmp_path / "squad"), "--source", str(data_file("squad/qa.jsonl").parent)])
@@ -110,18 +106,12 @@ def test_steps_of_search_beside_a_server(steps, options, model, tmp_path, monkey
     with VLLMServer(model, *flags) as server:
         rows = train(
             str(tmp_path / "recipe.yaml"), tmp_path / "out", "--model_name_or_path", model, "--dataset_name",
-            tmp_path / "squad", "--max_steps", steps, "--use_vllm", "true", "--vllm_mode", "server",
+            tmp_path / "squad", "--max_steps", 5, "--use_vllm", "true", "--vllm_mode", "server",
             "--vllm_server_base_url", server.url, "--per_device_train_batch_size", 16, "--save_strategy", "no",
-            *options,
         )  # fmt: skip
-    assert len(rows) == steps
+    assert len(rows) == 5
     assert all(0 <= row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
     assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in rows)
-    if options:  # the adapter alone is written; its second matrices begin at zero
-        adapter = load_file(tmp_path / "out/adapter_model.safetensors")
-        changed = [value.any() for key, value in adapter.items() if "lora_B" in key]
-        assert changed and all(changed)
-        return
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out"))
     key = "model.layers.3.self_attn.q_proj.weight"
     assert not torch.equal(before[key], after[key])
