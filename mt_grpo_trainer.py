@@ -142,7 +142,7 @@ from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.shared_prompts import logps_of_rows
+from mt_grpo.training.shared_prompts import logps_of_rows, refuse_unread
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
@@ -924,6 +924,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             logits_to_keep: C.
         """
         current, rows = self.layout.current, []
+        if self.layout.kind == "shared":
+            refuse_unread(kwargs)
         if self.layout.kind == "shared" and current is None:  # before the step, or of a reference model
             rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
             self.layout.prove(rows)
@@ -1132,7 +1134,7 @@ class VLLMServerClient(ServerConnection):
         """
         check_sampling_params(sampling_params)
         payload = {
-            **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True,
+            **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True, **self.salt(),
             **(sampling_params or {}), "model": self.model_card["id"], "prompt": prompt_ids, "max_tokens": max_tokens,
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip

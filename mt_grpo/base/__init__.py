@@ -1,13 +1,14 @@
 """What every wing stands on: nothing here knows of conversations, models or recipes.
 
-bounded_yaml  YAML of few levels and values
-errors        errors of a generation server, which any wing may raise or catch
-event_loop    one event loop in a background thread
-fields        a recipe's key as a field, which says all of it once; intervals of numbers
-files         lock files, the output directory of one run, streams that outlive their readers, paths
-id_hashes     hashes of token ids
-json_types    type hints of JSON, their names, values from YAML; a value as JSON
-moved         old module paths, which name the new ones
-ranks         errors of one rank, raised on all ranks
-rows          rows as they were written, without a table's types
+bounded_yaml     YAML of few levels and values
+errors           errors of a generation server, which any wing may raise or catch
+event_loop       one event loop in a background thread
+fields           a recipe's key as a field, which says all of it once; intervals of numbers
+files            lock files, the output directory of one run, streams that outlive their readers, paths
+id_hashes        hashes of token ids
+json_types       type hints of JSON, their names, values from YAML; a value as JSON
+moved            old module paths, which name the new ones
+ranks            errors of one rank, raised on all ranks
+rows             rows as they were written, without a table's types
+tested_versions  the ranges of versions that were tested, and what is outside of them
 """

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import secrets
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -195,6 +196,7 @@ class ServerConnection:
         self.lineage = 0  # restarts that pushes found out; the same on all ranks after a push
         self.policy_version = 0  # weight changes before the weights of the last push
         self.newest_version, self.pushing = 0, False  # of the last push that was begun; whether one is under way
+        self.pushed: str | None = None  # the name of the last whole push, the same on all ranks; None before the first
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
@@ -304,6 +306,16 @@ class ServerConnection:
         """The served model's context in tokens; None if the server does not report it."""
         return self.model_card.get("max_model_len")
 
+    @functools.cached_property
+    def engine_version(self) -> str | None:
+        """vLLM's version; None if the server does not say it."""
+        try:
+            return self.request("GET", "/version", read=lambda answer: str(answer["version"]))
+        except ServerLost:
+            raise
+        except ServerError:
+            return None
+
     def server_info(self) -> dict[str, Any]:
         """vLLM's configuration as nested dicts. The server must have its development endpoints."""
 
@@ -338,6 +350,16 @@ class ServerConnection:
         return self.request("POST", "/v1/completions", json=payload, headers=headers, read=read)
 
     # -- requests of conversations (async) --
+
+    def salt(self) -> dict[str, str]:
+        """What a request shares its computed prefix by: with those of the same push, and with none during a push.
+
+        A push drops the server's prefix cache. Where that failed without a word, a prefix that old weights computed
+        would be read for new ones, and no logprob would say so: the salt keeps them apart all the same.
+        """
+        if self.pushed is None:
+            return {}
+        return {"cache_salt": secrets.token_hex(8) if self.pushing else self.pushed}
 
     async def _session(self) -> aiohttp.ClientSession:
         """The session of the running event loop. Sessions of closed loops are closed."""

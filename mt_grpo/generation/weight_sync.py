@@ -82,7 +82,7 @@ class WeightSync:
                 lambda: (self.servers.admit(), [server.lineage for server in self.servers.servers])
             )
             for server, lineage in zip(self.servers.servers, lineages):
-                server.lineage, server.policy_version = lineage, number
+                server.lineage, server.policy_version, server.pushed = lineage, number, version
             self.servers.joined = joined  # INVARIANT: behind the lineages, with which requests are marked
         finally:
             self.servers.pushing = False

@@ -20,6 +20,7 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
+from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.sampling import check_conversations
@@ -33,6 +34,8 @@ from mt_grpo.rollout import ROLES
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
+
+TO_INSTALL = f"Where something fails, install versions that were: {INSTALL}."
 
 
 def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
@@ -250,6 +253,8 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     client.wait_until_healthy()
     card, info = client.model_card, client.server_info()
     where = f"The vLLM server at {client.base_url}"
+    if untested := outside({"vllm": client.engine_version} if client.engine_version else {}):
+        logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     served = info["model_config"]
     if args.vllm_importance_sampling_correction and served["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
@@ -311,6 +316,8 @@ def prepare_env(
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     check_sharding(args)
+    if untested := outside(installed()):
+        logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import logging
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError, on_main_process
+from mt_grpo.base.tested_versions import installed, outside
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.refusals import backend_of
 from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
@@ -55,7 +53,7 @@ def plan(trainer: Any) -> list[tuple[str, str]]:
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
         ("context", context_line(env, train, args)), ("rows", str(trainer.layout)),
         ("memory", memory_line(model, args, longest_prompt(env, train), reference, trainer._is_sharded)),
-        ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line()),
+        ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line(client)),
     ]  # fmt: skip
 
 
@@ -173,18 +171,16 @@ def backend_line(args: Any, client: Any, device: torch.device) -> str:
     return f"{name}, on {device}"
 
 
-def versions_line() -> str:
-    """The installed versions of what the package depends on, and which of them were not tested."""
-    try:
-        requirements = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-        found = [Requirement(text) for text in requirements["dependencies"]]
-    except (OSError, KeyError):  # the script and the package without the clone
-        found = [Requirement(text) for text in ("torch", "trl", "transformers", "accelerate")]
-    versions = {each.name: importlib.metadata.version(each.name) for each in found}
-    untested = [f"{each.name} {versions[each.name]} (tested: {each.specifier})" for each in found
-                if not each.specifier.contains(versions[each.name], prereleases=True)]  # fmt: skip
-    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "trl", "transformers", "accelerate"))
-    return known + (f"; not tested: {'; '.join(untested)}" if untested else "; all within the tested ranges")
+def versions_line(client: Any) -> str:
+    """The versions of what the package depends on and of the servers, and which of them were not tested."""
+    versions = installed()
+    served = sorted({version for server in getattr(client, "servers", []) if (version := server.engine_version)})
+    known = [f"{name} {versions[name]}" for name in ("torch", "trl", "transformers", "accelerate")]
+    known += [f"vLLM {version} of the server" for version in served]
+    untested = outside(versions) + [text for version in served for text in outside({"vllm": version})]
+    return ", ".join(known) + (
+        f"; not tested: {'; '.join(untested)}" if untested else "; all within the tested ranges"
+    )
 
 
 def prompt_text(rollout: Any, tokenizer: Any) -> str:

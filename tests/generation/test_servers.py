@@ -665,6 +665,27 @@ def test_what_comes_during_a_push_may_be_of_its_weights(pushing):
     assert [(server.policy_version, server.newest_version) for server in pool.servers] == [(5, 5)] * 3
 
 
+def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
+    """By the salt of a request: a prefix of old weights is none for new ones, even where the server kept it."""
+    push, pool, _ = pushing
+    salts, original = [], pool.update_weights
+
+    def salt():
+        return [server.salt() for server in pool.servers]
+
+    def update_weights(*args):
+        salts.append([each["cache_salt"] for each in salt() + salt() if each])
+        return original(*args)
+
+    assert salt() == [{}] * 3  # before the first push: what a server has is what everybody reads
+    push("v-4")
+    assert salt() == [{"cache_salt": "v-4"}] * 3
+    pool.update_weights = update_weights
+    push("v-5")
+    assert len(set(salts[0])) == 6 and not {"v-4", "v-5"} & set(salts[0])
+    assert salt() == [{"cache_salt": "v-5"}] * 3
+
+
 def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):
     """30 s, then 60 s; it starts anew where it was there from one push to the next."""
     push, pool, _ = pushing

@@ -1,6 +1,7 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
 import http.server
+import inspect
 import json
 import threading
 import time
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.generation.server_pool import ServerPool
@@ -241,3 +243,17 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
     folders = {body["kwargs"]["weights_path"] for s in servers for path, body in s.asked if path == "/collective_rpc"}
     assert len(folders) == 1 and pool.joined == [0, 1, 2] and [s.version for s in servers] == ["v-1"] * 3
     pool.close()
+
+
+CONTRACT = {  # methods of TRL's client for NCCL that are called -> their parameters
+    "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],
+    "init_communicator": ["self", "device"],
+    "update_named_params": ["self", "metadata", "named_params"],
+    "close_communicator": ["self"],
+}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract_with_trls_client(name):
+    method = getattr(vllm_client.VLLMClient, name)
+    assert list(inspect.signature(method).parameters) == CONTRACT[name], f"TRL {trl.__version__}: {name}"

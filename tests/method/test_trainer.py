@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
 
 from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
@@ -736,7 +737,17 @@ CONTRACT = {  # private TRL methods that this project overrides or calls -> (cla
         "return completion_ids, logprobs"]),
     "_compute_loss": (GRPOTrainer, ["self", "model", "inputs"], [
         "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
-    "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], ["self._generate_and_score_completions"]),
+    "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], [
+        "self._generate_and_score_completions", "self._buffered_inputs[self._step % "]),
+    # Rows that share prompts read no further keyword: `refuse_unread` ends a run that is given one.
+    "_get_per_token_logps_and_entropies": (GRPOTrainer, [
+        "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
+        "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
+        "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"],
+        ["return logps, entropies, aux_loss"]),
+    "__init__": (RepeatSampler, [
+        "self", "data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"],
+        ["self.shuffle = shuffle", "self.seed = seed", "self.generator = torch.Generator()"]),
     "_save_checkpoint": (GRPOTrainer, ["self", "model", "trial"], ["super()._save_checkpoint(model, trial)"]),
     "_save_rng_state": (GRPOTrainer, ["self", "output_dir"], []),
     "_get_train_sampler": (GRPOTrainer, ["self", "dataset"], ["return RepeatSampler(", "seed=self.args.seed"]),
@@ -759,6 +770,16 @@ def test_contract_with_trl(name):
     source = inspect.getsource(inspect.unwrap(method))
     for fragment in fragments:
         assert fragment in source, f"{where} no longer has {fragment!r}"
+
+
+def test_a_keyword_that_shared_rows_do_not_read_ends_a_run(random_model, tmp_path):
+    """As a later TRL may give one: ids that a cut sampler kept, say. Its loss would be computed without them."""
+    ids = torch.tensor([[3, 4, 5]])
+    arguments = ids, torch.ones_like(ids), 2
+    trainer = make_trainer(random_model, tmp_path)
+    assert trainer.layout.kind == "shared"
+    with pytest.raises(TypeError, match="do not read kept_ids, which TRL gives. Set share_prompts: false."):
+        trainer._get_per_token_logps_and_entropies(trainer.model, *arguments, num_images=None, kept_ids=ids)
 
 
 def test_two_runs_do_not_write_into_one_directory(tmp_path):

@@ -90,4 +90,11 @@ MUTATIONS = [
         "error_line(error), kind",
         "tests/run/test_in_flight.py::test_a_push_that_fails_is_told_with_one_mark_at_the_end",
     ),
+    Mutation(
+        "every version is a tested one",
+        "mt_grpo/base/tested_versions.py",
+        "fits = tested.contains(versions[name], prereleases=True)",
+        "fits = True",
+        "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
+    ),
 ]

@@ -105,6 +105,27 @@ MUTATIONS = [
         "tests/run/test_faults.py::test_keys_of_old_weights_do_not_outlive_a_push",
     ),
     Mutation(
+        "requests without a salt",
+        "mt_grpo_trainer.py",
+        '"include_stop_str_in_output": True, **self.salt(),',
+        '"include_stop_str_in_output": True,',
+        "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
+    ),
+    Mutation(
+        "the salt of the push before",
+        "mt_grpo/generation/weight_sync.py",
+        "server.lineage, server.policy_version, server.pushed = lineage, number, version",
+        "server.lineage, server.policy_version, server.pushed = lineage, number, server.pushed or version",
+        "tests/generation/test_servers.py::test_prefixes_are_shared_within_a_push_and_never_during_one",
+    ),
+    Mutation(
+        "prefixes are shared during a push",
+        "mt_grpo/generation/connection.py",
+        "secrets.token_hex(8) if self.pushing else self.pushed",
+        "self.pushed",
+        "tests/generation/test_servers.py::test_prefixes_are_shared_within_a_push_and_never_during_one",
+    ),
+    Mutation(
         "a pause that aborts",
         "mt_grpo/generation/weight_transfer.py",
         ', params={"mode": "keep"})',

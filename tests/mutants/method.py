@@ -493,4 +493,11 @@ MUTATIONS = [
         "tokenizer",
         "tests/reports/test_rollout_log.py::test_segments_load_together",
     ),
+    Mutation(
+        "shared rows leave a further keyword of TRL unread",
+        "mt_grpo_trainer.py",
+        "            refuse_unread(kwargs)\n",
+        "            pass\n",
+        "tests/method/test_trainer.py::test_a_keyword_that_shared_rows_do_not_read_ends_a_run",
+    ),
 ]

@@ -279,4 +279,18 @@ MUTATIONS = [
         '"path": {True: ()}',
         "tests/scripts/test_scripts.py::test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder",
     ),
+    Mutation(
+        "a server of any version is one that was tested",
+        "mt_grpo/recipe/checks.py",
+        '{"vllm": client.engine_version} if client.engine_version else {}',
+        "{}",
+        "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
+    ),
+    Mutation(
+        "libraries of any version are ones that were tested",
+        "mt_grpo/recipe/checks.py",
+        "if untested := outside(installed()):",
+        "if untested := outside({}):",
+        "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
+    ),
 ]

@@ -377,4 +377,11 @@ MUTATIONS = [
         'lambda f: f["credit',
         "tests/reports/test_readings.py::test_a_reward_that_is_not_used_is_not_why_the_others_differ_in_no_group",
     ),
+    Mutation(
+        "preflight takes any server's version for tested",
+        "mt_grpo/reports/preflight.py",
+        'untested = outside(versions) + [text for version in served for text in outside({"vllm": version})]',
+        "untested = outside(versions)",
+        "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
+    ),
 ]

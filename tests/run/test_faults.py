@@ -39,6 +39,8 @@ from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.versions import tagged, versions_of
 from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.recipe import checks
+from mt_grpo.reports import preflight
 from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
@@ -567,6 +569,7 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
         assert {key: request.payload.get(key) for key in expected} == expected
         assert 0 < request.payload["max_tokens"] <= 48
         assert trainer.processing_class.eos_token_id in request.payload["stop_token_ids"]
+        assert request.payload["cache_salt"] == version
     scored = [r.payload for r in proxy.requests if "prompt_logprobs" in (r.payload or {})]
     assert [(p["temperature"], p["prompt_logprobs"]) for p in scored] == [(1.0, 0)] * 2  # of the probe and the push
     before = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
@@ -574,6 +577,27 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     # The password goes to the server, and nowhere else.
     assert {r.headers.get("Authorization") for r in proxy.requests} == {"Basic YW5uOmh1bnRlcjI="}
     assert "hunter2" not in trainer.args.to_json_string() + str(trainer.args)
+
+
+@needs_vllm
+def test_versions_that_were_not_tested_are_told_before_weights_are_loaded(proxy, tmp_path, caplog, monkeypatch):
+    proxy.faults = lambda request: (
+        Fault("old", change=lambda _: {"version": "0.1.0"}) if request.path == "/version" else None
+    )
+    monkeypatch.setattr(checks, "installed", lambda: {"trl": "0.9.0", "torch": torch.__version__})
+    trainer = make_trainer(proxy.port, tmp_path)
+    assert (
+        f"server at http://127.0.0.1:{proxy.port} was not tested with this trainer: vllm 0.1.0 (tested: "
+        in caplog.text
+    )
+    assert "Not tested: trl 0.9.0 (tested: " in caplog.text and "scripts/setup.sh" in caplog.text
+    assert "vLLM 0.1.0 of the server; not tested: vllm 0.1.0 (tested: " in preflight.versions_line(trainer.client)
+    proxy.forget()
+    monkeypatch.undo()
+    caplog.clear()
+    trainer = make_trainer(proxy.port, tmp_path)
+    assert "ot tested" not in caplog.text
+    assert preflight.versions_line(trainer.client).endswith(" of the server; all within the tested ranges")
 
 
 def further_off(answer):
@@ -630,20 +654,30 @@ def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, c
 
 
 @needs_vllm
-def test_keys_of_old_weights_do_not_outlive_a_push(client, tmp_path):
-    """A prompt of 400 tokens fills blocks of the prefix cache, which 128 tokens share."""
+@pytest.mark.parametrize("kept", ["", "without a salt", "salted"])
+def test_keys_of_old_weights_do_not_outlive_a_push(proxy, client, tmp_path, kept):
+    """A prompt of 400 tokens fills blocks of the prefix cache, which 128 tokens share.
+
+    With `kept` the server says that it dropped its cache, and did not. Then the salt alone keeps old keys away.
+    """
     client.transfer.sync_dir = str(tmp_path)
-    prompt = [(7 * i * i) % 300 + 20 for i in range(400)]
+    prompt = [(7 * i * i) % 300 + 20 + len(kept) for i in range(400)]
+    client.pushed = "v-old" if kept == "salted" else None
     run_async(client.generate(prompt, 16, {"stop": []}))
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
+    if kept:
+        done = Fault("done, it says", status=200, body=b'{"success": true}')
+        proxy.faults = lambda request: done if request.path in ("/pause", "/reset_prefix_cache", "/resume") else None
     client.update_weights(iter(state.items()), "v-other")
+    client.pushed = "v-other" if kept == "salted" else None
     generation = run_async(client.generate(prompt, 16, {"stop": []}))
     model.load_state_dict(state)
     ids = torch.tensor([prompt + generation.token_ids])
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
-    assert generation.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
+    right = generation.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
+    assert right == (kept != "without a salt")  # which shows that the fault is one
 
 
 STOPPING = """

@@ -1,0 +1,52 @@
+"""The ranges of versions that were tested, as pyproject.toml has them, and what is outside of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+INSTALL = "bash scripts/setup.sh (with a server: --gpu, without a GPU --test)"  # what installs tested versions
+
+
+@functools.cache
+def known_ranges() -> dict[str, SpecifierSet]:
+    """Package -> the range that was tested; `vllm` is the server's. Without the clone's pyproject.toml none is known.
+
+    >>> "0.30.0" in known_ranges()["vllm"], "0.1.0" in known_ranges()["vllm"], "torch" in known_ranges()
+    (True, False, True)
+    """
+    try:
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        texts = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    except (OSError, KeyError):  # the script and the package without the clone
+        return {}
+    return {each.name: each.specifier for each in map(Requirement, texts)}
+
+
+def outside(versions: dict[str, str]) -> list[str]:
+    """What of these packages was not tested in these versions, as text.
+
+    >>> [text.split(" (")[0] for text in outside({"vllm": "0.1.0", "torch": "2.13.0+cpu", "trl": "dev", "mine": "1"})]
+    ['trl dev', 'vllm 0.1.0']
+    """
+    found = []
+    for name in versions.keys() & known_ranges().keys():
+        tested = known_ranges()[name]
+        try:
+            fits = tested.contains(versions[name], prereleases=True)
+        except InvalidVersion:  # of a build of one's own
+            fits = False
+        found += [] if fits else [f"{name} {versions[name]} (tested: {tested})"]
+    return sorted(found)
+
+
+def installed() -> dict[str, str]:
+    """The versions of what the package depends on in this environment; vLLM is a server's own matter."""
+    names = [name for name in known_ranges() if name != "vllm"] or ["torch", "trl", "transformers", "accelerate"]
+    return {name: importlib.metadata.version(name) for name in names}
