@@ -4,6 +4,8 @@
 #   bash scripts/test.sh                            # any further arguments go to pytest: -k credit -x
 #   bash scripts/test.sh --mutations [WORD ...]     # put faults into a copy of the code: each must be noticed
 #   bash scripts/test.sh --all                      # also what is slow or installs system packages, then the mutations
+#   bash scripts/test.sh --newest                   # in a copy with the newest versions: torch, TRL, transformers, vLLM
+#   bash scripts/test.sh --oldest                   # with the lowest versions of pyproject.toml (docs/versions.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,6 +37,9 @@ mutations() {
     printf 'test: mutations\n'
     "$python" tests/mutations.py "$@"
 }
+if [[ "${1:-}" == --newest || "${1:-}" == --oldest ]]; then
+    exec "$python" scripts/bench/versions.py "${1#--}" "${@:2}"
+fi
 if [[ "${1:-}" == --mutations ]]; then
     mutations "${@:2}"
     exit

