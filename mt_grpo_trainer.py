@@ -83,7 +83,8 @@ from mt_grpo.conversation.sampling import (
 from mt_grpo.conversation.tools.results import as_result, cut_far_beyond, cut_messages, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.generation.connection import ServerConnection, hide_password, read_completion
+from mt_grpo.generation.adapters import config_of
+from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
@@ -142,7 +143,7 @@ from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.shared_prompts import logps_of_rows, refuse_unread
+from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
@@ -924,8 +925,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             logits_to_keep: C.
         """
         current, rows = self.layout.current, []
-        if self.layout.kind == "shared":
-            refuse_unread(kwargs)
+        unread = {key for key, value in kwargs.items() if value is not None} - {"compute_aux_loss"}  # False there
+        if self.layout.kind == "shared" and unread:  # of a later TRL, which may give more than images
+            raise TypeError(
+                f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
+            )
         if self.layout.kind == "shared" and current is None:  # before the step, or of a reference model
             rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
             self.layout.prove(rows)
@@ -1044,7 +1048,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset)
+            check_server(self.client, env, model_config, args, train_dataset, peft_config or config_of(model))
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
@@ -1092,7 +1096,7 @@ class VLLMServerClient(ServerConnection):
         api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
         timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
         request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
-        transport: `disk`, `nccl` or `auto` (nccl where this process and the server have CUDA).
+        transport: `disk`, `nccl`, `adapter` (of a LoRA) or `auto` (nccl where this process and the server have CUDA).
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL weight group.
 
@@ -1135,17 +1139,10 @@ class VLLMServerClient(ServerConnection):
         check_sampling_params(sampling_params)
         payload = {
             **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True, **self.salt(),
-            **(sampling_params or {}), "model": self.model_card["id"], "prompt": prompt_ids, "max_tokens": max_tokens,
+            **(sampling_params or {}), "model": self.asked_model, "prompt": prompt_ids, "max_tokens": max_tokens,
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
-
-        asked = self.policy_version
-        generation = await self._post(
-            "/v1/completions",
-            payload,
-            lambda answer: read_completion(answer, len(prompt_ids), max_tokens, self.vocab_size),
-        )
-        return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
+        return await self.sample(payload, self.vocab_size)
 
     def update_weights(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,

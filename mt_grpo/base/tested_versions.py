@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,9 +25,9 @@ def known_ranges() -> dict[str, SpecifierSet]:
     try:
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         texts = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
-    except (OSError, KeyError):  # the script and the package without the clone
+        return {each.name: each.specifier for each in map(Requirement, texts)}
+    except (OSError, KeyError, ValueError):  # the script and the package without the clone
         return {}
-    return {each.name: each.specifier for each in map(Requirement, texts)}
 
 
 def outside(versions: dict[str, str]) -> list[str]:
@@ -48,5 +49,8 @@ def outside(versions: dict[str, str]) -> list[str]:
 
 def installed() -> dict[str, str]:
     """The versions of what the package depends on in this environment; vLLM is a server's own matter."""
-    names = [name for name in known_ranges() if name != "vllm"] or ["torch", "trl", "transformers", "accelerate"]
-    return {name: importlib.metadata.version(name) for name in names}
+    found = {}
+    for name in [name for name in known_ranges() if name != "vllm"] or ["torch", "trl", "transformers", "accelerate"]:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

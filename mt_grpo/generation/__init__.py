@@ -1,5 +1,6 @@
 """What generates, and the policy's weights on their way there. It stands below training, which only asks for rollouts.
 
+adapters         LoRA as an adapter: whether a server can have it beside its weights, and its files
 versions         names of pushed weights: which a server reports, which sampled a turn
 connection       the connection to a server: its address and answers, retries, time limits
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import logging
@@ -197,6 +198,9 @@ class ServerConnection:
         self.policy_version = 0  # weight changes before the weights of the last push
         self.newest_version, self.pushing = 0, False  # of the last push that was begun; whether one is under way
         self.pushed: str | None = None  # the name of the last whole push, the same on all ranks; None before the first
+        self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
+        self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
+        self._open: dict[int, dict[str, Any]] = {}  # the requests of conversations in flight
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
@@ -216,11 +220,12 @@ class ServerConnection:
     # -- control calls (synchronous) --
 
     def request(
-        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] = lambda answer: answer,
-        **kwargs,
+        self, method: str, path: str, timeout: float = 60.0,
+        read: Callable[[Any], Any] | None = lambda answer: answer, **kwargs,
     ) -> Any:  # fmt: skip
-        """One control call. Returns `read` of the JSON answer. Raises `ServerError` with URL, status and body.
+        """One control call. Returns `read` of the JSON answer, or the text where `read` is None.
 
+        Raises `ServerError` with URL, status and body.
         It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
@@ -242,6 +247,8 @@ class ServerConnection:
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
             raise kind(f"{method} {url}: {status} {text[:2000]}{self._advice(status, path)}")
+        if read is None:
+            return text
         try:
             return read(json.loads(body) if body else {})
         except (ValueError, LookupError, TypeError):
@@ -329,7 +336,8 @@ class ServerConnection:
         """The settings that determine its samples, their length, and how weights get there."""
         info, keys = self.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
         backend = (info.get("weight_transfer_config") or {}).get("backend")
-        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend}
+        lora = (info.get("lora_config") or {}).get("max_lora_rank")
+        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
 
     def weight_version(self) -> str:
         """The version that the last push set. A restarted server has lost it."""
@@ -349,15 +357,59 @@ class ServerConnection:
 
         return self.request("POST", "/v1/completions", json=payload, headers=headers, read=read)
 
+    def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+        """Ids and logprobs of what is sampled behind these ids at temperature 1, by the adapter of the last push."""
+        payload = {
+            **sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids, "logprobs": 0,
+            "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+
+        def read(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+            found = read_completion(answer, len(token_ids), max_tokens, None)
+            return found.token_ids, found.logprobs
+
+        return self.request("POST", "/v1/completions", timeout=self.request_timeout, json=payload, read=read)
+
     # -- requests of conversations (async) --
+
+    @property
+    def asked_model(self) -> str:
+        """The name of what samples: the last adapter, or the model."""
+        return self.adapter or self.model_card["id"]
+
+    @property
+    def named_adapters(self) -> set[str]:
+        """What requests in flight name. The event loop may add one meanwhile, which names the newest."""
+        return {payload["model"] for payload in list(self._open.values())}
+
+    async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
+        """The answer of `/v1/completions`, as `read_completion` takes it, with the versions of its weights.
+
+        The adapter that a request names, which `_post` may change, stays on the server meanwhile.
+        """
+
+        def read(answer: dict[str, Any]) -> Generation:
+            return read_completion(answer, len(payload["prompt"]), payload["max_tokens"], vocab_size)
+
+        asked = self.policy_version
+        self._open[id(payload)] = payload
+        try:
+            generation = await self._post("/v1/completions", payload, read)
+        finally:
+            del self._open[id(payload)]
+        if self.adapter is None or payload["model"] == self.model_card["id"]:
+            return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
+        version = int(payload["model"].partition("+")[0].rpartition("-")[2])
+        return dataclasses.replace(generation, policy_versions=(version, version))
 
     def salt(self) -> dict[str, str]:
         """What a request shares its computed prefix by: with those of the same push, and with none during a push.
 
         A push drops the server's prefix cache. Where that failed without a word, a prefix that old weights computed
-        would be read for new ones, and no logprob would say so: the salt keeps them apart all the same.
+        would be read for new ones, and no logprob would say so: the salt keeps them apart all the same. vLLM itself
+        keeps the prefixes of adapters apart, by their names.
         """
-        if self.pushed is None:
+        if self.pushed is None or self.adapter is not None:
             return {}
         return {"cache_salt": secrets.token_hex(8) if self.pushing else self.pushed}
 
@@ -391,7 +443,10 @@ class ServerConnection:
                     if response.status == 200:
                         return read(json.loads(await response.read()))
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
-                    if response.status not in (429, 500, 502, 503, 504):
+                    if response.status == 404 and self.adapter and "does not exist" in problem:
+                        # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.
+                        payload["model"] = self.adapter
+                    elif response.status not in (429, 500, 502, 503, 504):
                         raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
             except aiohttp.ClientError as error:
                 problem = error_line(error)
@@ -423,7 +478,7 @@ class ServerConnection:
 
         async def one(messages):
             payload = {
-                **sampling_defaults(), **(sampling_params or {}), "model": self.model_card["id"], "messages": messages,
+                **sampling_defaults(), **(sampling_params or {}), "model": self.asked_model, "messages": messages,
                 "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
             }  # fmt: skip
             answer = await self._post("/v1/chat/completions", payload)

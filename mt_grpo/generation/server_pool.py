@@ -474,7 +474,8 @@ class ServerPool:
                 key = others[0]
                 problems[number] = ServerError(
                     f"The vLLM servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at {first}. Start "
-                    "them with the same --model, --dtype, --max-model-len, --logprobs-mode, --weight-transfer-config."
+                    "them with the same --model, --dtype, --max-model-len, --logprobs-mode, --weight-transfer-config, "
+                    "--max-lora-rank."
                 )
         self.without_errors({**found, **problems})
         self._settings = expected
@@ -505,6 +506,10 @@ class ServerPool:
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
         """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
         return self.ask(lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)])
+
+    def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
+        """By a server's number what it samples behind `token_ids` (`ServerConnection.sample_behind`)."""
+        return self.ask(lambda server: server.sample_behind(token_ids, max_tokens))
 
     def refuse(self, problems: dict[int, ServerError]) -> None:
         """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
+from mt_grpo.generation.adapters import adapter_weights, config_of, shifted, why_model_merges, why_server_merges
 from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.weight_transfer import why_not_shared
 from mt_grpo.generation.weights import GatherFailed, PolicyWeights
 
 logger = logging.getLogger(__name__)
@@ -31,9 +34,11 @@ class WeightSync:
         accelerator: The trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
         check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
+        num_adapters: That conversations in flight may name, where the policy's LoRA is pushed alone.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
+    NUM_SAMPLED = 64  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(
         self,
@@ -43,19 +48,22 @@ class WeightSync:
         accelerator: Any,
         probe_ids: list[int],
         check_every: int,
+        num_adapters: int = 2,
     ):
         self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
-        self.check_every, self._probe_ids = check_every, probe_ids
+        self.check_every, self._probe_ids, self.num_adapters = check_every, probe_ids, num_adapters
         self.pushed: str | None = None  # the version that the servers hold
         self.doubted = False  # a server was lost: it is asked whether it holds this version before the next rollouts
         self.num_syncs = 0  # pushes so far
+        self.adapter: Any = None  # the policy's LoraConfig where the adapter alone is pushed; known at the first push
 
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
         """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
 
-        Conversations may run meanwhile: their requests wait, and go on with the new weights.
+        Conversations may run meanwhile: their requests wait, and go on with the new weights. Those that name an
+        adapter end with it.
 
         Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
         no rank samples before the push is over, and all ranks then know which servers hold the weights.
@@ -83,6 +91,7 @@ class WeightSync:
             )
             for server, lineage in zip(self.servers.servers, lineages):
                 server.lineage, server.policy_version, server.pushed = lineage, number, version
+                server.adapter = tagged(version, lineage) if self.adapter is not None else None
             self.servers.joined = joined  # INVARIANT: behind the lineages, with which requests are marked
         finally:
             self.servers.pushing = False
@@ -92,12 +101,67 @@ class WeightSync:
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
+    def _choose_what_is_pushed(self) -> None:
+        """An adapter alone where the policy is a model with one and all servers can have it; else all weights.
+
+        Raises `ServerError` for `weight_sync: adapter` where it cannot be.
+        """
+        if (config := config_of(self.weights.model)) is None:
+            return
+        setting = self.servers.transfer.transport
+        reason = why_model_merges(self.weights.model, self.weights.sharded)
+        if setting in ("disk", "nccl"):
+            reason = f"weight_sync is {setting}"
+        if reason is None:
+            reason = on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs()
+        if reason:
+            self._merge(reason)
+            return
+        self.adapter = config
+        for server in self.servers.servers:
+            server.transfer.adapter = config
+        if self.accelerator.is_main_process:
+            logger.warning(f"The policy has a LoRA. A push to the server sends it alone, of rank {config.r}.")
+
+    def _merge(self, reason: str) -> None:
+        """Push all weights from now on. Raises `ServerError` where the setting is `adapter`."""
+        if self.servers.transfer.transport == "adapter":
+            raise ServerError(f"weight_sync=adapter: {reason}. With weight_sync: auto the adapter is merged instead.")
+        self.adapter = None
+        for server in self.servers.servers:
+            server.transfer.adapter = server.loaded = None
+        if self.accelerator.is_main_process:
+            logger.warning(f"The policy has a LoRA. A push to the server merges it into all weights, since {reason}")
+
+    def _why_servers_merge(self, config: Any) -> str | None:
+        """Why the servers cannot have adapters of this kind; None: they can."""
+        directory = self.servers.transfer.sync_dir
+        for question in (
+            lambda server: why_server_merges(server, config.r, self.num_adapters),
+            lambda server: why_not_shared(server, directory),
+        ):
+            if reason := next((reason for reason in self.servers.ask(question).values() if reason), None):
+                return reason
+        return None
+
+    def _why_base_differs(self) -> str | None:
+        """Why a server's own weights are not those that the adapter is on top of; None: they are. Collective."""
+        with self.weights.model.disable_adapter():
+            gap = max(self._distances_of_samples().values())
+        if gap <= self._logprob_tolerance():
+            return None
+        return f"the server's own weights are others than the policy's without it (logprobs differ by {gap:.2e})"
+
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> tuple[dict[str, float], float | None]:
         """As `_push_and_check`, again where the servers are lost meanwhile. Arguments and errors as `sync`."""
         held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
+        if self.adapter is not None:
+            asked = [server.named_adapters for server in self.servers.servers]
+            for server, named in zip(self.servers.servers, zip(*gather_object([asked]))):
+                server.transfer.in_use = set.union(*named)
         for lost in set.union(*joined) - set.intersection(*joined):
             self.servers.leave(lost, "a rank lost it.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
@@ -120,7 +184,14 @@ class WeightSync:
         if new_server:
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
-            self._check_that_pushes_arrive(version)
+            self._choose_what_is_pushed()
+            try:
+                self._check_that_pushes_arrive(version)
+            except ServerError as error:
+                if self.adapter is None or "/v1/load_lora_adapter: " not in str(error):
+                    raise
+                self._merge(f"the server cannot load it: {error}")  # a module that vLLM does not adapt, say
+                self._check_that_pushes_arrive(version)
         seconds, every = self._push(version), self.check_every
         if not new_server and (not every or self.num_syncs % every):
             return seconds, None
@@ -135,12 +206,15 @@ class WeightSync:
             raise
         return {**seconds, "check": time.perf_counter() - pushed}, gap
 
-    def _push(self, version: str, norm_scale: float = 1.0) -> dict[str, float]:
-        weights = self.weights.named_weights(norm_scale)
+    def _push(self, version: str, norm_scale: float = 1.0, shift: float = 0.0) -> dict[str, float]:
+        """Push the weights, changed as `_probe_logprobs` has it. Returns seconds by phase."""
+        if self.adapter is None:
+            weights, expected = self.weights.named_weights(norm_scale), self.weights.expected
+        else:
+            weights, expected = adapter_weights(self.weights.model, shift), self.weights.of_adapter
 
         def push() -> dict[str, float]:
-            device = self.accelerator.device
-            return self.servers.update_weights(weights, version, self.weights.expected, device)
+            return self.servers.update_weights(weights, version, expected, self.accelerator.device)
 
         if not self.accelerator.is_main_process and self.weights.sharded:
             with suppress(GatherFailed):  # rank 0 has the same error, and raises it on all ranks
@@ -149,22 +223,23 @@ class WeightSync:
         return on_main_process(push)
 
     def _check_that_pushes_arrive(self, version: str) -> None:
-        """Push once with a scaled final norm. Raise unless the server's logprobs change as the trainer's do.
+        """Push changed weights once. Raise unless the server's logprobs change as the trainer's do.
 
         A comparison with unchanged weights proves nothing: a server that ignores every push would pass it.
         """
-        scale = 1.5
-        norm_name = self.weights.final_norm
-        if norm_name is None or "Gemma" in type(self.model.get_submodule(norm_name)).__name__:
+        true = self._probe_logprobs()
+        if not (change := self._change_that_shows(true)):
             logger.warning("The first weight sync is checked without a changed weight: no final norm w * x was found.")
             return
-        true, scaled = self._probe_logprobs(), self._probe_logprobs(scale)
-        self._push(f"{version}-probe", scale)
+        scaled = self._probe_logprobs(**change)
+        self._push(f"{version}-probe", **change)
         expected = (scaled - true).abs().mean().item()
-        distances = self._distances(scaled)
+        distances = self._distances(scaled) if self.adapter is None else self._distances_of_samples(**change)
         expected = on_main_process(lambda: expected)
         number, missed = max(distances.items(), key=lambda item: item[1])
-        if missed > max(0.2 * expected, self._logprob_tolerance()):
+        # An adapter has many modules, of which a server may leave one out: its part must not pass for a rounding.
+        allowed = self._logprob_tolerance() if self.adapter else max(0.2 * expected, self._logprob_tolerance())
+        if missed > allowed:
             url = self.servers.servers[number].base_url
             if on_main_process(self.servers.weight_version) != f"{version}-probe":
                 raise ServerLost(f"{url} restarted between the first push and the check of it")
@@ -173,12 +248,28 @@ class WeightSync:
                 f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
             )
 
+    def _change_that_shows(self, true: torch.Tensor) -> dict[str, float]:
+        """What the first push changes, as `_probe_logprobs` takes it. Empty: no weight can be changed so.
+
+        An adapter begins as zero, and how far a shift moves the logprobs depends on the model: the least is taken that
+        moves them by five times of what two engines may differ by.
+        """
+        if self.adapter is None:
+            name = self.weights.final_norm
+            found = name is not None and "Gemma" not in type(self.model.get_submodule(name)).__name__
+            return {"norm_scale": 1.5} if found else {}
+        for shift in (0.01, 0.05, 0.25, 1.0):
+            if (self._probe_logprobs(shift=shift) - true).abs().mean() > 5 * self._logprob_tolerance():
+                break
+        return {"shift": on_main_process(lambda: shift)}  # ranks of other hardware may have chosen otherwise
+
     def _check_logprobs(self) -> float:
         """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
 
         A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
         """
-        gaps, tolerance = self._distances(self._probe_logprobs()), self._logprob_tolerance()
+        gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
+        tolerance = self._logprob_tolerance()
         problems = {
             number: ServerError(
                 f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
@@ -202,6 +293,21 @@ class WeightSync:
             for number in theirs
         }
 
+    def _distances_of_samples(self, **change: float) -> dict[int, float]:
+        """As `_distances`, of what each server samples behind the probe ids. `change` is that of `_probe_logprobs`.
+
+        Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
+        """
+        room = (self.servers.max_model_len or math.inf) - len(self._probe_ids)
+        found = on_main_process(lambda: self.servers.samples(self._probe_ids, min(self.NUM_SAMPLED, room)))
+        gaps = {}
+        for number, (ids, theirs) in found.items():
+            ours = self._probe_logprobs(ids=[*self._probe_ids, *ids], **change)[-len(ids) :]
+            gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
+        ranks = gather_object([gaps])
+        return {number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
+                for number in gaps}  # fmt: skip
+
     def _logprob_tolerance(self) -> float:
         # Measured (docs/speed.md, bf16): right weights 1.3e-6 at most in float32, 0.026 in bf16 (0.084 with logits of
         # standard deviation 7); a head or a layer that is 20 steps of 3e-4 old, 0.12 and more. Above it a run ends.
@@ -213,20 +319,26 @@ class WeightSync:
         return dtype.removeprefix("torch.")
 
     @torch.no_grad()
-    def _probe_logprobs(self, norm_scale: float = 1.0) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded."""
-        training, handle = self.model.training, None
-        if norm_scale != 1.0:
-            norm_module = self.model.get_submodule(self.weights.final_norm)
-            handle = norm_module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
-        try:
+    def _probe_logprobs(
+        self, norm_scale: float = 1.0, shift: float = 0.0, ids: list[int] | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
+
+        Args:
+            norm_scale: Multiplies the final norm meanwhile.
+            shift: Is added to each lora_B of the adapter meanwhile.
+            ids: In place of the probe ids.
+        """
+        with ExitStack() as stack:
+            stack.callback(self.model.train, self.model.training)
+            if norm_scale != 1.0:
+                module = self.model.get_submodule(self.weights.final_norm)
+                handle = module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
+                stack.callback(handle.remove)
+            stack.enter_context(shifted(self.weights.model, shift))
             self.model.eval()  # LoRA's dropout
-            ids = torch.tensor([self._probe_ids], device=self.accelerator.device)
+            row = torch.tensor([ids or self._probe_ids], device=self.accelerator.device)
             with self.accelerator.autocast():
-                logits = self.model(input_ids=ids).logits[0, :-1]
+                logits = self.model(input_ids=row).logits[0, :-1]
             logprobs = logits.float().log_softmax(-1)
-            return logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu()
-        finally:
-            self.model.train(training)
-            if handle is not None:
-                handle.remove()
+            return logprobs.gather(1, row[0, 1:, None])[:, 0].cpu()

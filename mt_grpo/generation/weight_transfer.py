@@ -6,6 +6,7 @@ import atexit
 import fcntl
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from safetensors.torch import save_file
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
+from mt_grpo.generation.adapters import write_adapter
 from mt_grpo.generation.connection import ServerConnection
 from mt_grpo.generation.versions import tagged
+
+logger = logging.getLogger(__name__)
 
 # Whether the server sees the directory through which it gets weights, found out before weights are loaded.
 
@@ -93,6 +97,17 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def why_not_shared(client: Any, directory: str | None) -> str | None:
+    """What `check_shared_directory` says of a server; None: it sees the directory."""
+    try:
+        check_shared_directory(client, directory)
+    except ServerLost:
+        raise
+    except ServerError as error:
+        return str(error)
+    return None
 
 
 # Weights sent to one server over NCCL, by TRL's client, within a time limit.
@@ -217,16 +232,21 @@ class WeightTransfer:
     Args:
         server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
         transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
+            `adapter` or `auto`, where `adapter` is set: the adapter alone, by files in the shared directory.
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL group.
     """
 
     SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers
+    KEPT_ADAPTERS = 2  # a request that was sent just before a push names the adapter before it
 
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.pause_timeout = server.request_timeout  # seconds that a pause may take
         self.held: str | None = None  # the version that the last whole push set; None: not known
+        self.adapter: Any = None  # the configuration of the policy's LoRA, where it is pushed as an adapter
+        self.in_use: set[str] = set()  # adapters that requests of any rank named as this push began
+        self._loaded: dict[str, Path] = {}  # adapters that this client has loaded there, the oldest first
         self._nccl: NCCLGroup | None = None
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
@@ -240,7 +260,7 @@ class WeightTransfer:
         if self.transport == "nccl" and self.server.sends_credentials:
             raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
         if self.transport != "auto":
-            return self.transport
+            return "disk" if self.transport == "adapter" else self.transport
         able = device.type == "cuda" and config == "nccl" and not self.server.sends_credentials
         return "nccl" if able else "disk"
 
@@ -267,6 +287,8 @@ class WeightTransfer:
             several = len(transfers) > 1  # one that hangs must not hold up the others
             transfer.pause_timeout = self.SEVERAL_PAUSE_SECONDS if several else transfer.server.request_timeout
         try:
+            if self.adapter is not None:
+                return self.push_adapter(named_weights, version, expected, transfers)
             kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
             able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
             if not able:
@@ -298,29 +320,73 @@ class WeightTransfer:
         tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
         self._check_names(tensors.keys(), expected)
         gathered = time.perf_counter()
+        size = sum(t.nbytes for t in tensors.values())
+
+        def write(folder: Path) -> None:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            tensors.clear()
+            (folder / "model.safetensors").chmod(0o644)
+
+        with self._written(version, size, write) as folder:
+            written = time.perf_counter()
+            try:
+                errors = at_once(lambda transfer: transfer._load_file(version, folder), transfers)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+        return seconds, errors
+
+    def push_adapter(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: set[str] | None,
+        transfers: list[WeightTransfer],
+    ) -> Pushed:
+        """Write an adapter, and let all servers load it beside those that they have. As `push_disk`.
+
+        Nothing is paused: a request names its adapter. The files stay while a server may read them again.
+        """
+        start = time.perf_counter()
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
+        self._check_names(tensors.keys(), expected)
+        gathered = time.perf_counter()
+        size = sum(t.nbytes for t in tensors.values())
+        with self._written(version, size, lambda folder: write_adapter(folder, tensors, self.adapter)) as folder:
+            written = time.perf_counter()
+            errors = at_once(lambda transfer: transfer._load_adapter(version, folder), transfers)
+            # INVARIANT: an engine may read an adapter's files again while a request names it.
+            kept = {folder, *(path for transfer in transfers for path in transfer._loaded.values())}
+            for old in folder.parent.iterdir():
+                if old.is_dir() and old not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
+        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
+        return seconds, errors
+
+    @contextmanager
+    def _written(self, version: str, size: int, write: Callable[[Path], None]) -> Iterator[Path]:
+        """A folder with a version's name that `write` has filled. It is whole, or it is not there.
+
+        Raises `ServerError` where it cannot be written.
+        """
         folder = None
         try:
-            folder = self._versions_folder(sum(t.nbytes for t in tensors.values())) / version
+            folder = self._versions_folder(size) / version
             partial = folder.with_name(f"partial-{version}")
             try:
                 partial.mkdir()
-                save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-                del tensors
-                (partial / "model.safetensors").chmod(0o644)
+                write(partial)
+                shutil.rmtree(folder, ignore_errors=True)  # of a push of the same version that was lost
                 partial.rename(folder)  # INVARIANT: a folder with a version's name is complete
-                written = time.perf_counter()
-                errors = at_once(lambda transfer: transfer._load_file(version, folder), transfers)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-                shutil.rmtree(folder, ignore_errors=True)
+            yield folder
         except (OSError, SafetensorError) as error:
             advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
             raise ServerError(
                 f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
                 f"{error}.{advice}"
             ) from error
-        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
-        return seconds, errors
 
     def _load_file(self, version: str, folder: Path) -> ServerError | None:
         """Let the server load a version's file. Returns its error, if it has one."""
@@ -333,6 +399,35 @@ class WeightTransfer:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
             return kind(f"Weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
         return None
+
+    def _load_adapter(self, version: str, folder: Path) -> ServerError | None:
+        """Let the server load an adapter under the version's name. Returns its error, if it has one."""
+        name, held, self.held = tagged(version, self.server.lineage), self.held, None
+        load = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            self._check_it_holds(held)
+            self._unload(name)  # of a push of the same version that was lost
+            self._loaded[name] = folder  # also where the answer is lost
+            self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
+            self.server.request("POST", "/update_weight_version", json={"new_version": name})
+            for old in list(self._loaded)[: -self.KEPT_ADAPTERS]:
+                if old not in self.in_use:
+                    self._unload(old)
+        except ServerError as error:
+            kind = ServerLost if isinstance(error, ServerLost) else ServerError
+            return kind(f"Push of an adapter to {self.server.base_url} through {folder} failed: {sentence(error)}")
+        self.held = self.server.loaded = name
+        return None
+
+    def _unload(self, name: str) -> None:
+        """Let the server forget an adapter, if it has it: a restarted one has none."""
+        if self._loaded.pop(name, None) is not None:
+            try:
+                self.server.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, read=None)
+            except ServerLost:
+                raise
+            except ServerError:
+                logger.debug("%s had no adapter %s", self.server.base_url, name)
 
     def _versions_folder(self, size: int) -> Path:
         """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
@@ -406,16 +501,18 @@ class WeightTransfer:
         if missing := sorted((expected or set()) - set(names)):
             raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
 
+    def _check_it_holds(self, held: str | None) -> None:
+        """Raise `ServerLost` unless the server still has the version of the last push. None: it is not known."""
+        if held is not None and self.server.weight_version() != held:
+            raise ServerLost(f"{self.server.base_url} restarted before the push: it does not hold {held!r} any more")
+
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
         version, held, self.held = tagged(version, self.server.lineage), self.held, None
         try:
             # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
             self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "keep"})
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
-            if held is not None and self.server.weight_version() != held:
-                raise ServerLost(
-                    f"{self.server.base_url} restarted before the push: it does not hold {held!r} any more"
-                )
+            self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
             self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
             load()
@@ -452,6 +549,22 @@ class WeightTransfer:
         self._folder = None
 
     def close(self) -> None:
-        """Remove the folder of the weights."""
-        if self._folder is not None:
-            self._leave_folder()
+        """Let the server forget this client's adapters, and remove the folder of the weights."""
+        try:
+            if self._loaded:
+                self._forget_adapters()
+        finally:
+            if self._folder is not None:
+                self._leave_folder()
+
+    def _forget_adapters(self) -> None:
+        """The server has its own weights again, and says so. Nothing is waited for long: it may be gone."""
+        names, self._loaded = list(self._loaded), {}
+        self.held = self.server.loaded = self.server.adapter = None
+        try:
+            self.server.request("POST", "/update_weight_version", timeout=5.0, json={"new_version": "default"})
+            for name in names:
+                body = {"lora_name": name}
+                self.server.request("POST", "/v1/unload_lora_adapter", timeout=5.0, json=body, read=None)
+        except (ServerError, RuntimeError) as error:  # as an interpreter ends, no name can be looked up any more
+            logger.debug("%s keeps adapters of this run: %s", self.server.base_url, error)

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.generation.adapters import adapter_weights
 
 
 class GatherFailed(RuntimeError):
@@ -43,6 +44,7 @@ class PolicyWeights(VLLMGeneration):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
         self.expected = {name for names in by_parameter.values() for name in names}
+        self.of_adapter = {name for name, _ in adapter_weights(model)}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
         norms = [
             n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)

@@ -25,6 +25,7 @@ from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, ne
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.sampling import check_conversations
 from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.generation.adapters import slots_of, why_config_merges, why_server_merges
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts
@@ -241,14 +242,16 @@ def limit_context(env: Any, context: int | None, limit: str) -> None:
         env.max_model_len, env.context_limit = context, limit
 
 
-def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
+def check_server(
+    client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any, peft_config: Any = None
+) -> None:
     """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
 
     A server's context becomes an upper limit of `env.max_model_len`.
     """
     if hasattr(client, "servers"):
         for server in client.servers:
-            check_server(server, env, model_config, args, dataset)
+            check_server(server, env, model_config, args, dataset, peft_config)
         return client.check_settings()
     client.wait_until_healthy()
     card, info = client.model_card, client.server_info()
@@ -289,6 +292,10 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
     engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
+    if args.weight_sync == "adapter":
+        reason = "the recipe has no LoRA (use_peft: true)" if peft_config is None else why_config_merges(peft_config)
+        if reason or (reason := why_server_merges(client, peft_config.r, slots_of(args.max_staleness))):
+            raise ServerError(f"weight_sync=adapter: {reason}. With weight_sync: auto all weights are pushed instead.")
     if client.transfer.resolve(args.device) == "disk":
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
     else:

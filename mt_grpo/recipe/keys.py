@@ -28,8 +28,8 @@ class ServerAndLogKeys:
         None, "Address of the vLLM server; a list of several", trained=False, backend="server"
     )
     weight_sync: str = key(
-        "auto", "To the vLLM server by nccl (GPUs), disk (shared directory) or auto",
-        one_of=("auto", "nccl", "disk"), trained=False, backend="server",
+        "auto", "To the vLLM server by nccl (GPUs), disk (shared directory), adapter (LoRA alone) or auto",
+        one_of=("auto", "nccl", "disk", "adapter"), trained=False, backend="server",
     )  # fmt: skip
     weight_sync_dir: str | None = key(
         None, "Shared directory of the disk transport. None: /dev/shm, else the temp dir",

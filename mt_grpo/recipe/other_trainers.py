@@ -130,7 +130,7 @@ SWIFT_KEYS = {
             "vllm_quantization vllm_reasoning_parser vllm_disable_cascade_attn vllm_speculative_config",
             "vllm_data_parallel_size"),
     **alike("conversations never wait for each other. Remove it", "vllm_use_async_engine use_async_engine"),
-    **alike("a LoRA is merged before it is pushed. Remove it", "vllm_enable_lora enable_flattened_weight_sync"),
+    **alike("the launcher starts the server for a LoRA. Remove it", "vllm_enable_lora enable_flattened_weight_sync"),
     **alike(MEMORY, "move_model_batches offload_optimizer offload_model use_logits_to_keep"),
     **alike(SCALED, "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct",
             "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length",

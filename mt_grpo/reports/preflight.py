@@ -175,7 +175,7 @@ def versions_line(client: Any) -> str:
     """The versions of what the package depends on and of the servers, and which of them were not tested."""
     versions = installed()
     served = sorted({version for server in getattr(client, "servers", []) if (version := server.engine_version)})
-    known = [f"{name} {versions[name]}" for name in ("torch", "trl", "transformers", "accelerate")]
+    known = [f"{name} {versions.get(name)}" for name in ("torch", "trl", "transformers", "accelerate")]
     known += [f"vLLM {version} of the server" for version in served]
     untested = outside(versions) + [text for version in served for text in outside({"vllm": version})]
     return ", ".join(known) + (

@@ -8,6 +8,7 @@ from typing import Any
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
+from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.rollout_batch import RolloutBatch
@@ -62,7 +63,13 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.model, trainer.accelerator, trainer.processing_class, mode="none"
         )
         trainer.weight_sync = WeightSync(
-            client, trainer.model, trainer.vllm_generation, trainer.accelerator, first_ids(), args.weight_check_every
+            client,
+            trainer.model,
+            trainer.vllm_generation,
+            trainer.accelerator,
+            first_ids(),
+            args.weight_check_every,
+            slots_of(args.max_staleness),
         )
         return client
     if trainer.backend == "colocate":

@@ -454,7 +454,8 @@ class InFlight:
     def start_next(self) -> None:
         """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
 
-        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old.
+        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old;
+        those that name an adapter end with it.
         """
         if not self.trainer.model.training or not self._next:
             return

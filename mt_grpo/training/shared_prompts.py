@@ -388,23 +388,6 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
     }
 
 
-def refuse_unread(given: dict[str, Any]) -> None:
-    """Raise `TypeError` for what TRL gives to its method of the logprobs and rows that share prompts do not read.
-
-    A later TRL may give more than images, and what is left unread would change no loss and tell nobody.
-
-    >>> refuse_unread({"num_images": None, "compute_aux_loss": False})
-    >>> refuse_unread({"kept_ids": [1]})
-    Traceback (most recent call last):
-    TypeError: Rows that share prompts do not read kept_ids, which TRL gives. Set share_prompts: false.
-    """
-    unread = sorted(name for name, value in given.items() if value is not None and value is not False)
-    if unread:
-        raise TypeError(
-            f"Rows that share prompts do not read {', '.join(unread)}, which TRL gives. Set share_prompts: false."
-        )
-
-
 def logps_of_rows(
     model: Any, rows: list[SharedRow], compute_entropy: bool, accelerator: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, None]:

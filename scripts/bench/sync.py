@@ -1,6 +1,6 @@
 """Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
 
-    python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too; then the report
+    python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too, and LoRA; the report
     python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
     python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
@@ -10,7 +10,8 @@ shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs 
 Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
 repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
 the cache, resume) and `check` (comparison of logprobs, by default after every tenth push). Beside it the same number
-of bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync.
+of bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync. With LoRA
+(rank 16, all linear layers) the adapter alone is pushed, to a server with room for it. Other rows send all weights.
 """
 
 import gc
@@ -41,6 +42,7 @@ SIZES: dict[str, dict[str, int] | None] = {
 SIZES["0.6B"] = {key: QWEN[key] for key in SIZES["0.1B"]}
 PHASES = ("gather", "write", "load", "check")
 REPETITIONS, SHORT_REPETITIONS = 5, 3
+LORA_RANK = 16
 CHUNK = 2**26  # bytes of one plain write or read
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,9 +68,10 @@ def build_model(size: str, folder: Path, dtype: str) -> Path:
     return folder
 
 
-def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir: str) -> Any:
+def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir: str, lora: bool = False) -> Any:
     """A trainer on the server at that port that is ready to push; it has taken no step."""
     from datasets import Dataset
+    from peft import LoraConfig
 
     import mt_grpo_trainer as mt
 
@@ -88,13 +91,15 @@ def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir:
         output_dir=output_dir, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=1,
         save_strategy="no", disable_tqdm=True, use_vllm=True, vllm_mode="server",
-        vllm_importance_sampling_mode="token_truncate", weight_sync="disk", weight_sync_dir=sync_dir,
+        vllm_importance_sampling_mode="token_truncate", weight_sync="adapter" if lora else "disk",
+        weight_sync_dir=sync_dir,
         model_init_kwargs={"dtype": dtype},
     )  # fmt: skip
     env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
     return mt.MTGRPOEnvTrainer(
         str(model), env, [], [outcome], vllm_server_host="127.0.0.1", vllm_server_port=port, args=args,
         train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=LORA_RANK, target_modules="all-linear") if lora else None,
     )  # fmt: skip
 
 
@@ -109,11 +114,15 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
         ServerError: the server did not get the changed weight.
     """
     norm = trainer.model.get_submodule(trainer.vllm_generation.final_norm).weight
+    added = next((p for name, p in trainer.model.named_parameters() if ".lora_B." in name), None)
     trainer._sync_weights()
     pushes = []
     for number in range(repetitions):
         # Moves logprobs by far more than the check allows, and comes back, so that many repetitions change nothing.
-        norm.data.mul_(1.25 if number % 2 == 0 else 0.8)
+        if added is None:
+            norm.data.mul_(1.25 if number % 2 == 0 else 0.8)
+        else:
+            added.data.add_(0.5 if number % 2 == 0 else -0.5)
         before = start_of_peak()
         started = time.perf_counter()
         phases = trainer.weight_sync._push(f"{trainer.client.instance}-bench-{number}")
@@ -188,16 +197,28 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     return rounded(row)
 
 
-def measure(size: str, dtype: str, repetitions: int, sync_dir: str) -> dict[str, Any]:
-    """Start a server for a model of that size, push to it, and return the row of results."""
+def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool = False) -> dict[str, Any]:
+    """Start a server for a model of that size, push to it, and return the row of results.
+
+    Args:
+        size, dtype: Of the model.
+        repetitions: Pushes that count.
+        sync_dir: Where they pass.
+        lora: Whether an adapter is trained, and pushed alone.
+    """
+    from mt_grpo.generation.adapters import adapter_weights
+
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(size, Path(folder) / "model", dtype)
         started = time.perf_counter()
         flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--dtype", dtype)
-        with VLLMServer(model, *flags, log=Path(folder) / "vllm.log", timeout=400) as server:
+        env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora else {}
+        flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK)) if lora else ()
+        with VLLMServer(model, *flags, env=env, log=Path(folder) / "vllm.log", timeout=400) as server:
             up = time.perf_counter() - started
-            trainer = build_trainer(model, server.port, dtype, sync_dir, folder)
-            tensors = {name: t.numel() * t.element_size() for name, t in trainer.vllm_generation.named_weights()}
+            trainer = build_trainer(model, server.port, dtype, sync_dir, folder, lora)
+            weights = adapter_weights(trainer.model) if lora else trainer.vllm_generation.named_weights()
+            tensors = {name: t.numel() * t.element_size() for name, t in weights}
             counts = {"parameters": trainer.model.num_parameters(), "tensors": len(tensors)}
             counts |= {"bytes": sum(tensors.values())}
             pushes = measure_pushes(trainer, repetitions)
@@ -206,7 +227,8 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str) -> dict[str,
         gc.collect()
         plain = [plain_seconds(sync_dir, counts["bytes"]) for _ in range(repetitions)]
         disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
-    return {**summary(size, dtype, counts, pushes, plain, disk), "server_start_seconds": round(up, 1)}
+    row = summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
+    return {**row, "server_start_seconds": round(up, 1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,18 +317,19 @@ def main(argv: list[str] | None = None) -> None:
     import mt_grpo_trainer  # noqa: F401  a trainer that cannot be imported is told before a server is started
 
     prepare(threads=1)
-    jobs = [(size, "float32") for size in SIZES if size in options.sizes]
+    jobs = [(size, "float32", False) for size in SIZES if size in options.sizes]
     if not options.short and "0.6B" in options.sizes:
-        jobs.append(("0.6B", "bfloat16"))
+        jobs.append(("0.6B", "bfloat16", False))
+    jobs += [(size, "float32", True) for size in options.sizes if SIZES[size] is not None]
     results: dict[str, Any] = {"machine": machine(), "sync_dir": options.sync_dir, "short": options.short, "rows": []}
-    for size, dtype in jobs:
-        row = measure(size, dtype, repetitions, options.sync_dir)
+    for size, dtype, lora in jobs:
+        row = measure(size, dtype, repetitions, options.sync_dir, lora)
         results["rows"].append(row)
         FRAME.keep(results, options.short)
         medians = ", ".join(f"{key} {short(value['median'])}" for key, value in row["seconds"].items())
         print(
-            f"{size} {dtype}: {row['bytes'] / 1e6:.0f} MB: {medians} s; {row['times_plain']:.1f} times the plain "
-            f"write and read; memory + {row['peak_multiple']:.1f} times",
+            f"{size} {row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {medians} s; {row['times_plain']:.1f} times the "
+            f"plain write and read; memory + {row['peak_multiple']:.1f} times",
             flush=True,
         )
     FRAME.finish(results, options.short)

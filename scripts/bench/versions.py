@@ -97,12 +97,14 @@ def engine(version: str | None) -> tuple[str, str]:
 
 
 def copied(kind: str) -> Path:
-    """A copy of the working tree for this kind, which keeps the environment of the last one."""
+    """A copy of the working tree for this kind, with the environment of the last one, which is brought up to date."""
     target = ROOT / "runs/versions" / kind
     target.mkdir(parents=True, exist_ok=True)
     for old in target.iterdir():
         if old.name != ".venv":
             shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for stamp in target.glob(".venv/setup-*.stamp"):  # the same requirement may mean another version today
+        stamp.unlink()
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -155,6 +157,8 @@ def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHON")
     }
+    if folder.name == "newest":  # pip leaves what fits as it is otherwise
+        environment |= {"PIP_UPGRADE": "1", "PIP_UPGRADE_STRATEGY": "eager"}
     lines = []
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

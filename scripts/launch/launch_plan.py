@@ -22,10 +22,12 @@ if __name__ == "__main__":  # imports begin in scripts/
 import torch
 from recipes import load_recipe, option
 from transformers import AutoConfig, AutoTokenizer
+from trl import get_peft_config
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.files import output_lock
+from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
 from mt_grpo.recipe.checks import (
     check_context,
     check_dataset,
@@ -206,6 +208,8 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         given = not uses_nccl or is_given(argv, "vllm_group_port")
         plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
         plan["wanted_group_port"] = None if given else args.vllm_group_port
+        if plan["num_processes"] > 1 and (plan["deepspeed"] or os.environ.get("ACCELERATE_CONFIG")):
+            plan["adapters"] = None  # ZeRO-3 or FSDP: the adapter of a sharded model is merged
     return plan
 
 
@@ -223,7 +227,18 @@ def server_plan(
         "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
         "max_model_len": server_context(script_args, args, model_args, whole), "weight_sync": args.weight_sync,
         "dtype": server_dtype(args, model_args) if on_gpu else "float32",
+        "adapters": adapters_of(args, model_args, on_gpu),
     }  # fmt: skip
+
+
+def adapters_of(args: mt.MTGRPOConfig, model_args: Any, on_gpu: bool) -> list[int] | None:
+    """The rank and the number of adapters that the server has to have room for; None where the recipe pushes none."""
+    config = get_peft_config(model_args)
+    if config is None or args.weight_sync in ("disk", "nccl") or why_config_merges(config):
+        return None
+    if on_gpu and server_dtype(args, model_args) == "float32":  # vLLM's kernels of adapters take halves alone
+        return None
+    return [room_for(config.r), slots_of(args.max_staleness)]
 
 
 def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:

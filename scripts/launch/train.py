@@ -180,6 +180,10 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         command.append("--trust-remote-code")
     if plan["tensor_parallel"] > 1:
         command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+    if plan["adapters"]:  # the policy's adapter is pushed beside the model, and loaded while the server runs
+        rank, slots = map(str, plan["adapters"])
+        command += ["--enable-lora", "--max-loras", slots, "--max-lora-rank", rank]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
         if plan["weight_sync"] != "disk":

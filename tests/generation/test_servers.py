@@ -30,7 +30,7 @@ from warm_vllm import WarmVLLMServer
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_sync
-from mt_grpo.generation.connection import server_urls
+from mt_grpo.generation.connection import ServerConnection, server_urls
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_sync import WeightSync
@@ -508,6 +508,7 @@ class Pushed(Settled):
         super().__init__(number, **values)
         self.version, self.wrong, self.pushes = "default", 0.0, []
         self.transfer = SimpleNamespace(leave_nccl=lambda: None)
+        self.pushed = self.adapter = None
 
     def server_info(self):
         return self._if_up({})
@@ -528,10 +529,12 @@ def pushing():
     """(push of a version to three servers, the pool)."""
     pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
     pool.RETRY_SECONDS = 0.0
-    weights = SimpleNamespace(named_weights=lambda scale: iter([]), expected=set(), sharded=False, final_norm=None)
+    weights = SimpleNamespace(
+        model=None, named_weights=lambda scale: iter([]), expected=set(), sharded=False, final_norm=None
+    )
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
-    sync._probe_logprobs = lambda scale=1.0: torch.tensor([-1.0, -1.0])
+    sync._probe_logprobs = lambda norm_scale=1.0: torch.tensor([-1.0, -1.0])
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
 
 
@@ -578,7 +581,7 @@ def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushin
     push, pool, sync = pushing
     sync.weights.final_norm = "norm"
     sync.model = SimpleNamespace(dtype=torch.float32, get_submodule=lambda name: torch.nn.LayerNorm(1))
-    sync._probe_logprobs = lambda scale=1.0: torch.full((2,), -1.0 if scale == 1.0 else -2.0)
+    sync._probe_logprobs = lambda norm_scale=1.0: torch.full((2,), -1.0 if norm_scale == 1.0 else -2.0)
     for number, server in enumerate(pool.servers):
         if number != deaf:
             server.score = lambda ids, rank, server=server: [-1.0 - server.version.endswith("-probe")] * (len(ids) - 1)
@@ -634,6 +637,26 @@ def test_what_another_rank_lost_is_left_out(pushing, monkeypatch):
     assert push("v-1")["sync/servers"] == 2 and pool.joined == [0, 2]
 
 
+def test_adapters_that_any_rank_names_stay_and_all_ranks_name_the_new_one(pushing, monkeypatch):
+    """Rank 0 alone loads and unloads. The name of a restarted server's adapter says so."""
+    push, pool, sync = pushing
+    push("v-0")
+    sync.adapter, sync.weights.of_adapter = SimpleNamespace(r=4), set()
+    for number, server in enumerate(pool.servers):
+        server.named_adapters, server.lineage = {f"own-{number}"}, number
+    gather = weight_sync.gather_object
+
+    def of_two_ranks(rows):
+        return gather(rows) + ([[{"other"}, set(), {"own-2"}]] if isinstance(rows[0][0], set) else [])
+
+    monkeypatch.setattr(weight_sync, "gather_object", of_two_ranks)
+    for server in pool.servers:
+        server.version = tagged("v-0", server.lineage)
+    push("v-1")
+    assert [server.transfer.in_use for server in pool.servers] == [{"own-0", "other"}, {"own-1"}, {"own-2"}]
+    assert [server.adapter for server in pool.servers] == ["v-1", "v-1+1", "v-1+2"]
+
+
 def test_a_restart_that_one_rank_found_is_known_to_all(pushing, monkeypatch):
     """Rank 0 counts a server's restarts. The others prove their rollouts by the same count."""
     push, pool, _ = pushing
@@ -671,7 +694,7 @@ def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
     salts, original = [], pool.update_weights
 
     def salt():
-        return [server.salt() for server in pool.servers]
+        return [ServerConnection.salt(server) for server in pool.servers]
 
     def update_weights(*args):
         salts.append([each["cache_salt"] for each in salt() + salt() if each])

@@ -5,11 +5,14 @@ import inspect
 import json
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
+from peft import LoraConfig
+from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.generation.server_pool import ServerPool
@@ -242,6 +245,48 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
     push_to_all(pool)
     folders = {body["kwargs"]["weights_path"] for s in servers for path, body in s.asked if path == "/collective_rpc"}
     assert len(folders) == 1 and pool.joined == [0, 1, 2] and [s.version for s in servers] == ["v-1"] * 3
+    pool.close()
+
+
+def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
+    """Nothing is paused. What a request still names stays, with its files."""
+    clients = [VLLMServerClient(base_url=s.url, sync_dir=str(tmp_path)) for s in servers[:2]]
+    pool = ServerPool(clients)
+    for client in clients:
+        client.transfer.adapter = LoraConfig(r=4)
+
+    def push(version):
+        pool.update_weights(iter(WEIGHTS.items()), version, set(WEIGHTS), torch.device("cpu"))
+
+    push("v-1")
+    load = "/v1/load_lora_adapter"
+    assert [server.paths() for server in servers[:2]] == [[load, "/update_weight_version"]] * 2
+    bodies = [dict(server.asked)[load] for server in servers[:2]]
+    folder = Path(bodies[0]["lora_path"])
+    assert bodies == [{"lora_name": "v-1", "lora_path": str(folder)}] * 2
+    written = load_file(folder / "adapter_model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in written.items()} == {"w": [1.0, 2.0], "head": [[3.0]]}
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+    push("v-2")
+    clients[1].transfer.in_use = {"v-1"}
+    for server in servers:
+        server.asked.clear()
+    push("v-3")
+    unload = ["/v1/unload_lora_adapter"]
+    assert [server.paths() for server in servers[:2]] == [
+        ["/weight_info", load, "/update_weight_version", *unload], ["/weight_info", load, "/update_weight_version"]
+    ]  # fmt: skip
+    assert dict(servers[0].asked)[unload[0]] == {"lora_name": "v-1"}
+    assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["v-1", "v-2", "v-3"]
+    clients[1].transfer.in_use = set()
+    push("v-4")
+    assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["v-3", "v-4"]
+    assert [client.loaded for client in clients] == ["v-4"] * 2
+    servers[0].version = "default"  # it restarted: nothing is loaded before a push to all that joined knows it
+    servers[0].asked.clear()
+    with pytest.raises(ServerLost, match="restarted before the push: it does not hold 'v-4' any more"):
+        clients[0].update_weights(iter(WEIGHTS.items()), "v-5", set(WEIGHTS), torch.device("cpu"))
+    assert servers[0].paths() == ["/weight_info"]
     pool.close()
 
 

@@ -739,7 +739,7 @@ CONTRACT = {  # private TRL methods that this project overrides or calls -> (cla
         "if advantages.dim() == 1", 'completion_mask * inputs["tool_mask"]']),
     "_prepare_inputs": (GRPOTrainer, ["self", "generation_batch"], [
         "self._generate_and_score_completions", "self._buffered_inputs[self._step % "]),
-    # Rows that share prompts read no further keyword: `refuse_unread` ends a run that is given one.
+    # Rows that share prompts read no further keyword: a run that is given one ends.
     "_get_per_token_logps_and_entropies": (GRPOTrainer, [
         "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy",
         "compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
@@ -778,7 +778,7 @@ def test_a_keyword_that_shared_rows_do_not_read_ends_a_run(random_model, tmp_pat
     arguments = ids, torch.ones_like(ids), 2
     trainer = make_trainer(random_model, tmp_path)
     assert trainer.layout.kind == "shared"
-    with pytest.raises(TypeError, match="do not read kept_ids, which TRL gives. Set share_prompts: false."):
+    with pytest.raises(TypeError, match="do not read {'kept_ids'}, which TRL gives. Set share_prompts: false."):
         trainer._get_per_token_logps_and_entropies(trainer.model, *arguments, num_images=None, kept_ids=ids)
 
 

@@ -688,7 +688,7 @@ if kind == "plan":
         "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
         "deepspeed": False, "model": "m", "revision": "main",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
-        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False,
+        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None,
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
@@ -1001,7 +1001,21 @@ GPU_PLAN = {
     "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
+    "adapters": None,
 }  # fmt: skip
+
+
+LORA = ["--use_peft", "true", "--lora_r", "12", "--lora_target_modules", "all-linear"]
+
+
+@pytest.mark.parametrize("more, expected", [
+    ([], None), (LORA, [16, 2]), ([*LORA, "--max_staleness", "2"], [16, 4]), ([*LORA, "--weight_sync", "disk"], None),
+    ([*LORA, "--use_dora", "true"], None), ([*LORA, "--lora_r", "600"], None),
+])  # fmt: skip
+def test_the_server_of_a_lora_has_room_for_its_adapters(more, expected):
+    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
+    assert launch_plan.make_plan(recipe, more)["adapters"] == expected
+    assert launch_plan.make_server_plan(recipe, more)["adapters"] == expected
 
 
 def test_the_commands_for_gpus(monkeypatch, capsys):
@@ -1017,6 +1031,9 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
     by_disk = train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1, "2")[0]
     assert "--weight-transfer-config" not in by_disk and "--tensor-parallel-size" not in by_disk
+    with_adapters, environment = train.server_command("py", GPU_PLAN | {"adapters": [16, 3]}, 1, "2")
+    assert "--enable-lora --max-loras 3 --max-lora-rank 16" in " ".join(with_adapters)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     command, environment = train.server_command("py", GPU_PLAN | {"tensor_parallel": 2}, 1, "4,5", host="10.0.0.7")
     assert " ".join(command).count("--host 10.0.0.7") == " ".join(command).count("--tensor-parallel-size 2") == 1
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"

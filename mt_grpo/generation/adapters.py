@@ -1,0 +1,171 @@
+"""LoRA pushed as what it is: whether a server can have the adapter beside its own weights, and its two files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
+
+from mt_grpo.base.errors import ServerError, ServerLost
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM name them
+ADAPTER = "default"  # peft's name of the only one
+# What of a LoraConfig an engine reads, or what changes nothing there. Any other setting that is not peft's default may
+# change what the layers compute: such an adapter is merged before a push.
+ENGINE_READS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform",
+    "layers_pattern", "init_lora_weights", "runtime_config",
+}  # fmt: skip
+FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+# Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
+LEAST_VLLM = Version("0.31")
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
+
+
+def room_for(rank: int) -> int:
+    """The least `--max-lora-rank` that has room for an adapter.
+
+    >>> room_for(4), room_for(16), room_for(48)
+    (8, 16, 64)
+    """
+    return min(each for each in RANKS if each >= rank)
+
+
+def slots_of(max_staleness: int) -> int:
+    """The adapters that conversations in flight may name: those of as many versions, and the newest.
+
+    >>> slots_of(0), slots_of(2)
+    (2, 4)
+    """
+    return max_staleness + 2
+
+
+def why_config_merges(config: Any) -> str | None:
+    """Why an adapter of this kind is no adapter for a server; None: it is one.
+
+    >>> why_config_merges(LoraConfig(r=8)), why_config_merges(LoraConfig(use_dora=True))
+    (None, 'its configuration has use_dora=True')
+    >>> why_config_merges(LoraConfig(init_lora_weights="pissa"))
+    "init_lora_weights='pissa' changes the model's own weights"
+    >>> why_config_merges(LoraConfig(r=1024))
+    'its rank is 1024, and vLLM takes 512 at most'
+    """
+    if type(config) is not LoraConfig:
+        return f"it is a {type(config).__name__}"
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        return f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights"
+    if config.r > RANKS[-1]:
+        return f"its rank is {config.r}, and vLLM takes {RANKS[-1]} at most"
+    plain = LoraConfig()
+    for field in dataclasses.fields(LoraConfig):
+        value = getattr(config, field.name)
+        if field.name not in ENGINE_READS and value != getattr(plain, field.name):
+            return f"its configuration has {field.name}={value!r}"
+    return None
+
+
+def why_model_merges(model: Any, sharded: bool) -> str | None:
+    """Why what is trained of a model is not its adapter alone, or no adapter for a server; None: it is.
+
+    Args:
+        model: The policy, with its adapter.
+        sharded: Whether its parameters are divided among ranks.
+    """
+    if list(model.peft_config) != [ADAPTER]:
+        return f"it has the adapters {', '.join(model.peft_config)}"
+    if reason := why_config_merges(model.peft_config[ADAPTER]):
+        return reason
+    if sharded:
+        return "it is sharded, or DeepSpeed has it"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_of_adapter(name):
+            return f"{name} is trained beside it"
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
+            return f"it changes {name}, which is no linear layer"
+    return None
+
+
+def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
+    """Why a server cannot have adapters of this rank; None: it can.
+
+    Args:
+        server: Its client.
+        rank: Of the adapter.
+        slots: Adapters at the same time (`slots_of`).
+    """
+    flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
+    version = server.engine_version or ""
+    if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
+        return f"{where} runs vLLM {version or 'of no version'}, and adapters are loaded safely from {LEAST_VLLM} on"
+    info = server.server_info()
+    if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
+        return f"{where} has several engines"
+    if not (config := info.get("lora_config") or {}):
+        return f"{where} was started without {flags}"
+    if (most := int(config["max_lora_rank"])) < rank:
+        return f"{where} has room for rank {most}, and lora_r is {rank}: start it with {flags}"
+    if (most := int(config["max_loras"])) < slots:
+        return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
+    if (held := server.weight_version()) != "default":
+        return f"{where} holds the weights {held!r} of another run: start it anew"
+    try:  # without a name nothing is loaded
+        server.request("POST", "/v1/load_lora_adapter", json={"lora_name": "", "lora_path": ""})
+    except ServerLost:
+        raise
+    except ServerError as error:
+        if ": 404 " in str(error):
+            return f"{where} takes no adapters while it runs: start it with {flags}"
+    return None
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter of a model with LoRA is one of an adapter's two matrices.
+
+    >>> is_of_adapter("layers.0.q_proj.lora_A.default.weight"), is_of_adapter("layers.0.q_proj.base_layer.weight")
+    (True, False)
+    """
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def adapter_weights(model: Any, shift: float = 0.0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of an adapter, under the names of its file. `shift` is added to each lora_B."""
+    for name, parameter in model.named_parameters():
+        if is_of_adapter(name):
+            tensor = parameter.data + shift if shift and ".lora_B." in name else parameter.data
+            yield name.replace(f".{ADAPTER}.", "."), tensor
+
+
+@contextmanager
+def shifted(model: Any, shift: float) -> Iterator[None]:
+    """Meanwhile `shift` is added to each lora_B. Behind it they are bit for bit what they were."""
+    before = {p: p.data for name, p in model.named_parameters() if ".lora_B." in name} if shift else {}
+    try:
+        for parameter, data in before.items():
+            parameter.data = data + shift
+        yield
+    finally:
+        for parameter, data in before.items():
+            parameter.data = data
+
+
+def config_of(model: Any) -> LoraConfig | None:
+    """The configuration of a policy's adapter; None for a policy without one."""
+    return model.peft_config.get(ADAPTER) if isinstance(model, PeftModel) else None
+
+
+def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: LoraConfig) -> None:
+    """The two files of an adapter, which others than this user may read where the folder lets them."""
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+    for name in (FILE, CONFIG):
+        (folder / name).chmod(0o644)

@@ -1,0 +1,309 @@
+"""LoRA pushed as an adapter, against a real vLLM server on the CPU: what it samples from, and what is refused."""
+
+import asyncio
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from peft import LoraConfig
+from test_server import TINY, make_trainer as make_any_trainer
+from transformers import AutoModelForCausalLM
+from warm_vllm import WarmVLLMServer
+
+from mt_grpo.base.errors import ServerError
+from mt_grpo.generation import adapters as adapters_module, weight_transfer
+from mt_grpo.generation.adapters import why_model_merges
+from mt_grpo.reports.rollout_log import read_rollouts
+from mt_grpo_trainer import VLLMServerClient
+
+pytestmark = pytest.mark.servers  # a group of scripts/test.sh
+
+pytest.importorskip("vllm")
+LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True}
+FLAGS = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
+
+
+@pytest.fixture(scope="module")
+def server_with_adapters():
+    """A server that takes adapters while it runs."""
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    try:
+        with WarmVLLMServer(TINY, *FLAGS, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8") as server:
+            yield server
+    finally:
+        del os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+
+
+@pytest.fixture
+def adapters(server_with_adapters):
+    """It has its own weights, and no adapter; so it is again behind the test."""
+    yield server_with_adapters
+    for client in (CLIENTS.pop() for _ in list(CLIENTS)):
+        client.close()
+
+
+CLIENTS = []  # of this test's trainers
+
+
+def make_trainer(*args, **changes):
+    """As test_server.py's. What its servers got is gone behind the test."""
+    trainer = make_any_trainer(*args, **changes)
+    CLIENTS.append(trainer.client)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A server without adapters."""
+    with WarmVLLMServer(TINY, *FLAGS) as server:
+        yield server
+
+
+def versions(server, trainer):
+    """The versions of a trainer's adapters that a server has."""
+    cards = requests.get(f"{server.url}/v1/models", timeout=10).json()["data"]
+    names = [card["id"].rpartition("-") for card in cards]
+    return [int(number) for instance, _, number in names if instance == trainer.client.instance]
+
+
+def folders(client):
+    """The versions whose files a client keeps."""
+    return sorted(int(path.name.rpartition("-")[2]) for path in client.transfer._folder.iterdir() if path.is_dir())
+
+
+def merged(trainer):
+    """A model of its own with the policy's weights of now. (A copy would go on calling the policy's own `forward`.)"""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model.load_state_dict({name: tensor.clone() for name, tensor in trainer.vllm_generation.named_weights()})
+    return model.eval()
+
+
+def logprobs_of(model, ids):
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog):
+    """Each step's samples are the policy's to 1e-4, merged or not; the server's own weights stay what they were."""
+    ids = [(7 * i * i) % 300 + 20 for i in range(60)]
+    ask = VLLMServerClient("127.0.0.1", adapters.port)
+    before = ask.score(ids)
+    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
+                           learning_rate=2e-2, log_rollouts=16, log_rollout_tokens=True)  # fmt: skip
+    trainer.train()
+    assert "The policy has a LoRA. A push to the server sends it alone, of rank 4." in caplog.text
+    rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert len(rows) == 4 and all(row["sync/logprob_difference"] < 1e-4 for row in rows)
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    instance, version = trainer.client.instance, trainer._weight_counter.version
+    # The last push was before the last step. Of the adapters the newest two are left.
+    assert versions(adapters, trainer) == [version - 3, version - 2]
+    assert trainer.client.servers[0].adapter == f"{instance}-{version - 2}"
+    logged = [row for row in read_rollouts(tmp_path) if row["mode"] == "train"]
+    assert {tuple(turn["policy_versions"]) for row in logged for turn in row["turns"]} == {
+        (k, k) for k in (1, 2, 3, 4)
+    }
+    trainer.weight_sync.sync(f"{instance}-{version}", lambda: None, lambda: None)
+    policy = merged(trainer)
+    (client,) = trainer.client.servers
+    sampled, logprobs = client.sample_behind(ids, 200)
+    assert client.loaded == f"{instance}-{version}" and len(sampled) == 200
+    assert logprobs == pytest.approx(logprobs_of(policy, ids + sampled)[-200:], abs=1e-4)
+    assert (torch.tensor(logprobs_of(policy, ids)) - torch.tensor(before)).abs().mean() > 0.01  # it learned something
+    assert ask.score(ids) == before
+    size = sum(t.nbytes for t in trainer.model.state_dict().values())
+    assert size > 10 * sum(p.nbytes for n, p in trainer.model.named_parameters() if "lora" in n)
+
+
+def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp_path):
+    """Three pushes pass one by while the engine is paused. What it names stays, and its files are read again."""
+    trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
+                           vllm_server_timeout=20, weight_check_every=0)  # fmt: skip
+    (client,), sync = trainer.client.servers, trainer.weight_sync
+    prompt = trainer.processing_class("What is 12 * 34?").input_ids
+
+    def push(number):
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter += 0.02
+        trainer._weight_counter.version = number
+        sync.sync(f"{trainer.client.instance}-{number}", lambda: None, lambda: None)
+
+    def wait_until_it_samples():
+        metric = r"^vllm:num_requests_running\{.*\} 1\.0$"
+        while not re.search(metric, requests.get(f"{adapters.url}/metrics", timeout=10).text, re.M):
+            time.sleep(0.01)
+
+    push(1)
+    first = merged(trainer)
+
+    async def turn():
+        request = asyncio.ensure_future(client.generate(prompt, 600, {"stop": [], "ignore_eos": True}))
+        await asyncio.to_thread(wait_until_it_samples)
+        await asyncio.to_thread(client.request, "POST", "/pause", params={"mode": "keep"})
+        for number in (2, 3, 4):
+            await asyncio.to_thread(push, number)
+        assert not request.done() and versions(adapters, trainer) == [1, 3, 4]
+        assert folders(client) == [1, 3, 4]
+        await asyncio.to_thread(client.request, "POST", "/resume")
+        return await request
+
+    generation = asyncio.run(turn())
+    assert generation.policy_versions == (1, 1) and len(generation.token_ids) == 600
+    expected = logprobs_of(first, prompt + generation.token_ids)[len(prompt) - 1 :]
+    assert generation.logprobs == pytest.approx(expected, abs=1e-3)
+    push(5)
+    assert versions(adapters, trainer) == folders(client) == [4, 5]
+    trainer.client.close()
+    assert versions(adapters, trainer) == [] and client.weight_version() == "default"
+    assert client.asked_model == client.model_card["id"]
+
+
+def test_what_a_restarted_server_lost_is_sampled_again(adapters, tmp_path):
+    """It has no adapter, and no version. What names one waits until the restart is found, and then starts anew."""
+    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA))
+    original, attempts = trainer._start_rollouts, []
+
+    def set_off(prompts, which):
+        attempts.append(len(which))
+        if len(attempts) == 2:
+            client = trainer.client.servers[0]
+            for number in versions(adapters, trainer):
+                name = {"lora_name": f"{trainer.client.instance}-{number}"}
+                client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
+            client.request("POST", "/update_weight_version", json={"new_version": "default"})
+        return original(prompts, which)
+
+    trainer._start_rollouts = set_off
+    trainer.train()
+    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
+    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
+    assert [row["rollout/restarted"] for row in rows] == [0, 16]
+    assert trainer.weight_sync.num_syncs == 3
+
+
+def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):
+    """An adapter begins as zero: the right samples prove nothing before it is shifted."""
+    trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA))
+    monkeypatch.setattr(
+        VLLMServerClient, "loaded", property(lambda self: None, lambda self, value: None), raising=False
+    )
+    with pytest.raises(ServerError, match="A changed weight did not arrive at http://127.0.0.1"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not any("lora_B" in n and p.abs().sum() for n, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"use_dora": True}, "its configuration has use_dora=True"),
+    ({"modules_to_save": ["norm"]}, "its configuration has modules_to_save="),
+    ({"r": 16}, "has room for rank 8, and lora_r is 16: start it with --enable-lora --max-loras 2 --max-lora-rank 16"),
+    ({"target_modules": ["embed_tokens", "q_proj"]},
+     "base_model.model.model.embed_tokens.lora_embedding_A.default is trained beside it"),
+])  # fmt: skip
+def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog, changes, reason):
+    """And the log says why. The samples are right either way."""
+    config = LoraConfig(**{**LORA, **changes})
+    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=config)
+    trainer.train()
+    assert f"merges it into all weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "")
+    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+
+
+def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
+    """Its server holds another run's weights, by the version or, where that says nothing, by the logprobs."""
+    state = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).state_dict()
+
+    def put(factor, version):
+        client = VLLMServerClient("127.0.0.1", adapters.port)
+        client.update_weights(iter({name: tensor * factor for name, tensor in state.items()}.items()), version)
+        client.close()
+
+    for version, reason in (
+        ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "own weights are others than")
+    ):  # fmt: skip
+        put(1.1, version)
+        trainer = make_trainer(adapters.port, TINY, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
+        trainer.train()
+        assert f"merges it into all weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
+            "the server's ", ""
+        )
+        (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
+        assert row["sync/logprob_difference"] < 1e-4
+    put(1.0, "default")
+
+
+def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, caplog, monkeypatch):
+    """As one with a module that vLLM does not adapt: it answers 500."""
+    original = weight_transfer.write_adapter
+
+    def write(folder, tensors, config):
+        original(folder, tensors, config)
+        (folder / "adapter_config.json").write_text("{}")
+
+    monkeypatch.setattr(weight_transfer, "write_adapter", write)
+    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    assert "merges it into all weights, since the server cannot load it: Push of an adapter to" in caplog.text
+    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+
+
+@pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False), (None, False),
+                                           ("dev", False)])  # fmt: skip
+def test_an_older_engine_gets_merged_weights(version, fits):
+    """Before 0.31 a load could move the adapters of requests in flight."""
+    server = SimpleNamespace(
+        base_url="http://a", engine_version=version, weight_version=lambda: "default", request=lambda *_, **__: {},
+        server_info=lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}},
+    )  # fmt: skip
+    reason = adapters_module.why_server_merges(server, 8, 2)
+    assert (reason is None) == fits and (fits or f"runs vLLM {version or 'of no version'}, and" in reason)
+    if fits:
+        assert "room for 2 adapters at a time, and 3 may be in flight" in adapters_module.why_server_merges(
+            server, 8, 3
+        )
+
+
+def test_a_server_without_the_flags_gets_merged_weights(plain, tmp_path, caplog):
+    trainer = make_trainer(plain.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    flags = "--enable-lora --max-loras 2 --max-lora-rank 8, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    assert f"merges it into all weights, since {plain.url} was started without {flags}" in caplog.text
+
+
+@pytest.mark.parametrize("config, reason", [
+    (LoraConfig(**LORA), "was started without --enable-lora --max-loras 2 --max-lora-rank 8"),
+    (LoraConfig(**LORA, use_dora=True), "its configuration has use_dora=True"), (None, "the recipe has no LoRA"),
+], ids=["no flags", "dora", "no lora"])  # fmt: skip
+def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error_before_weights_are_loaded(
+    plain, tmp_path, monkeypatch, config, reason
+):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights"))
+    with pytest.raises(ServerError, match=f"weight_sync=adapter: .*{reason}.*With weight_sync: auto"):
+        make_trainer(plain.port, TINY, tmp_path, peft_config=config, weight_sync="adapter")
+
+
+def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
+    from peft import get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), LoraConfig(**LORA))
+    assert why_model_merges(model, False) is None
+    assert why_model_merges(model, True) == "it is sharded, or DeepSpeed has it"
+    name, norm = next((n, p) for n, p in model.named_parameters() if "norm" in n)
+    norm.requires_grad_(True)
+    assert why_model_merges(model, False) == f"{name} is trained beside it"
+    norm.requires_grad_(False)
+    model.add_adapter("other", LoraConfig(**LORA))
+    assert why_model_merges(model, False) == "it has the adapters default, other"
