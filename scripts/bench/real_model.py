@@ -4,6 +4,7 @@
     python scripts/build/squad_search.py runs/squad --source FOLDER        # or from the Hub
     python scripts/bench/real_model.py                                     # what is missing; then the report
     python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
+    python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print    # the next report has it
     python scripts/bench/real_model.py --report
 
 A run trains hf_recipes/SmolLM2/squad-search.yaml beside a vLLM server that samples. The held-out questions are
@@ -345,6 +346,7 @@ def section(results: dict[str, Any]) -> str:
         f"tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
+    lines += of_longer(runs, results.get("longer", []))
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
         said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
@@ -368,6 +370,26 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
             for how in ("sampled", "greedy")
         ]  # fmt: skip
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def of_longer(runs: list[dict[str, Any]], longer: list[dict[str, Any]]) -> list[str]:
+    """A table of the runs with more steps, each behind the study's run of its method and seed."""
+    if not longer:
+        return []
+    lines = ["", "Runs that went on for longer, sampled / greedy:", ""]
+    lines += [
+        "| method, seed | steps | " + " | ".join(COMPARED) + " | words of an answer | perplexity |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in longer:
+        same = [each for each in runs if (each["method"], each["seed"]) == (run["method"], run["seed"])]
+        for each in [*same, run]:
+            pairs = [[FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
+                     for label in (*COMPARED, "words of an answer")]  # fmt: skip
+            cells = [" / ".join(cell([value]) for value in pair) for pair in pairs]
+            lines.append(f"| `{each['method']}`, {each['seed']} | {each['steps']} | {' | '.join(cells)} | "
+                         f"{each['after']['perplexity']:.1f} |")  # fmt: skip
     return lines
 
 
@@ -420,7 +442,7 @@ def main(argv: list[str] | None = None) -> None:
             run(method, seed, options.steps)
             print(f"{name_of(method, seed, options.steps)}: {time.perf_counter() - began:.0f} s", flush=True)
             runs = collected(options.steps, reported=not options.only_print)
-            results = {"machine": machine(), "before": before(), "runs": runs}
+            results = {"machine": machine(), "before": before(), "runs": runs, "longer": gone_on(options.steps)}
             if options.only_print:
                 print("\n" + section(results), flush=True)
             else:
@@ -461,6 +483,19 @@ def collected(steps: int, reported: bool) -> list[dict[str, Any]]:
         found += [run] if (run["method"], run["seed"]) not in there else []
     order = {method: number for number, method in enumerate(METHODS)}
     return sorted(found, key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
+
+
+def gone_on(steps: int) -> list[dict[str, Any]]:
+    """The runs of more steps in RUNS, and those of the last written report that are not there."""
+    read = inputs()
+    found = [
+        run for path in sorted(RUNS.glob("*-steps*-seed*.json")) if (run := result_in(path, read))["steps"] > steps
+    ]
+    there = {(run["method"], run["seed"], run["steps"]) for run in found}
+    old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
+    found += [run for run in old.get("longer", [])
+              if run.get("inputs") == read and (run["method"], run["seed"], run["steps"]) not in there]  # fmt: skip
+    return sorted(found, key=lambda run: (run["method"], run["seed"], run["steps"]))
 
 
 if __name__ == "__main__":

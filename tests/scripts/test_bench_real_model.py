@@ -87,6 +87,19 @@ def test_of_one_seed_there_is_no_interval_and_a_resumed_run_has_no_time(results)
     assert "| exact match | 0.00 | 0.30 |" in bench.section(results) and "`mt_grpo`: seed 0." in bench.section(results)
 
 
+def test_longer_runs_stand_behind_the_studys_own_of_their_seed(results):
+    results["longer"] = [run("mt_grpo", 1, 0.7, steps=9), run("other", 5, 0.8, steps=9)]
+    lines = bench.section(results).splitlines()
+    at = lines.index("Runs that went on for longer, sampled / greedy:")
+    assert lines[at + 2 : at + 7] == [
+        "| method, seed | steps | answer among the results | exact match | F1 | words of an answer | perplexity |",
+        "|---|---|---|---|---|---|---|",
+        "| `mt_grpo`, 1 | 3 | 0.25 / 0.25 | 0.50 / 0.60 | 0.25 / 0.30 | 2.50 / 2.50 | 13.0 |",
+        "| `mt_grpo`, 1 | 9 | 0.25 / 0.25 | 0.70 / 0.80 | 0.35 / 0.40 | 2.50 / 2.50 | 13.0 |",
+        "| `other`, 5 | 9 | 0.25 / 0.25 | 0.80 / 0.90 | 0.40 / 0.45 | 2.50 / 2.50 | 17.0 |",
+    ]
+
+
 @pytest.fixture
 def study(results, tmp_path, monkeypatch):
     """The folder of a study whose runs are finished."""
@@ -114,6 +127,18 @@ def test_finished_runs_are_not_run_again(study):
         ("outcome", 0), ("outcome", 1), ("outcome", 2), ("mt_grpo", 0), ("mt_grpo", 1), ("mt_grpo", 2)
     ]  # fmt: skip
     assert "| exact match | 0.00 | 0.40 ± 0.50" in (study / "p.md").read_text() and (study / "p.png").is_file()
+
+
+def test_a_longer_run_is_in_the_report_and_stays_where_its_file_is_gone(study, results):
+    pytest.importorskip("matplotlib")
+    path = study / "mt_grpo-steps9-seed1.json"
+    path.write_text(json.dumps(run("mt_grpo", 1, 0.7, steps=9)))
+    for _ in range(2):
+        bench.main(["--seeds", "0", "--steps", "3"])
+        kept = json.loads((study / "r.json").read_text())
+        assert [(each["seed"], each["steps"]) for each in kept["longer"]] == [(1, 9)] and len(kept["runs"]) == 6
+        assert "| `mt_grpo`, 1 | 9 | 0.25 / 0.25 | 0.70 / 0.80 |" in (study / "p.md").read_text()
+        path.unlink(missing_ok=True)
 
 
 def test_what_the_report_had_stays(study, results):
