@@ -19,7 +19,7 @@ INSTALL = "bash scripts/setup.sh (with a server: --gpu, without a GPU --test)"  
 def known_ranges() -> dict[str, SpecifierSet]:
     """Package -> the range that was tested; `vllm` is the server's. Without the clone's pyproject.toml none is known.
 
-    >>> "0.30.0" in known_ranges()["vllm"], "0.1.0" in known_ranges()["vllm"], "torch" in known_ranges()
+    >>> "0.32.0" in known_ranges()["vllm"], "0.1.0" in known_ranges()["vllm"], "torch" in known_ranges()
     (True, False, True)
     """
     try:
