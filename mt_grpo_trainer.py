@@ -1145,7 +1145,7 @@ class VLLMServerClient(ServerConnection):
         return await self.sample(payload, self.vocab_size)
 
     def update_weights(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu", errors: dict[VLLMServerClient, ServerError | None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
@@ -1154,7 +1154,7 @@ class VLLMServerClient(ServerConnection):
             named_weights: (name, tensor) under the names of a checkpoint, tied copies included. Always exhausted, so
                 that what the iterator changed in the model (a merged adapter) is undone.
             version: Comes back from `weight_version()`; proves later that the server did not restart.
-            expected: The names that must be among them. Missing ones are an error before the server is touched.
+            expected: Name -> bytes of those that must come. Missing ones are an error before the server is touched.
             device: This process's accelerator, for NCCL.
             errors: Its keys are the clients of all servers that load these weights, and it gets the error of each.
                 None: this server alone, whose error is raised.

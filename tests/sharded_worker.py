@@ -149,7 +149,8 @@ class CompareWeights(TrainerCallback):
 
     def compare(self, found, expected=None):
         expected = self.expected if expected is None else expected
-        assert found.keys() == expected.keys() == self.weights.expected, found.keys() ^ expected.keys()
+        assert found.keys() == expected.keys() == self.weights.expected.keys(), found.keys() ^ expected.keys()
+        assert {name: tensor.nbytes for name, tensor in found.items()} == self.weights.expected
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -5,6 +5,7 @@ versions         names of pushed weights: which a server reports, which sampled 
 connection       the connection to a server: its address and answers, retries, time limits
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
+weight_file      the file of a push, written tensor by tensor
 weight_transfer  weights to servers: by disk, by NCCL
 weight_sync      push, prove, push again after a restart
 in_process       generation in this process, with TRL's own

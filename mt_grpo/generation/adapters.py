@@ -6,17 +6,15 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
 from peft import LoraConfig, PeftModel
-from safetensors.torch import save_file
 
 from mt_grpo.base.errors import ServerError, ServerLost
 
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft and vLLM name them
+FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one
 # What of a LoraConfig an engine reads, or what changes nothing there. Any other setting that is not peft's default may
 # change what the layers compute: such an adapter is merged before a push.
@@ -161,11 +159,3 @@ def shifted(model: Any, shift: float) -> Iterator[None]:
 def config_of(model: Any) -> LoraConfig | None:
     """The configuration of a policy's adapter; None for a policy without one."""
     return model.peft_config.get(ADAPTER) if isinstance(model, PeftModel) else None
-
-
-def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: LoraConfig) -> None:
-    """The two files of an adapter, which others than this user may read where the folder lets them."""
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
-    for name in (FILE, CONFIG):
-        (folder / name).chmod(0o644)

@@ -490,7 +490,7 @@ class ServerPool:
             self.servers[number].transfer.leave_nccl()
 
     def update_weights(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: set[str] | None = None,
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, float]:  # fmt: skip
         """`VLLMServerClient.update_weights` of the first server, for all of them: the weights are written once.

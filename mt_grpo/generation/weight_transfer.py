@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
-from mt_grpo.generation.adapters import write_adapter
+from mt_grpo.generation.adapters import FILE as ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
 from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.weight_file import write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ class WeightTransfer:
         self,
         named_weights: Iterator[tuple[str, torch.Tensor]],
         version: str,
-        expected: set[str] | None,
+        expected: dict[str, int] | None,
         device: torch.device,
         transfers: list[WeightTransfer],
     ) -> Pushed:
@@ -307,7 +307,7 @@ class WeightTransfer:
         self,
         named_weights: Iterator[tuple[str, torch.Tensor]],
         version: str,
-        expected: set[str] | None,
+        expected: dict[str, int] | None,
         transfers: list[WeightTransfer],
     ) -> Pushed:
         """Write all weights into one file, and let all servers load it at the same time.
@@ -315,73 +315,68 @@ class WeightTransfer:
         The seconds are `gather` (to the CPU), `write` (the file), `load` (pause to resume, of the slowest). Raises
         `ServerError` if a weight is missing, or if the file cannot be written.
         """
-        start = time.perf_counter()
-        # Each tensor is copied before the next one is requested, because the iterator may change it in place.
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
-        self._check_names(tensors.keys(), expected)
-        gathered = time.perf_counter()
-        size = sum(t.nbytes for t in tensors.values())
-
-        def write(folder: Path) -> None:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-            tensors.clear()
-            (folder / "model.safetensors").chmod(0o644)
-
-        with self._written(version, size, write) as folder:
-            written = time.perf_counter()
+        with self._written(named_weights, version, expected) as (folder, seconds):
+            began = time.perf_counter()
             try:
                 errors = at_once(lambda transfer: transfer._load_file(version, folder), transfers)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
-        return seconds, errors
+        return {**seconds, "load": time.perf_counter() - began}, errors
 
     def push_adapter(
         self,
         named_weights: Iterator[tuple[str, torch.Tensor]],
         version: str,
-        expected: set[str] | None,
+        expected: dict[str, int] | None,
         transfers: list[WeightTransfer],
     ) -> Pushed:
         """Write an adapter, and let all servers load it beside those that they have. As `push_disk`.
 
         Nothing is paused: a request names its adapter. The files stay while a server may read them again.
         """
-        start = time.perf_counter()
-        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in named_weights}
-        self._check_names(tensors.keys(), expected)
-        gathered = time.perf_counter()
-        size = sum(t.nbytes for t in tensors.values())
-        with self._written(version, size, lambda folder: write_adapter(folder, tensors, self.adapter)) as folder:
-            written = time.perf_counter()
+        with self._written(named_weights, version, expected) as (folder, seconds):
+            began = time.perf_counter()
             errors = at_once(lambda transfer: transfer._load_adapter(version, folder), transfers)
             # INVARIANT: an engine may read an adapter's files again while a request names it.
             kept = {folder, *(path for transfer in transfers for path in transfer._loaded.values())}
             for old in folder.parent.iterdir():
                 if old.is_dir() and old not in kept:
                     shutil.rmtree(old, ignore_errors=True)
-        seconds = {"gather": gathered - start, "write": written - gathered, "load": time.perf_counter() - written}
-        return seconds, errors
+        return {**seconds, "load": time.perf_counter() - began}, errors
 
     @contextmanager
-    def _written(self, version: str, size: int, write: Callable[[Path], None]) -> Iterator[Path]:
-        """A folder with a version's name that `write` has filled. It is whole, or it is not there.
+    def _written(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: dict[str, int] | None,
+    ) -> Iterator[tuple[Path, dict[str, float]]]:
+        """A folder with a version's name, and the seconds that it took. It is whole, or it is not there.
 
-        Raises `ServerError` where it cannot be written.
+        Raises `ServerError` where a weight is missing, or where it cannot be written.
         """
         folder = None
+        if expected is None:  # what comes is not known before it is there
+            tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
+            named_weights, expected = iter(tensors.items()), {name: t.nbytes for name, t in tensors.items()}
         try:
-            folder = self._versions_folder(size) / version
+            folder = self._versions_folder(sum(expected.values())) / version
             partial = folder.with_name(f"partial-{version}")
             try:
                 partial.mkdir()
-                write(partial)
+                file = partial / ("model.safetensors" if self.adapter is None else ADAPTER_FILE)
+                names, seconds = write_weights(file, named_weights, expected)
+                self._check_names(names, expected)
+                if self.adapter is not None:
+                    self.adapter.save_pretrained(str(partial))
+                for path in partial.iterdir():
+                    path.chmod(0o644)  # others than this user may read it where the folder lets them
                 shutil.rmtree(folder, ignore_errors=True)  # of a push of the same version that was lost
                 partial.rename(folder)  # INVARIANT: a folder with a version's name is complete
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-            yield folder
-        except (OSError, SafetensorError) as error:
+            yield folder, seconds
+        except OSError as error:
             advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
             raise ServerError(
                 f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
@@ -461,7 +456,7 @@ class WeightTransfer:
         self,
         named_weights: Iterator[tuple[str, torch.Tensor]],
         version: str,
-        expected: set[str] | None,
+        expected: dict[str, int] | None,
         device: torch.device,
         transfers: list[WeightTransfer],
     ) -> Pushed:
@@ -497,8 +492,8 @@ class WeightTransfer:
             self._nccl = None
 
     @staticmethod
-    def _check_names(names: typing.Iterable[str], expected: set[str] | None) -> None:
-        if missing := sorted((expected or set()) - set(names)):
+    def _check_names(names: typing.Iterable[str], expected: dict[str, int] | None) -> None:
+        if missing := sorted(set(expected or ()) - set(names)):
             raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
 
     def _check_it_holds(self, held: str | None) -> None:

@@ -43,8 +43,10 @@ class PolicyWeights(VLLMGeneration):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
-        self.expected = {name for names in by_parameter.values() for name in names}
-        self.of_adapter = {name for name, _ in adapter_weights(model)}
+        size = {id(p): (getattr(p, "ds_numel", None) or p.numel()) * p.element_size() for p in model.parameters()}
+        # Name -> bytes of what one push sends: all weights, and an adapter alone.
+        self.expected = {name: size[key] for key, names in by_parameter.items() for name in names}
+        self.of_adapter = {name: tensor.nbytes for name, tensor in adapter_weights(model)}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
         norms = [
             n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)

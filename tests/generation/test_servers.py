@@ -641,7 +641,7 @@ def test_adapters_that_any_rank_names_stay_and_all_ranks_name_the_new_one(pushin
     """Rank 0 alone loads and unloads. The name of a restarted server's adapter says so."""
     push, pool, sync = pushing
     push("v-0")
-    sync.adapter, sync.weights.of_adapter = SimpleNamespace(r=4), set()
+    sync.adapter, sync.weights.of_adapter = SimpleNamespace(r=4), {}
     for number, server in enumerate(pool.servers):
         server.named_adapters, server.lineage = {f"own-{number}"}, number
     gather = weight_sync.gather_object
@@ -814,10 +814,10 @@ def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
         return {}
 
     pool.servers[0].update_weights = push_and_lose
-    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    pool.update_weights(iter([]), "v-1", {}, torch.device("cpu"))
     assert pool.joined == [1, 2]
     pool.servers[0].update_weights = push_and_fail
-    pool.update_weights(iter([]), "v-1", set(), torch.device("cpu"))
+    pool.update_weights(iter([]), "v-1", {}, torch.device("cpu"))
     assert pool.joined == [1]
 
 
@@ -825,7 +825,7 @@ def test_a_push_without_servers_says_so_and_walks_to_the_end():
     """Other ranks gather the weights too."""
     client, weights = VLLMServerClient(base_url="http://127.0.0.1:9"), iter({"w": torch.ones(2)}.items())
     with pytest.raises(ServerLost, match="None of the vLLM servers is left to push weights to"):
-        client.update_weights(weights, "v-1", {"w"}, errors={})
+        client.update_weights(weights, "v-1", {"w": 4}, errors={})
     assert list(weights) == []
 
 

@@ -25,6 +25,7 @@ from trl.generation import vllm_client
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
 WEIGHTS = {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([[3.0]], dtype=torch.bfloat16)}
+SIZES = {"w": 8, "head": 2}
 INFO = {"vllm_config": {"model_config": {"model": "m", "dtype": "torch.float32", "logprobs_mode": "raw"},
                         "weight_transfer_config": {"backend": "nccl"}}}  # fmt: skip
 ANSWERS = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": INFO, "/get_world_size": {"world_size": 1}}
@@ -138,7 +139,7 @@ def client_of(server, port=500, **limits):
 
 
 def push(client, version="v-1"):
-    return client.update_weights(iter(WEIGHTS.items()), version, set(WEIGHTS), torch.device("cpu"))
+    return client.update_weights(iter(WEIGHTS.items()), version, SIZES, torch.device("cpu"))
 
 
 def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
@@ -176,7 +177,7 @@ def test_each_server_has_its_own_group(nccl, servers, caplog):
 
 
 def push_to_all(pool):
-    pool.update_weights(iter(WEIGHTS.items()), "v-1", set(WEIGHTS), torch.device("cpu"))
+    pool.update_weights(iter(WEIGHTS.items()), "v-1", SIZES, torch.device("cpu"))
 
 
 def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
@@ -256,7 +257,7 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
         client.transfer.adapter = LoraConfig(r=4)
 
     def push(version):
-        pool.update_weights(iter(WEIGHTS.items()), version, set(WEIGHTS), torch.device("cpu"))
+        pool.update_weights(iter(WEIGHTS.items()), version, SIZES, torch.device("cpu"))
 
     push("v-1")
     load = "/v1/load_lora_adapter"
@@ -285,7 +286,7 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     servers[0].version = "default"  # it restarted: nothing is loaded before a push to all that joined knows it
     servers[0].asked.clear()
     with pytest.raises(ServerLost, match="restarted before the push: it does not hold 'v-4' any more"):
-        clients[0].update_weights(iter(WEIGHTS.items()), "v-5", set(WEIGHTS), torch.device("cpu"))
+        clients[0].update_weights(iter(WEIGHTS.items()), "v-5", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
 
