@@ -4,13 +4,15 @@ import asyncio
 import os
 import re
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import requests
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from test_server import TINY, make_trainer as make_any_trainer
 from transformers import AutoModelForCausalLM
 from warm_vllm import WarmVLLMServer
@@ -28,15 +30,20 @@ LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_p
 FLAGS = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
 
 
+@contextmanager
+def serving(*flags):
+    """A server that takes adapters while it runs."""
+    flags = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", *flags)
+    with ExitStack() as stack:
+        with mock.patch.dict(os.environ, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"):  # read as it starts
+            server = stack.enter_context(WarmVLLMServer(TINY, *FLAGS, *flags))
+        yield server
+
+
 @pytest.fixture(scope="module")
 def server_with_adapters():
-    """A server that takes adapters while it runs."""
-    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    try:
-        with WarmVLLMServer(TINY, *FLAGS, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8") as server:
-            yield server
-    finally:
-        del os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def versions(server, trainer):
     """The versions of a trainer's adapters that a server has."""
     cards = requests.get(f"{server.url}/v1/models", timeout=10).json()["data"]
     names = [card["id"].rpartition("-") for card in cards]
-    return [int(number) for instance, _, number in names if instance == trainer.client.instance]
+    return [int(number.partition("+")[0]) for instance, _, number in names if instance == trainer.client.instance]
 
 
 def folders(client):
@@ -189,6 +196,99 @@ def test_what_a_restarted_server_lost_is_sampled_again(adapters, tmp_path):
     assert trainer.weight_sync.num_syncs == 3
 
 
+def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapters, tmp_path):
+    """What one lost is sampled by the other one; it joins at the next push, with the adapter of that push."""
+    with serving() as other:
+        trainer = make_trainer(None, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
+                               vllm_server_base_url=[adapters.url, other.url], weight_check_every=10)  # fmt: skip
+        trainer.client.RETRY_SECONDS = 0.0
+        original, attempts = trainer._start_rollouts, []
+
+        def set_off(prompts, which):
+            attempts.append(len(which))
+            if len(attempts) == 2:
+                client = trainer.client.servers[1]
+                for number in versions(other, trainer):
+                    name = {"lora_name": f"{trainer.client.instance}-{number}"}
+                    client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
+                client.request("POST", "/update_weight_version", json={"new_version": "default"})
+            return original(prompts, which)
+
+        trainer._start_rollouts = set_off
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
+        assert [row["sync/servers"] for row in rows] == [2, 2, 2, 2]
+        assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+        # The first push is compared, and the one to the server that came back; behind it the others are not.
+        assert ["sync/logprob_difference" in row for row in rows] == [True, False, True, False]
+        version = trainer._weight_counter.version
+        assert versions(adapters, trainer) == [version - 3, version - 2]
+        assert versions(other, trainer) == [version - 3, version - 2]
+        tag = trainer.client.servers[1].lineage  # of its second start
+        assert tag == 1 and trainer.client.servers[1].loaded == f"{trainer.client.instance}-{version - 2}+1"
+        ids = [(7 * i * i) % 300 + 20 for i in range(60)]
+        trainer.weight_sync.sync(f"{trainer.client.instance}-{version}", lambda: None, lambda: None)
+        policy = merged(trainer)
+        for client in trainer.client.servers:
+            sampled, logprobs = client.sample_behind(ids, 100)
+            assert logprobs == pytest.approx(logprobs_of(policy, ids + sampled)[-100:], abs=1e-4)
+        trainer.client.close()
+
+
+def test_a_resumed_run_pushes_the_adapter_of_its_checkpoint(adapters, tmp_path):
+    """Its first push is of trained values, and the server has not heard of the run before."""
+    settings = {"peft_config": LoraConfig(**LORA), "learning_rate": 2e-2, "save_strategy": "steps", "save_steps": 2}
+    first = make_trainer(adapters.port, TINY, tmp_path, max_steps=2, **settings)
+    first.train()
+    trained = {n: p.detach().clone() for n, p in first.model.named_parameters() if "lora" in n}
+    first.client.close()
+    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=4, **settings)
+    original, sampled_by = trainer._start_rollouts, []
+
+    def set_off(prompts, which):
+        (client,) = trainer.client.servers
+        sampled_by.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora" in n})
+        ids, logprobs = client.sample_behind(prompt, 50)
+        assert logprobs == pytest.approx(logprobs_of(merged(trainer), prompt + ids)[-50:], abs=1e-4)
+        return original(prompts, which)
+
+    prompt = trainer.processing_class("What is 12 * 34?").input_ids
+    trainer._start_rollouts = set_off
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(sampled_by[0][name], value) for name, value in trained.items())
+    assert any(value.abs().sum() > 0 for name, value in trained.items() if "lora_B" in name)
+    rows = [row for row in trainer.state.log_history if "sync/seconds" in row and row["step"] > 2]
+    assert len(rows) == 2 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+
+
+def test_a_model_that_comes_with_an_adapter(adapters, tmp_path, caplog):
+    """A `PeftModel` of the user's, whose adapter was trained before: on an equal base it is pushed alone."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), LoraConfig(**LORA))
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    trainer = make_trainer(adapters.port, model, tmp_path, max_steps=2, log_rollouts=16, log_rollout_tokens=True)
+    trainer.train()
+    assert "A push to the server sends it alone, of rank 4." in caplog.text
+    rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert len(rows) == 2 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+def test_adapters_in_bf16(tmp_path, caplog):
+    """The base is bf16 on both sides, the adapter float32 here and bf16 on the server."""
+    with serving("--dtype", "bfloat16") as server:
+        trainer = make_trainer(server.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
+                               learning_rate=1e-2, model_init_kwargs={"dtype": "bfloat16"}, bf16=True)  # fmt: skip
+        trainer.train()
+        assert "A push to the server sends it alone, of rank 4." in caplog.text
+        rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
+        assert len(rows) == 4 and all(row["sync/logprob_difference"] < 0.1 for row in rows)
+        assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in rows)
+        trainer.client.close()
+
+
 def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):
     """An adapter begins as zero: the right samples prove nothing before it is shifted."""
     trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA))
@@ -292,8 +392,6 @@ def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error_before_weigh
 
 
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
-    from peft import get_peft_model
-
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), LoraConfig(**LORA))
     assert why_model_merges(model, False) is None
     assert why_model_merges(model, True) == "it is sharded, or DeepSpeed has it"

@@ -177,11 +177,11 @@ def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, **change
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
             for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
     return MTGRPOEnvTrainer(
-        str(model), MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48), [],
-        [outcome or answered],
-        vllm_server_host="127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
-        train_dataset=Dataset.from_list(rows), peft_config=peft_config,
+        model if isinstance(model, torch.nn.Module) else str(model), env, [], [outcome or answered],
+        **({} if port is None else {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}),
+        args=MTGRPOConfig(**{**values, **changes}), train_dataset=Dataset.from_list(rows), peft_config=peft_config,
     )  # fmt: skip
 
 

@@ -46,7 +46,9 @@ def test_the_library_reads_what_was_written(tmp_path, seed):
     """Bit for bit, whatever the dtypes: each tensor stands at a multiple of its element's size."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    tensors = {f'layers.{k}."ü"'[: rng.randrange(8, 14)] + str(k): random_tensor(rng) for k in range(rng.randrange(20))}
+    tensors = {
+        f'layers.{k}."ü"'[: rng.randrange(8, 14)] + str(k): random_tensor(rng) for k in range(rng.randrange(20))
+    }
     path = tmp_path / "model.safetensors"
     names, _ = write_weights(path, iter(tensors.items()), sizes(tensors))
     found = load_file(path)
@@ -62,8 +64,7 @@ def test_the_library_reads_what_was_written(tmp_path, seed):
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     assert all(
-        (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0
-        for name, tensor in tensors.items()
+        (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0 for name, tensor in tensors.items()
     )
 
 
