@@ -38,6 +38,9 @@ class WeightSync:
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
+    NUM_CHECKED = (
+        64  # ids that a check reads whose server was checked before: more of them take longer, and say no more
+    )
     NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(
@@ -147,7 +150,7 @@ class WeightSync:
     def _why_base_differs(self) -> str | None:
         """Why a server's own weights are not those that the adapter is on top of; None: they are. Collective."""
         with self.weights.model.disable_adapter():
-            gap = max(self._distances_of_samples().values())
+            gap = max(self._distances_of_samples(self._probe_ids).values())
         if gap <= self._logprob_tolerance():
             return None
         return f"the server's own weights are others than the policy's without it (logprobs differ by {gap:.2e})"
@@ -197,7 +200,7 @@ class WeightSync:
             return seconds, None
         pushed = time.perf_counter()
         try:
-            gap = self._check_logprobs()
+            gap = self._check_logprobs(whole=new_server)
         except ServerLost:
             raise
         except ServerError:
@@ -234,7 +237,9 @@ class WeightSync:
         scaled = self._probe_logprobs(**change)
         self._push(f"{version}-probe", **change)
         expected = (scaled - true).abs().mean().item()
-        distances = self._distances(scaled) if self.adapter is None else self._distances_of_samples(**change)
+        distances = (
+            self._distances(scaled) if self.adapter is None else self._distances_of_samples(self._probe_ids, **change)
+        )
         expected = on_main_process(lambda: expected)
         number, missed = max(distances.items(), key=lambda item: item[1])
         # An adapter has many modules, of which a server may leave one out: its part must not pass for a rounding.
@@ -263,12 +268,20 @@ class WeightSync:
                 break
         return {"shift": on_main_process(lambda: shift)}  # ranks of other hardware may have chosen otherwise
 
-    def _check_logprobs(self) -> float:
+    def _check_logprobs(self, whole: bool = False) -> float:
         """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
 
         A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
+
+        Args:
+            whole: Whether all probe ids are read: of a server that was not checked before.
         """
-        gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
+        ids = self._probe_ids if whole else self._probe_ids[: self.NUM_CHECKED]
+        gaps = (
+            self._distances(self._probe_logprobs(ids=ids), ids)
+            if self.adapter is None
+            else (self._distances_of_samples(ids))
+        )
         tolerance = self._logprob_tolerance()
         problems = {
             number: ServerError(
@@ -283,9 +296,14 @@ class WeightSync:
             on_main_process(lambda: self.servers.refuse(problems))
         return max(gap for number, gap in gaps.items() if number not in problems)
 
-    def _distances(self, ours: torch.Tensor) -> dict[int, float]:
-        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks."""
-        theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
+    def _distances(self, ours: torch.Tensor, ids: list[int] | None = None) -> dict[int, float]:
+        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
+
+        Args:
+            ours: The trainer's, (T-1,).
+            ids: What they are of, (T,). None: the probe ids.
+        """
+        theirs = on_main_process(lambda: self.servers.scores(ids or self._probe_ids))
         local = {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         ranks = gather_object([local])
         return {
@@ -293,16 +311,16 @@ class WeightSync:
             for number in theirs
         }
 
-    def _distances_of_samples(self, **change: float) -> dict[int, float]:
-        """As `_distances`, of what each server samples behind the probe ids. `change` is that of `_probe_logprobs`.
+    def _distances_of_samples(self, ids: list[int], **change: float) -> dict[int, float]:
+        """As `_distances`, of what each server samples behind `ids`. `change` is that of `_probe_logprobs`.
 
         Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
         """
-        room = (self.servers.max_model_len or math.inf) - len(self._probe_ids)
-        found = on_main_process(lambda: self.servers.samples(self._probe_ids, min(self.NUM_SAMPLED, room)))
+        room = (self.servers.max_model_len or math.inf) - len(ids)
+        found = on_main_process(lambda: self.servers.samples(ids, min(self.NUM_SAMPLED, room)))
         gaps = {}
-        for number, (ids, theirs) in found.items():
-            ours = self._probe_logprobs(ids=[*self._probe_ids, *ids], **change)[-len(ids) :]
+        for number, (sampled, theirs) in found.items():
+            ours = self._probe_logprobs(ids=[*ids, *sampled], **change)[-len(sampled) :]
             gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
         ranks = gather_object([gaps])
         return {number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)

@@ -204,20 +204,20 @@ def watch_first_check(trainer: Any) -> dict[str, float]:
     """Filled in by the first push: how far a scaled norm moved the trainer's logprobs, and what the server missed."""
     seen: dict[str, float] = {}
     sync = trainer.weight_sync
-    measure, logprobs = sync._distance_to_server, sync._probe_logprobs
+    measure, logprobs = sync._distances, sync._probe_logprobs
     probes: list[torch.Tensor] = []
 
-    def probe_logprobs(norm_scale: float = 1.0) -> torch.Tensor:
-        probes.append(logprobs(norm_scale))
+    def probe_logprobs(**change: Any) -> torch.Tensor:
+        probes.append(logprobs(**change))
         return probes[-1]
 
-    def distance(ours: torch.Tensor) -> float:
-        missed = measure(ours)
+    def distances(*given: Any) -> dict[int, float]:
+        missed = measure(*given)
         if not seen:
-            seen.update(moved=(probes[1] - probes[0]).abs().mean().item(), missed=missed)
+            seen.update(moved=(probes[1] - probes[0]).abs().mean().item(), missed=max(missed.values()))
         return missed
 
-    sync._probe_logprobs, sync._distance_to_server = probe_logprobs, distance
+    sync._probe_logprobs, sync._distances = probe_logprobs, distances
     return seen
 
 
@@ -232,9 +232,9 @@ def random_model(port: int, folder: str, model: Path) -> list[dict[str, float]]:
     sync._probe_ids = torch.randint(3, 32_000, (256,)).tolist()
     for scale in NORM_SCALES:
         sync._push(f"scaled-{scale}", scale)
-        ours = sync._probe_logprobs(scale)
+        ours = sync._probe_logprobs(norm_scale=scale)
         logits = scale * logit_std(trainer)
-        rows.append({"scale": scale, "logit_std": logits, "right": sync._distance_to_server(ours)})
+        rows.append({"scale": scale, "logit_std": logits, "right": max(sync._distances(ours).values())})
     trainer.client.close()
     return rows
 

@@ -534,8 +534,22 @@ def pushing():
     )
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
-    sync._probe_logprobs = lambda norm_scale=1.0: torch.tensor([-1.0, -1.0])
+    sync._probe_logprobs = lambda norm_scale=1.0, ids=None: torch.tensor([-1.0, -1.0])
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
+
+
+def test_a_server_that_was_checked_reads_the_first_ids_alone(pushing):
+    """The whole prompt at its first push, and where one joins; 64 ids of it later."""
+    push, pool, sync = pushing
+    sync._probe_ids, asked, sync.check_every = list(range(100)), [], 1
+    sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
+    pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
+    for step in range(3):
+        push(f"v-{step}")
+    assert asked == [list(range(100)), list(range(64)), list(range(64))]
+    pool.servers[1].version = "of another process"
+    push("v-3")
+    assert asked[3:] == [list(range(100))]
 
 
 def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):
@@ -581,7 +595,7 @@ def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushin
     push, pool, sync = pushing
     sync.weights.final_norm = "norm"
     sync.model = SimpleNamespace(dtype=torch.float32, get_submodule=lambda name: torch.nn.LayerNorm(1))
-    sync._probe_logprobs = lambda norm_scale=1.0: torch.full((2,), -1.0 if norm_scale == 1.0 else -2.0)
+    sync._probe_logprobs = lambda norm_scale=1.0, ids=None: torch.full((2,), -1.0 if norm_scale == 1.0 else -2.0)
     for number, server in enumerate(pool.servers):
         if number != deaf:
             server.score = lambda ids, rank, server=server: [-1.0 - server.version.endswith("-probe")] * (len(ids) - 1)

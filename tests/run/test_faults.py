@@ -1338,11 +1338,12 @@ def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path,
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     elif fault == "full half-way":
 
-        def save_file(tensors, path, metadata):
-            Path(path).write_bytes(b"half of it")
+        def write_weights(path, named_weights, expected):
+            next(named_weights)
+            path.write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        monkeypatch.setattr("mt_grpo.generation.weight_transfer.save_file", save_file)
+        monkeypatch.setattr("mt_grpo.generation.weight_transfer.write_weights", write_weights)
     elif fault == "write error":
         limits = files_of_at_most(2**20)
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from bench import bf16 as bench
 
+from mt_grpo.generation.weight_sync import WeightSync
+
 LOG3 = math.log(3.0)
 
 
@@ -68,16 +70,18 @@ def test_the_report():
 def test_the_first_check_is_watched():
     """What the scaled norm moved, and what the server missed: of the first comparison, and of no later one."""
 
+    assert all(callable(getattr(WeightSync, name)) for name in ("_probe_logprobs", "_distances"))
+
     class Sync:
         def _probe_logprobs(self, norm_scale=1.0):
             return torch.tensor([-1.0, -2.0]) * norm_scale
 
-        def _distance_to_server(self, ours):
-            return 0.25
+        def _distances(self, ours, ids=None):
+            return {0: 0.125, 1: 0.25}
 
     sync = Sync()
     seen = bench.watch_first_check(type("Trainer", (), {"weight_sync": sync}))
     sync._probe_logprobs()
-    sync._distance_to_server(sync._probe_logprobs(1.5))
-    sync._distance_to_server(sync._probe_logprobs(9.0))
+    sync._distances(sync._probe_logprobs(norm_scale=1.5))
+    sync._distances(sync._probe_logprobs(norm_scale=9.0), [1, 2])
     assert seen == {"moved": 0.75, "missed": 0.25}
