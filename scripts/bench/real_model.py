@@ -61,8 +61,8 @@ NUM_PASSAGES = 40  # whose perplexity is taken
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 # Keys that a method cannot change. With use_peft what is saved is an adapter, which the server does not load.
-FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollout_tokens",
-         "use_peft", "credit_assignment")  # fmt: skip
+FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
+         "log_rollout_tokens", "use_peft", "credit_assignment")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean",
@@ -117,7 +117,7 @@ def options_of(method: str) -> list[str]:
     return words
 
 
-def evaluated(model: str | Path) -> dict[str, Any]:
+def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
     """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and the perplexity.
 
     All models are asked alike, by the recipe's settings: a method that samples colder would look better otherwise.
@@ -134,7 +134,7 @@ def evaluated(model: str | Path) -> dict[str, Any]:
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             try:
                 found[name] = evaluate.evaluate(
-                    client, RECIPE, NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
+                    client, str(recipe), NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
                     batch_size=128, greedy=name == "greedy", show=NUM_PROBLEMS * samples,
                 )  # fmt: skip
             finally:
@@ -240,7 +240,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         rows = train(
             RECIPE, output, *options, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
             "--vllm_mode", "server", "--vllm_server_base_url", server.url, "--vllm_importance_sampling_mode",
-            "token_truncate", "--log_rollout_tokens", "true", *resume, shown=True,
+            "token_truncate", "--log_rollouts", 32, "--log_rollout_tokens", "true", *resume, shown=True,
         )  # fmt: skip
     trained = time.perf_counter() - began
     found = {
