@@ -54,15 +54,22 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
             return f"its attention has sinks ({name})"
         if isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
             return f"it has a layer that mixes neighbouring tokens ({name}: {kind})"
-        dropped = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
-        dropped = dropped or getattr(module, "attention_dropout", 0.0)
-        if isinstance(dropped, float) and dropped > 0:
-            key = "lora_dropout" if "lora" in name else name
-            return f"{key} has a dropout of {dropped:g}, which would be drawn once for all that share a prompt"
+    if found := dropout_of(model):
+        return "{} has a dropout of {:g}, which would be drawn once for all that share a prompt".format(*found)
     if config._attn_implementation not in ("sdpa", NAME):
         return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
     if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
         return f"{type(model).__name__} takes no attention function from outside"
+    return None
+
+
+def dropout_of(model: torch.nn.Module) -> tuple[str, float] | None:
+    """(`lora_dropout` or the module's name, its share) of the first dropout in a model; None: it has none."""
+    for name, module in model.named_modules():
+        share = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
+        share = share or getattr(module, "attention_dropout", 0.0)
+        if isinstance(share, float) and share > 0:
+            return "lora_dropout" if "lora" in name else name, share
     return None
 
 
@@ -129,6 +136,13 @@ class Layout:
             self.kind, self.reason = "padded", reason
         else:
             take_shared_rows(*models_of(trainer))
+        if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
+            logger.warning(
+                "{} has a dropout of {:g}. It is drawn in the loss and not where rollouts are sampled, so that their "
+                "logprobs differ from the start: the ratio is noise. Set {}".format(
+                    *found, "lora_dropout: 0." if found[0] == "lora_dropout" else "disable_dropout: true."
+                )
+            )
         self.proof: float | None = None
         self.current: Pass | None = None
         self.begun: Pass | None = None

@@ -1,8 +1,10 @@
 """LoRA pushed as an adapter, against a real vLLM server on the CPU: what it samples from, and what is refused."""
 
 import asyncio
+import json
 import os
 import re
+import subprocess
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from test_server import TINY, make_trainer as make_any_trainer
 from transformers import AutoModelForCausalLM
+from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
@@ -26,6 +29,7 @@ from mt_grpo_trainer import VLLMServerClient
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
 pytest.importorskip("vllm")
+ROOT = Path(__file__).resolve().parents[2]
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True}
 FLAGS = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
 
@@ -233,6 +237,33 @@ def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapter
             sampled, logprobs = client.sample_behind(ids, 100)
             assert logprobs == pytest.approx(logprobs_of(policy, ids + sampled)[-100:], abs=1e-4)
         trainer.client.close()
+
+
+def test_two_ranks_push_one_adapter(adapters, tmp_path):
+    """Rank 0 sends it, and both sample from it: turns of the second rank are the policy's, too."""
+    words = [
+        "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--vllm_server_port", adapters.port, "--max_steps", 3,
+        "--use_peft", "true", "--lora_r", 4, "--lora_alpha", 32, "--lora_target_modules", "all-linear",
+        "--lora_dropout", 0.0, "--learning_rate", 2e-2, "--lr_scheduler_type", "constant", "--weight_check_every", 1,
+        "--output_dir", tmp_path / "out", "--log_rollouts", 1000, "--log_rollout_tokens", "true",
+        "--save_strategy", "steps", "--save_steps", 3, "--disable_tqdm", "true",
+    ]  # fmt: skip
+    command = [executable(), "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
+               "mt_grpo_trainer.py", *map(str, words)]  # fmt: skip
+    said = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
+    assert (said.stdout + said.stderr).count("A push to the server sends it alone, of rank 4.") == 1
+    rows = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())["log_history"]
+    rows = [row for row in rows if "sync/seconds" in row]
+    assert len(rows) == 3 and all(row["sync/logprob_difference"] < 1e-4 for row in rows)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in rows)
+    turns = [turn for row in read_rollouts(tmp_path / "out") if row["mode"] == "train" for turn in row["turns"]]
+    assert (tmp_path / "out/rollouts.rank1.jsonl").stat().st_size > 0
+    assert {tuple(turn["policy_versions"]) for turn in turns} == {(1, 1), (2, 2), (3, 3)}
+    cards = requests.get(f"{adapters.url}/v1/models", timeout=10).json()["data"]
+    assert len(cards) == 1  # the model: the run took its adapters with it
 
 
 def test_a_resumed_run_pushes_the_adapter_of_its_checkpoint(adapters, tmp_path):

@@ -61,6 +61,19 @@ def test_the_first_line_of_a_run_says_how_rows_are_laid_out(random_model, tmp_pa
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.parametrize("lora, settings, says", [
+    ({"lora_dropout": 0.05}, {}, "lora_dropout has a dropout of 0.05. "),
+    ({"lora_dropout": 0.05}, {"share_prompts": False}, "lora_dropout has a dropout of 0.05. "),
+    ({"lora_dropout": 0.05}, {"disable_dropout": True}, None), ({"lora_dropout": 0.0}, {}, None),
+])  # fmt: skip
+def test_a_dropout_that_the_sampled_logprobs_have_not_is_said(random_model, tmp_path, caplog, lora, settings, says):
+    config = LoraConfig(target_modules=["q_proj"], **lora)
+    make_trainer(random_model, tmp_path, peft_config=config, **settings)
+    warnings = [record.getMessage() for record in caplog.records if "It is drawn in the loss" in record.getMessage()]
+    assert len(warnings) == (says is not None)
+    assert says is None or (warnings[0].startswith(says) and warnings[0].endswith("Set lora_dropout: 0."))
+
+
 def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_path):
     """In shared rows the model is asked with a layout, once in ordinary rows for the proof, and never with padding."""
     trainer, seen = make_trainer(random_model, tmp_path), []
