@@ -38,9 +38,7 @@ class WeightSync:
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
-    NUM_CHECKED = (
-        64  # ids that a check reads whose server was checked before: more of them take longer, and say no more
-    )
+    NUM_CHECKED = 64  # probe ids that are read where a server was checked before: all of them say no more
     NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(
@@ -280,7 +278,7 @@ class WeightSync:
         gaps = (
             self._distances(self._probe_logprobs(ids=ids), ids)
             if self.adapter is None
-            else (self._distances_of_samples(ids))
+            else self._distances_of_samples(ids)
         )
         tolerance = self._logprob_tolerance()
         problems = {
