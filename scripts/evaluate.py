@@ -31,7 +31,7 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.recipe.checks import check_context
+from mt_grpo.recipe.checks import check_context, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
@@ -84,11 +84,14 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
     """A causal language model (or a base model with its LoRA adapter) on the GPU if there is one."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-        revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
-    )  # fmt: skip
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
+        )  # fmt: skip
+    except OSError as error:
+        raise ValueError(model_error(path, error).replace("model_name_or_path", "--model", 1)) from error
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 
@@ -171,6 +174,7 @@ def evaluate(
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
+        "file": Path(script_args.dataset_name or "").name if Path(script_args.dataset_name or "").is_file() else None,
         "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
         "temperature": 0.0 if greedy else args.temperature,
         "rewards": {
@@ -316,10 +320,12 @@ def table(result: dict[str, Any]) -> str:
     """What `evaluate` returned, for people."""
     sampled = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     seeded = "" if result["seed"] is None else f", seed {result['seed']}"
+    # One file has no splits: whoever trains on it is asked the questions of the training.
+    where = f"{result['file']} (all its rows)" if result.get("file") else f"split {result['split']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [
         f"model     {result['model']} ({result['backend']})",
-        f"problems  {result['num_problems']} of split {result['split']}, {samples}, {result['seconds']:.1f} s",
+        f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s",
         f"sampling  {sampled}{seeded}",
         "",
     ]

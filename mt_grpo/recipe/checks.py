@@ -28,7 +28,7 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.adapters import slots_of, why_config_merges, why_server_merges
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
-from mt_grpo.recipe.data import check_prompt, empty_prompts
+from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.rollout import ROLES
@@ -115,8 +115,8 @@ def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
         raise ValueError(
             f"The training data has {num_prompts} prompts, but one batch of rollouts needs {needed} "
             f"({args.generation_batch_size} rollouts / num_generations={args.num_generations}), so that no step would "
-            f"be taken. Set dataset_size to {needed} or more, or lower per_device_train_batch_size or "
-            "gradient_accumulation_steps."
+            f"be taken. Take {needed} rows or more (dataset_size, if it is set, leaves the rest out), or lower "
+            "per_device_train_batch_size or gradient_accumulation_steps."
         )
 
 
@@ -181,7 +181,8 @@ def model_error(name: str, error: Exception) -> str:
             f"model_name_or_path: {name!r} is no folder as seen from {os.getcwd()}. Expected a model's folder, or its "
             "name on the Hub, which has one slash."
         )
-    return f"model_name_or_path: {name!r} cannot be loaded: {' '.join(error_text(error).split())}"
+    reason = " ".join(error_text(error).split())
+    return f"model_name_or_path: {name!r} cannot be loaded: {reason}{not_here(name)}"
 
 
 def check_env(args: GRPOConfig, env: Any) -> None:
@@ -371,7 +372,8 @@ def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
         if push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
             raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
         keys = "ignore_mismatched_sizes|unexpected keyword argument"
-        if not isinstance(error, (OSError, ImportError, SafetensorError)) and not re.search(keys, str(error)):
+        of_weights = not isinstance(error, ValueError) and re.search(keys, str(error))  # ours says whose fault it is
+        if not isinstance(error, (OSError, ImportError, SafetensorError)) and not of_weights:
             raise
         raise ValueError(model_error(name, error)) from error
 

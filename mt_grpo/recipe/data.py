@@ -248,6 +248,14 @@ def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> N
             raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
 
 
+def not_here(name: str) -> str:
+    """What to add to an error of the Hub where a name may be a mistyped path: its first part is a folder here."""
+    path = Path(name)
+    if len(path.parts) < 2 or path.exists() or not path.parent.is_dir():
+        return ""
+    return f" There is a folder {str(path.parent)!r} in {Path.cwd()}, and no {path.name!r} in it: is it mistyped?"
+
+
 def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:
     """Rows of a dataset on the Hub. Raises `ValueError` with the dataset's name for every failure."""
     hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
@@ -259,7 +267,7 @@ def load_from_hub(name: str, split: str, size: int | None, config: str | None) -
         near = difflib.get_close_matches(name, known, n=1)
         raise ValueError(
             f"dataset_name: {name!r} ({config or hub_config or 'no configuration'}, split {split!r}) cannot be "
-            f"loaded from the Hub: {error_line(error)}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"loaded from the Hub: {error_line(error)}." + (f" Did you mean {near[0]!r}?" if near else not_here(name))
         ) from error
     if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
         rows = rows.select_columns(["question", "answer"])

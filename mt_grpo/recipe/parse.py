@@ -156,9 +156,12 @@ def check_variables(variables: Any, path: str) -> None:
             )
 
 
+MEANT = {"reward_func": ["reward_fn"], "reward_functions": ["reward_fn"]}  # the nearest by letters is ms-swift's
+
+
 def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
     """The message for an unknown key, with the most similar known key."""
-    near = difflib.get_close_matches(str(key), known, n=1)
+    near = MEANT.get(str(key)) or difflib.get_close_matches(str(key), known, n=1)
     return f"Unknown key {key!r} {where}." + (
         f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
     )
@@ -173,6 +176,8 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
+    if not any(re.match(r"--config(=|$)", word) for word in argv) and re.search(r"\.ya?ml$", argv[0]):
+        raise ValueError(f"No --config is given. Expected --config {argv[0]}.")
     argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
     if "--config" in argv:
         position = argv.index("--config") + 1

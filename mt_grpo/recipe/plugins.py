@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import logging
@@ -38,7 +39,11 @@ def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list
         raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
     module = import_file(path, key)
     if not any(hasattr(module, name) for name in names):
-        raise ValueError(f"{key}: {path!r} defines no list. Add the line `{names[0]} = [my_function]`.")
+        found = [name for name in vars(module) if difflib.get_close_matches(name, names, n=1, cutoff=0.8)]
+        has = f" It has {found[0]}: is that mistyped?" if found else ""
+        ways = [f"`{name} = [my_function]`" for name in names[:of_lists]]
+        ways += [f"`{name} = MyClass`" for name in names if name == "ENVIRONMENT"]
+        raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}.{has} Add {' or '.join(ways)}.")
     lists = [getattr(module, name, []) for name in names]
     for name, value in zip(names, lists[:of_lists]):
         if not isinstance(value, list):
@@ -112,6 +117,10 @@ def load_class(reference: str, key: str) -> type:
     """The class that `path.py:Class` names. Raises `ValueError` where there is none."""
     found, name, path = load_named(reference, key, "ClassName")
     if not isinstance(found, type):
+        if found is None:
+            module = sys.modules.get(module_name(path, "tools_script")) or sys.modules[module_name(path, key)]
+            classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+            raise ValueError(f"{key}: {path!r} has no {name!r}. Its classes: {', '.join(classes) or 'none'}.")
         raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
     return found
 

@@ -69,8 +69,10 @@ def model_line(model: Any, args: Any) -> str:
 
 def data_line(train: Any, test: Any) -> str:
     """Rows and columns of the training and the test data; `test` may be None or a dict of several."""
-    tests = sum(map(len, test.values())) if isinstance(test, dict) else len(test) if test is not None else 0
-    return f"{len(train):,} training rows, {tests:,} test rows; columns {', '.join(train.column_names)}"
+    tests = "no test rows are read (eval_strategy: no)"
+    if test is not None:
+        tests = f"{sum(map(len, test.values())) if isinstance(test, dict) else len(test):,} test rows"
+    return f"{len(train):,} training rows, {tests}; columns {', '.join(train.column_names)}"
 
 
 def tools_line(env: Any) -> str:

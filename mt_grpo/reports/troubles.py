@@ -226,7 +226,8 @@ READINGS = (
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
         "{rollouts/called:.0%} of the rollouts call a tool.",
         "What is never tried is never rewarded.",
-        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
+        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature. The bundled "
+        "tiny models know their own tool alone: for yours take a model that writes.",
     ),
     Reading(
         "no answers", ("rollouts/ended",), lambda f: f["rollouts/ended"] <= NEVER,
@@ -253,8 +254,9 @@ READINGS = (
         lambda f: not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0,
         "The rewards are the same for all rollouts: {rewards/constant}.",
         "Advantages are differences within a group: all of them are 0.",
-        "Look at the reward functions, and whether an easier task, a part of the reward for a part of the way, or "
-        "another model gives some rollouts more than others.",
+        "Read some conversations (scripts/evaluate.py --show 5): does each tool return what you expect? Look how the "
+        "functions compare answers: a turn's answer is text, and '952' is not 952. Then take an easier task, give a "
+        "part of the reward for a part of the way, or take another model.",
         lambda f: True,
     ),
     Reading(

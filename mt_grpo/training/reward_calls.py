@@ -329,8 +329,8 @@ def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) 
         return RewardError(f"{error}. It does not raise so for a rollout alone.", func)
     of_data = {key: value for key, value in columns.items() if key not in REWARD_COLUMNS}
     return RewardError(
-        f"{error}. It raises so for rollout {places[0]} alone ({len(places)} of {count} do); its row is "
-        f"{row_shown(of_data, places[0])}",
+        f"{error}. Called with one rollout at a time it raises so for {len(places)} of {count}, first for rollout "
+        f"{places[0]}, whose row is {row_shown(of_data, places[0])}",
         func, places[0],
     )  # fmt: skip
 

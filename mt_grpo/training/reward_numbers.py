@@ -21,11 +21,14 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
-    for value, rollout in zip(values, rollouts, strict=True):
+    for number_of_rollout, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
         if isinstance(value, (list, tuple)) and not per_turn:
             raise ValueError(f"Reward {name} gives a list per rollout: move it from OUTCOME_ to TURN_REWARD_FUNCS.")
         if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
-            raise ValueError(f"Reward {name} gave {len(value)} values for a rollout of {len(rollout.turns)} turns.")
+            raise ValueError(
+                f"Reward {name} gave a list of {len(value)} for rollout {number_of_rollout}, which has "
+                f"{len(rollout.turns)} turns. Expected a number or None for each turn, also for one without a call."
+            )
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if number is not None and not is_finite(number):
                 raise ValueError(

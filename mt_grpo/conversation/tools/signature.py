@@ -254,11 +254,11 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
     name = parameter.name
     if name not in hints and name == "self":
         raise ValueError(f"Tool {tool} is a method without its object. List it as `MyClass().{tool}`.")
-    if name not in hints:
-        raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
         raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
+    if name not in hints:
+        raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
     try:
         ArgumentReader(hints[name]), json_schema(hints[name])
     except Exception as error:  # a class's own hooks may raise anything

@@ -33,6 +33,8 @@ GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.Cont
 class ToolTimeout(Exception):
     """A tool call exceeded its time limit. It is no `TimeoutError`, because the tool itself may raise that."""
 
+    hung = False  # whether the call goes on in its thread
+
 
 class ToolsUnavailable(RuntimeError):
     """No tool can be run, for lack of threads or processes. The policy must not read this: it made no mistake."""
@@ -121,6 +123,16 @@ TOOL_THREADS = ToolThreads()
 
 
 @functools.cache
+def warn_of_hung(name: str, timeout: float) -> None:
+    """Say once of a tool that a call of it goes on behind its time limit."""
+    logger.warning(
+        f"{name} took longer than {timeout:g} s. The model reads that. The call goes on in its thread, which cannot be "
+        "stopped: a loop that computes slows all else (tools/hung_threads counts them). Give the tool a time limit "
+        "of its own, or set isolate_tools: true, with which it runs in a process that is ended."
+    )
+
+
+@functools.cache
 def warn_of_signals(name: str) -> None:
     """Say once of each tool that its results are errors of signals, which the model reads."""
     logger.warning(
@@ -201,7 +213,9 @@ async def run_tool(
             abandoned.name = f"{HUNG}{tool.__name__}"
         if (given_up := GIVEN_UP.get()) is not None:
             given_up.append(done)
-        raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
+        error = ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
+        error.hung = abandoned is not None and call is tool  # a process is ended
+        raise error
     result, error = done.result()
     if isinstance(error, ValueError) and NO_SIGNALS in str(error):
         raise ToolsUnavailable(
