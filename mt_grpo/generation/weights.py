@@ -39,6 +39,7 @@ class PolicyWeights(VLLMGeneration):
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 gathers no single parameters. Set fsdp_version: 2 in accelerate's configuration.")
         self.sharded = self._dist.is_fsdp or getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+        self._has_adapters = is_peft_model(model)  # asked once: it looks for the package each time
         by_parameter: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
@@ -54,7 +55,7 @@ class PolicyWeights(VLLMGeneration):
         self.final_norm = norms[-1] if norms else None
 
     def _is_adapter(self, name: str) -> bool:
-        return is_peft_model(self.model) and (self.model.prefix in name or "original_module" in name)
+        return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
     def _server_name(self, name: str) -> str:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
@@ -84,7 +85,7 @@ class PolicyWeights(VLLMGeneration):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
-        layers = self._adapted_layers() if is_peft_model(self.model) else {}
+        layers = self._adapted_layers() if self._has_adapters else {}
         scaled = self.final_norm and self._server_name(self.final_norm + ".weight").rpartition(".")[0]
         sent: set[str] = set()
         for path, parameter in self.model.named_parameters():

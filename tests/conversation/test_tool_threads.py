@@ -13,7 +13,7 @@ import pytest
 from scripted import ADD, ANSWER, Scripted, add, call, make_env, run_many, verify, within
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.tools.threads import ToolThreads, ToolTimeout, run_tool
+from mt_grpo.conversation.tools.threads import ToolThreads, ToolTimeout, run_tool, warn_of_hung
 
 
 class Busy:
@@ -74,8 +74,9 @@ def test_max_concurrent_tools_is_honoured(limit):
     assert busy.most == limit
 
 
-def test_a_hung_tool_neither_blocks_nor_starves_the_others():
+def test_a_hung_tool_neither_blocks_nor_starves_the_others(caplog):
     """One slot, and a call that never returns in it: its time limit frees the slot, and no other call's limit runs."""
+    warn_of_hung.cache_clear()
     release = threading.Event()
 
     def hang() -> str:
@@ -92,6 +93,8 @@ def test_a_hung_tool_neither_blocks_nor_starves_the_others():
     release.set()
     assert [r.turns[0].error for r in rollouts] == ["timeout", "timeout", None]
     assert rollouts[2].turns[0].observation == "5"
+    said = [r.getMessage() for r in caplog.records if "goes on in its thread" in r.getMessage()]
+    assert len(said) == 1 and said[0].startswith("hang took longer than 2 s. The model reads that.")
 
 
 def test_many_hung_tools_do_not_keep_the_process_alive():

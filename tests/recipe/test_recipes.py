@@ -39,7 +39,7 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.recipe import plugins
 from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
-from mt_grpo.recipe.data import load_rows, make_arithmetic
+from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
@@ -768,6 +768,7 @@ def build(random_model, tmp_path, no_weights):
     [
         ({"num_generation": 8}, r"Unknown key 'num_generation' in .*Did you mean 'num_generations'\?"),
         ({"max_env_step": 2}, "Did you mean 'max_env_steps'"),
+        ({"reward_func": "rewards/math_reward.py"}, "Did you mean 'reward_fn'"),
         ({"qqqq": 2}, "Unknown key 'qqqq'.*See docs/recipes.md"),
         ({"num_generations": 7.5}, "num_generations: 7.5 .* is float, expected int"),
         ({"num_generations": "8"}, "num_generations: '8' .* is str, expected int"),
@@ -1132,7 +1133,23 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
         ),
         ("tools_script", TOOL + "f.__name__ = 'a b<tool>'", "Tool 'a b<tool>' has a name of other characters than"),
         ("tools_script", TOOL + "CHECK_TOOLS = 'no'", "CHECK_TOOLS of .* is 'no', expected a function"),
-        ("tools_script", "TOOLS = []", r"defines no list. Add the line `TOOL_FUNCTIONS = \[my_function\]`"),
+        (
+            "tools_script",
+            "TOOLS = []",
+            r"defines neither TOOL_FUNCTIONS nor ENVIRONMENT. Add `TOOL_FUNCTIONS = \[my_function\]` or "
+            "`ENVIRONMENT = MyClass`",
+        ),
+        ("tools_script", "TOOL_FUNCTION = []", "nor ENVIRONMENT. It has TOOL_FUNCTION: is that mistyped"),
+        (
+            "tools_script",
+            "def f(*args: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
+            r"Tool f has \*args. Calls name their arguments",
+        ),
+        (
+            "tools_script",
+            "def f(*args):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
+            r"Tool f has \*args. Calls name their arguments",
+        ),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
         ("tools_script", "TOOL_FUNCTIONS = [lambda x: x]", "A tool must be a named function, got <function <lambda>"),
@@ -1168,7 +1185,13 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
         ),
         ("reward_fn", None, "is not a file. Expected a Python file that defines .*OUTCOME_REWARD_FUNCS"),
         ("reward_fn", "1 / 0", "fails to import: ZeroDivisionError"),
-        ("reward_fn", REWARD, r"defines no list. Add the line `OUTCOME_REWARD_FUNCS = \[my_function\]`"),
+        (
+            "reward_fn",
+            REWARD,
+            r"defines neither OUTCOME_REWARD_FUNCS nor TURN_REWARD_FUNCS. Add `OUTCOME_REWARD_FUNCS = "
+            r"\[my_function\]` or `TURN_REWARD_FUNCS = ",
+        ),
+        ("reward_fn", REWARD + "OUTCOME_REWARDS_FUNCS = [right]", "It has OUTCOME_REWARDS_FUNCS: is that mistyped"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions. Expected .* to hold at least one"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = ['right']", "A reward must be a function, got 'right'"),
         (
@@ -1250,7 +1273,7 @@ def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
         ({"environment": "NoReset", **ALONE}, "", r"NoReset has no method reset\(self, \*\*row\)"),
         ({"environment": "NoDocstring", **ALONE}, "", "Tool look has no docstring. Write one"),
         ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
-        ({"environment": "Nothing", **ALONE}, "", "environment: 'Nothing' of .*game.py' is None, expected a class"),
+        ({"environment": "Nothing", **ALONE}, "", "environment: '.*game.py' has no 'Nothing'. Its classes: .*Game"),
         ({"environment": "Twice"}, "", "Two tools are called 'calculator', one of them of Twice"),
         ({"environment": "Lists", **ALONE}, "", "Tool get_reward has no docstring"),
         ({"environment": "Game"}, "ENVIRONMENT = Game", "'.*:Game' is the class of an environment, and .* as well"),
@@ -1433,7 +1456,8 @@ def test_fewer_prompts_than_a_batch_needs(build):
     """TRL's sampler drops a batch that is not whole: the run would end with the model that it began with."""
     message = (
         r"has 8 prompts, but one batch of rollouts needs 16 \(128 rollouts / num_generations=8\).*"
-        "Set dataset_size to 16 or more, or lower per_device_train_batch_size"
+        r"Take 16 rows or more \(dataset_size, if it is set, leaves the rest out\), or lower "
+        "per_device_train_batch_size"
     )
     with pytest.raises(ValueError, match=message):
         build(per_device_train_batch_size=128)
@@ -1505,6 +1529,37 @@ def test_model_that_is_not_there(name, build, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
         build(model_name_or_path=name)
+
+
+def test_a_mistyped_folder_is_named_where_the_hub_is_asked(build, monkeypatch, tmp_path):
+    """A path with one slash is also a name on the Hub, whose error says nothing of folders."""
+    for constants in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(constants, True)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hint = f" There is a folder 'runs' in {tmp_path}, and no 'clok' in it: is it mistyped"
+    with pytest.raises(ValueError, match="model_name_or_path: 'runs/clok' cannot be loaded: .*" + hint):
+        build(model_name_or_path="runs/clok")
+    with pytest.raises(ValueError, match="cannot be loaded from the Hub: .*" + hint):
+        load_rows("runs/clok", "train")
+    assert not_here("nobody/clok") == not_here("clok") == not_here("/runs") == ""
+
+
+def test_an_environment_that_cannot_begin_is_no_error_of_the_model():
+    """A reset without arguments: Python's error has the words of one that weights cannot be loaded for."""
+    with pytest.raises(
+        ValueError, match="^Row 0: Store.reset cannot begin: it got an unexpected keyword argument 'a'$"
+    ):
+        with mt.model_errors("a model", False):
+            raise ValueError("Row 0: Store.reset cannot begin: it got an unexpected keyword argument 'a'")
+    with pytest.raises(ValueError, match="model_name_or_path: 'a model' cannot be loaded: .*unexpected keyword"):
+        with mt.model_errors("a model", False):
+            raise TypeError("__init__() got an unexpected keyword argument 'attention'")
+
+
+def test_a_recipe_without_its_option_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="^No --config is given. Expected --config clock/recipe.yaml.$"):
+        mt.parse_arguments(["clock/recipe.yaml", "--max_steps", "1"])
 
 
 def test_a_reward_that_asks_for_a_column_that_is_not_there():

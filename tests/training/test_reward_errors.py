@@ -81,7 +81,8 @@ def test_the_line_is_of_the_rewards_own_file_and_the_row_of_the_data(rewards, tm
     path = tmp_path / "my_rewards.py"
     assert said == (
         f"Reward by_key raised KeyError: 'value': there is no such column in prompts, completions, answer ({path}, "
-        'line 5). It raises so for rollout 2 alone (2 of 4 do); its row is {"answer": {"text": "z"}}'
+        "line 5). Called with one rollout at a time it raises so for 2 of 4, first for rollout 2, whose row is "
+        '{"answer": {"text": "z"}}'
     )
 
 

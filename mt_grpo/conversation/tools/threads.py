@@ -126,7 +126,7 @@ TOOL_THREADS = ToolThreads()
 def warn_of_hung(name: str, timeout: float) -> None:
     """Say once of a tool that a call of it goes on behind its time limit."""
     logger.warning(
-        f"{name} took longer than {timeout:g} s. The model reads that. The call goes on in its thread, which cannot be "
+        f"{name} took longer than {timeout:g} s. The model reads that. The call goes on in its thread and cannot be "
         "stopped: a loop that computes slows all else (tools/hung_threads counts them). Give the tool a time limit "
         "of its own, or set isolate_tools: true, with which it runs in a process that is ended."
     )
