@@ -38,7 +38,7 @@ class WeightSync:
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
-    NUM_CHECKED = 64  # probe ids that are read where a server was checked before: all of them say no more
+    NUM_CHECKED = 32  # probe ids that are read where a server was checked before: all of them say no more
     NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(

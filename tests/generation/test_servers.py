@@ -539,14 +539,14 @@ def pushing():
 
 
 def test_a_server_that_was_checked_reads_the_first_ids_alone(pushing):
-    """The whole prompt at its first push, and where one joins; 64 ids of it later."""
+    """The whole prompt at its first push, and where one joins; 32 ids of it later."""
     push, pool, sync = pushing
     sync._probe_ids, asked, sync.check_every = list(range(100)), [], 1
     sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
     pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
     for step in range(3):
         push(f"v-{step}")
-    assert asked == [list(range(100)), list(range(64)), list(range(64))]
+    assert asked == [list(range(100)), list(range(32)), list(range(32))]
     pool.servers[1].version = "of another process"
     push("v-3")
     assert asked[3:] == [list(range(100))]
