@@ -91,7 +91,10 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
             revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
         )  # fmt: skip
     except OSError as error:
-        raise ValueError(model_error(path, error).replace("model_name_or_path", "--model", 1)) from error
+        said = model_error(path, error)
+        if path != model_args.model_name_or_path:
+            said = said.replace("model_name_or_path", "--model", 1)
+        raise ValueError(said) from error
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 
@@ -321,7 +324,7 @@ def table(result: dict[str, Any]) -> str:
     sampled = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     seeded = "" if result["seed"] is None else f", seed {result['seed']}"
     # One file has no splits: whoever trains on it is asked the questions of the training.
-    where = f"{result['file']} (all its rows)" if result.get("file") else f"split {result['split']}"
+    where = f"{result['file']} (a file has no splits)" if result.get("file") else f"split {result['split']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [
         f"model     {result['model']} ({result['backend']})",

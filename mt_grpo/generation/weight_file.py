@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from io import RawIOBase
 from pathlib import Path
 
 import torch
@@ -57,9 +58,7 @@ def write_weights(
             header[name] = {
                 "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
             }  # fmt: skip
-            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            while view:
-                view = view[file.write(view) :]
+            write_all(file, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             position = end
 
         asked = time.perf_counter()
@@ -75,6 +74,7 @@ def write_weights(
             else:
                 write(name, tensor)
             seconds["gather"] += got - asked
+            del tensor  # before the next one is asked for
             asked = time.perf_counter()
             seconds["write"] += asked - got
         for name, tensor in sorted(late, key=lambda item: -item[1].element_size()):
@@ -83,6 +83,12 @@ def write_weights(
         if len(text) > start - 8:
             raise ValueError(f"{len(header) - 1} tensors came, more than the {len(expected)} that were expected")
         file.seek(0)
-        file.write((start - 8).to_bytes(8, "little") + text)
+        write_all(file, memoryview((start - 8).to_bytes(8, "little") + text))
         seconds["write"] += time.perf_counter() - asked
     return header.keys() - {"__metadata__"}, seconds
+
+
+def write_all(file: RawIOBase, view: memoryview) -> None:
+    """A write of a nearly full disk may take a part, without an error. The next one then has it."""
+    while view:
+        view = view[file.write(view) :]

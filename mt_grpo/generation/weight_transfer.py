@@ -358,7 +358,8 @@ class WeightTransfer:
         folder = None
         if expected is None:  # what comes is not known before it is there
             tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
-            named_weights, expected = iter(tensors.items()), {name: t.nbytes for name, t in tensors.items()}
+            expected = {name: t.nbytes for name, t in tensors.items()}
+            named_weights = ((name, tensors.pop(name)) for name in list(tensors))
         try:
             folder = self._versions_folder(sum(expected.values())) / version
             partial = folder.with_name(f"partial-{version}")

@@ -44,15 +44,27 @@ class PolicyWeights(VLLMGeneration):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
-        size = {id(p): (getattr(p, "ds_numel", None) or p.numel()) * p.element_size() for p in model.parameters()}
-        # Name -> bytes of what one push sends: all weights, and an adapter alone.
-        self.expected = {name: size[key] for key, names in by_parameter.items() for name in names}
-        self.of_adapter = {name: tensor.nbytes for name, tensor in adapter_weights(model)}
+        self.names = {name for names in by_parameter.values() for name in names}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
         norms = [
             n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)
         ]
         self.final_norm = norms[-1] if norms else None
+
+    @property
+    def expected(self) -> dict[str, int]:
+        """Name -> bytes of the weights that one push sends. Asked anew: FSDP2 and DeepSpeed may change dtypes."""
+        sizes = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not self._is_adapter(name):
+                count = getattr(parameter, "ds_numel", None) or parameter.numel()
+                sizes[self._server_name(name)] = count * parameter.element_size()
+        return {name: sizes.get(name, 0) for name in self.names}
+
+    @property
+    def of_adapter(self) -> dict[str, int]:
+        """Name -> bytes of the adapter alone."""
+        return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
 
     def _is_adapter(self, name: str) -> bool:
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)

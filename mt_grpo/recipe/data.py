@@ -251,7 +251,7 @@ def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> N
 def not_here(name: str) -> str:
     """What to add to an error of the Hub where a name may be a mistyped path: its first part is a folder here."""
     path = Path(name)
-    if len(path.parts) < 2 or path.exists() or not path.parent.is_dir():
+    if path.is_absolute() or len(path.parts) < 2 or path.exists() or not path.parent.is_dir():
         return ""
     return f" There is a folder {str(path.parent)!r} in {Path.cwd()}, and no {path.name!r} in it: is it mistyped?"
 

@@ -63,13 +63,19 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
     return None
 
 
-def dropout_of(model: torch.nn.Module) -> tuple[str, float] | None:
-    """(`lora_dropout` or the module's name, its share) of the first dropout in a model; None: it has none."""
+def dropout_of(model: torch.nn.Module) -> tuple[str, float, str] | None:
+    """Of a model's first dropout: `lora_dropout` or the module's name, its share, what leaves it out."""
     for name, module in model.named_modules():
-        share = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
-        share = share or getattr(module, "attention_dropout", 0.0)
+        share, remedy = 0.0, "disable_dropout: true"
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            share = module.p
+        if not share:  # which TRL's disable_dropout does not reach
+            share, remedy = (
+                getattr(module, "attention_dropout", 0.0),
+                "attention_dropout: 0.0 in the model's config.json",
+            )
         if isinstance(share, float) and share > 0:
-            return "lora_dropout" if "lora" in name else name, share
+            return ("lora_dropout", share, "lora_dropout: 0.0") if "lora" in name else (name, share, remedy)
     return None
 
 
@@ -139,9 +145,7 @@ class Layout:
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
             logger.warning(
                 "{} has a dropout of {:g}. It is drawn in the loss and not where rollouts are sampled, so that their "
-                "logprobs differ from the start: the ratio is noise. Set {}".format(
-                    *found, "lora_dropout: 0." if found[0] == "lora_dropout" else "disable_dropout: true."
-                )
+                "logprobs differ from the start: the ratio is noise. Set {}.".format(*found)
             )
         self.proof: float | None = None
         self.current: Pass | None = None

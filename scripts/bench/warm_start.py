@@ -12,6 +12,7 @@ model as it comes, the trained one, and the run's own model with the examples th
 Resumable: a model that is trained, and one that was asked, is in runs/warm_start.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -38,10 +39,24 @@ def without_examples(path: Path) -> Path:
     return path
 
 
-def trained(data: Path, model: Path) -> dict[str, Any]:
+def made_of(run: Path, data: Path) -> str:
+    """A digest of what a round is made of: the study's inputs, the run's model, the rows, how they are trained."""
+    digest = hashlib.sha256(repr((inputs(), LEARNING_RATE, BATCH_SIZE)).encode())
+    for path in (*sorted(run.glob("*.safetensors")), data):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def kept(path: Path, read: str) -> dict[str, Any] | None:
+    """What a file holds that was made of the same; None: it is made anew."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found if found.get("inputs") == read else None
+
+
+def trained(data: Path, model: Path, read: str) -> dict[str, Any]:
     """Train the model as it comes on the rows of a file, once through, into a new folder. Returns what it took."""
-    path, read = model.with_suffix(".json"), inputs()
-    if (found := result_in(path, read)) is not None:
+    path = model.with_suffix(".json")
+    if (found := kept(path, read)) is not None:
         return found
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
@@ -57,17 +72,16 @@ def trained(data: Path, model: Path) -> dict[str, Any]:
     trainer.train()
     trainer.save_model()
     found = {
-        "inputs": read, "rows": len(rows), "tokens": sum(map(len, rows["input_ids"])),
+        "inputs": read, "learning_rate": LEARNING_RATE, "rows": len(rows), "tokens": sum(map(len, rows["input_ids"])),
         "trained_tokens": sum(map(sum, rows["assistant_masks"])), "seconds": time.perf_counter() - began,
     }  # fmt: skip
     write(path, found)
     return found
 
 
-def asked(path: Path, model: str | Path, recipe: str | Path) -> dict[str, Any]:
+def asked(path: Path, read: str, model: str | Path, recipe: str | Path) -> dict[str, Any]:
     """`evaluated`, once, and kept in the file of that path."""
-    read = inputs()
-    if (found := result_in(path, read)) is None:
+    if (found := kept(path, read)) is None:
         found = {"inputs": read, **evaluated(model, recipe)}
         write(path, found)
     return found
@@ -87,7 +101,7 @@ def section(results: dict[str, Any]) -> str:
     lines += [
         "Perplexity of the passages: " + ", ".join(f"{models[name]['perplexity']:.1f}" for name in models)
         + f". {took['rows']} rollouts, {took['trained_tokens']:,} trained of {took['tokens']:,} tokens, learning rate "
-        f"{LEARNING_RATE:g}, {took['seconds'] / 60:.0f} minutes on {results['machine']['cores']} cores "
+        f"{took['learning_rate']:g}, {took['seconds'] / 60:.0f} minutes on {results['machine']['cores']} cores "
         f"({results['machine']['cpu']}). 100 held-out questions, one run.",
         "", "<details><summary>Two held-out questions, without examples, sampled</summary>", "", "```",
         "\n\n".join(transcript(said) for said in models["after"]["sampled"]["conversations"][:2]), "```", "",
@@ -109,7 +123,8 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     if options.run is None or not (run := Path(options.run)).is_dir():
         sys.exit(f"error: --run {options.run}. Expected the folder of a run, with its rollouts.rank*.jsonl.")
-    result_in(run / "inputs.json", inputs())  # a run of another recipe or model is refused
+    if result_in(run / "inputs.json", inputs()) is None:  # one of another recipe or model is refused there
+        sys.exit(f"error: {run} has no inputs.json. Expected a run of scripts/bench/real_model.py.")
     out = OUT / run.name
     out.mkdir(parents=True, exist_ok=True)
     export_sft.main(
@@ -117,10 +132,11 @@ def main(argv: list[str] | None = None) -> None:
          "--without_examples", "--config", RECIPE]
     )  # fmt: skip
     short, model = without_examples(out / "recipe.yaml"), out / "model"
-    models = {"before": asked(OUT / "before.json", MODEL, short)}
-    training = trained(out / "rows.jsonl", model)
-    models["after"] = asked(out / "after.json", model, short)
-    models["run"] = asked(out / "run.json", run, RECIPE)
+    read = made_of(run, out / "rows.jsonl")
+    models = {"before": asked(OUT / "before.json", inputs(), MODEL, short)}
+    training = trained(out / "rows.jsonl", model, read)
+    models["after"] = asked(out / "after.json", read, model, short)
+    models["run"] = asked(out / "run.json", read, run, RECIPE)
     steps = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
     FRAME.finish(excerpts({"machine": machine(), "steps": steps, "training": training, "models": models}), short=False)
 

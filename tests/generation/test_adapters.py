@@ -251,7 +251,7 @@ def test_two_ranks_push_one_adapter(adapters, tmp_path):
     command = [executable(), "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
                "mt_grpo_trainer.py", *map(str, words)]  # fmt: skip
     said = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
     )
     assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
     assert (said.stdout + said.stderr).count("A push to the server sends it alone, of rank 4.") == 1

@@ -208,7 +208,7 @@ def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp
     """The trap that the check exists for: without `lm_head.weight` in the push the server keeps its old head."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
     trainer.vllm_generation._tied = {}
-    del trainer.vllm_generation.expected["lm_head.weight"]
+    trainer.vllm_generation.names -= {"lm_head.weight"}
     with pytest.raises(ServerError, match="disagree"):
         trainer.train()
 

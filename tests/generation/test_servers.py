@@ -538,18 +538,34 @@ def pushing():
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
 
 
-def test_a_server_that_was_checked_reads_the_first_ids_alone(pushing):
-    """The whole prompt at its first push, and where one joins; 32 ids of it later."""
+def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):
+    """The whole prompt at its first push, and where one joins; later 32 ids of it, the next ones each time."""
     push, pool, sync = pushing
-    sync._probe_ids, asked, sync.check_every = list(range(100)), [], 1
+    sync._probe_ids, asked, sync.check_every = list(range(100)), [], 10
     sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
     pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
-    for step in range(3):
+    for step in range(40):
         push(f"v-{step}")
-    assert asked == [list(range(100)), list(range(32)), list(range(32))]
+    windows = list(range(32, 64)), list(range(64, 96)), list(range(32))
+    assert asked == [list(range(100)), *windows]
     pool.servers[1].version = "of another process"
-    push("v-3")
-    assert asked[3:] == [list(range(100))]
+    push("v-40")
+    assert asked[4:] == [list(range(100))]
+
+
+@pytest.mark.parametrize("of_whole, refused", [(5e-4, False), (2e-3, True)])
+def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushing, of_whole, refused):
+    """Then the whole prompt is read, and its mean decides."""
+    push, pool, sync = pushing
+    sync._probe_ids, sync.check_every = list(range(100)), 1
+    sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
+    push("v-0")
+    pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 32 else of_whole] * (len(ids) - 1)] for n in pool.joined}
+    if refused:
+        with pytest.raises(ServerError, match="disagree: mean difference of logprobs 2.00e-03"):
+            push("v-1")
+    else:
+        assert push("v-1")["sync/logprob_difference"] == pytest.approx(5e-4)
 
 
 def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):

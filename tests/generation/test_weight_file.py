@@ -3,7 +3,9 @@
 import json
 import random
 import struct
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -105,16 +107,16 @@ def test_what_cannot_be_written(tmp_path, weights, message):
 
 
 def test_memory_holds_one_tensor_at_a_time(tmp_path):
-    """What was yielded is free again when the next is asked for."""
-    import weakref
-
+    """The memory of what was yielded is free again when the next is asked for."""
     alive = []
 
     def weights():
         for k in range(5):
             assert not any(reference() is not None for reference in alive)
-            tensor = torch.full((64,), float(k))
-            alive.append(weakref.ref(tensor))
+            values = np.full((64,), k, np.float32)
+            alive.append(weakref.ref(values))
+            tensor = torch.from_numpy(values)
+            del values
             yield str(k), tensor
             del tensor
 

@@ -1,6 +1,7 @@
 """The round of a warm start: what is asked of which model, and its report; nothing is trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 from bench import warm_start as bench
@@ -13,7 +14,7 @@ def answers(exact, perplexity):
 
 def test_the_report():
     models = {"before": answers(0.0, 31.0), "after": answers(0.25, 32.5), "run": answers(0.125, 32.0)}
-    training = {"rows": 301, "tokens": 66_822, "trained_tokens": 14_378, "seconds": 600.0}
+    training = {"rows": 301, "learning_rate": 2e-5, "tokens": 66_822, "trained_tokens": 14_378, "seconds": 600.0}
     machine = {"cpu": "a processor", "cores": 2}
     text = bench.section({"machine": machine, "steps": 60, "training": training, "models": models})
     head, rule, *rows = text.splitlines()
@@ -33,21 +34,27 @@ def round_of(tmp_path, monkeypatch):
     recipe.write_text("beta: 0.0\nprompt_examples: examples.yaml # of four\nseed: 42\n")
     run.mkdir()
     (run / "trainer_state.json").write_text('{"global_step": 60}')
+    (run / "inputs.json").write_text('{"inputs": "made up"}')
+    (run / "model.safetensors").write_bytes(b"weights")
 
     def evaluated(model, recipe):
         done.append((str(model), str(recipe)))
         return answers(0.25, 31.0)
 
-    def trained(data, model):
+    def trained(data, model, read):
         done.append(("train", str(data), str(model)))
-        return {"rows": 1, "tokens": 3, "trained_tokens": 2, "seconds": 60.0}
+        return {"rows": 1, "learning_rate": 2e-5, "tokens": 3, "trained_tokens": 2, "seconds": 60.0}
+
+    def export(words):
+        done.append(("export", *words))
+        Path(words[1]).write_text("a row")
 
     for name, value in {
         "OUT": tmp_path / "out", "RECIPE": str(recipe), "inputs": lambda: "made up", "evaluated": evaluated,
         "trained": trained, "prepare": lambda: None, "machine": lambda: {"cpu": "a processor", "cores": 2},
     }.items():  # fmt: skip
         monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench.export_sft, "main", lambda words: done.append(("export", *words)))
+    monkeypatch.setattr(bench.export_sft, "main", export)
     monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
     monkeypatch.setattr(bench.FRAME, "report", lambda: None)
     return lambda: bench.main(["--run", str(run)]), done, run
@@ -73,12 +80,18 @@ def test_a_round_asks_the_model_without_examples_and_the_run_with_them(round_of,
     assert results["steps"] == 60 and list(results["models"]) == ["before", "after", "run"]
     go()
     assert len(done) == 7 and done[5:] == [export, rest[1]]  # what was asked is not asked again
+    (run / "model.safetensors").write_bytes(b"weights of another run")
+    go()
+    assert done[7:] == [export, *rest[1:]]  # but for the model as it comes
 
 
 def test_a_run_of_another_recipe_is_refused(round_of):
     go, done, run = round_of
     (run / "inputs.json").write_text('{"inputs": "of another"}')
     with pytest.raises(SystemExit, match="was made with another recipe, reward, model or data"):
+        go()
+    (run / "inputs.json").unlink()
+    with pytest.raises(SystemExit, match="has no inputs.json. Expected a run of scripts/bench/real_model.py"):
         go()
     assert done == []
 

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import shared_prompts
+from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES, fill, rows_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -71,7 +72,18 @@ def test_a_dropout_that_the_sampled_logprobs_have_not_is_said(random_model, tmp_
     make_trainer(random_model, tmp_path, peft_config=config, **settings)
     warnings = [record.getMessage() for record in caplog.records if "It is drawn in the loss" in record.getMessage()]
     assert len(warnings) == (says is not None)
-    assert says is None or (warnings[0].startswith(says) and warnings[0].endswith("Set lora_dropout: 0."))
+    assert says is None or (warnings[0].startswith(says) and warnings[0].endswith("Set lora_dropout: 0.0."))
+
+
+def test_each_dropout_has_its_own_remedy(random_model):
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    assert dropout_of(model) is None
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    assert dropout_of(model) == (
+        "model.layers.1.self_attn", 0.1, "attention_dropout: 0.0 in the model's config.json"
+    )  # fmt: skip
+    model.model.layers[0].mlp.drop = torch.nn.Dropout(0.25)
+    assert dropout_of(model) == ("model.layers.0.mlp.drop", 0.25, "disable_dropout: true")
 
 
 def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_path):

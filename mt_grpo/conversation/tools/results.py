@@ -77,11 +77,11 @@ def as_result(result: Any) -> ToolResult:
 def error_text(error: BaseException) -> str:
     """The text of a tool's error that the model reads; the name of the class if the error has no text.
 
-    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(ValueError())
-    ("no city 'Oslo'", "KeyError: 'Oslo'", 'ValueError')
+    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
+    ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
     """
     try:
-        if isinstance(error, KeyError):  # its text is the key alone
+        if isinstance(error, KeyError) and error.args:  # its text is the key alone
             return f"{type(error).__name__}: {error}"
         return str(error) or type(error).__name__
     except Exception:  # an exception whose own __str__ fails

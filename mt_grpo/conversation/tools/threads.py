@@ -128,7 +128,7 @@ def warn_of_hung(name: str, timeout: float) -> None:
     logger.warning(
         f"{name} took longer than {timeout:g} s. The model reads that. The call goes on in its thread and cannot be "
         "stopped: a loop that computes slows all else (tools/hung_threads counts them). Give the tool a time limit "
-        "of its own, or set isolate_tools: true, with which it runs in a process that is ended."
+        "of its own. With isolate_tools: true a function of TOOL_FUNCTIONS runs in a process, which is ended then."
     )
 
 
