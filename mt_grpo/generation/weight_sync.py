@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -299,18 +300,20 @@ class WeightSync:
 
     def _gaps(self, ids: list[int]) -> dict[int, float]:
         """Per server how far its logprobs are from the trainer's, of these ids, or of what it samples behind them."""
-        if self.adapter is None:
-            return self._distances(self._probe_logprobs(ids=ids), ids)
-        return self._distances_of_samples(ids)
+        if self.adapter is not None:
+            return self._distances_of_samples(ids)
+        with ThreadPoolExecutor(1) as beside:  # the servers read the ids while this process does
+            asked = beside.submit(self.servers.scores, ids) if self.accelerator.is_main_process else None
+            return self._distances(self._probe_logprobs(ids=ids), asked and asked.result)
 
-    def _distances(self, ours: torch.Tensor, ids: list[int] | None = None) -> dict[int, float]:
+    def _distances(self, ours: torch.Tensor, scores: Callable[[], Any] | None = None) -> dict[int, float]:
         """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
 
         Args:
             ours: The trainer's, (T-1,).
-            ids: What they are of, (T,). None: the probe ids.
+            scores: Gives the servers', on rank 0. None: those of the probe ids.
         """
-        theirs = on_main_process(lambda: self.servers.scores(ids or self._probe_ids))
+        theirs = on_main_process(scores or (lambda: self.servers.scores(self._probe_ids)))
         local = {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         ranks = gather_object([local])
         return {

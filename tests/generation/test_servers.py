@@ -559,6 +559,7 @@ def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushi
     push, pool, sync = pushing
     sync._probe_ids, sync.check_every = list(range(100)), 1
     sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
+    pool.scores = lambda ids: {n: [[0.0] * (len(ids) - 1)] for n in pool.joined or (0, 1, 2)}
     push("v-0")
     pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 32 else of_whole] * (len(ids) - 1)] for n in pool.joined}
     if refused:

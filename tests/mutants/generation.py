@@ -247,8 +247,8 @@ MUTATIONS = [
     Mutation(
         "tied names are neither sent nor expected",
         "mt_grpo/generation/weights.py",
-        "named_parameters(remove_duplicate=False)",
-        "named_parameters()",
+        "in model.named_parameters(remove_duplicate=False)",
+        "in model.named_parameters()",
         "tests/method/test_trainer.py::test_weights_of_a_lora_are_exact_and_the_model_untouched",
     ),
     Mutation(

@@ -831,8 +831,8 @@ MUTATIONS = [
     Mutation(
         "passes: dropout is drawn once for a group",
         "mt_grpo/training/layouts.py",
-        "if isinstance(dropped, float) and dropped > 0:",
-        "if False:",
+        "if found := dropout_of(model):",
+        "if found := None:",
         "tests/training/test_shared_prompts.py::test_an_adapter_or_an_attention_that_cannot_share_says_why",
     ),
     Mutation(

@@ -76,12 +76,12 @@ def test_the_first_check_is_watched():
         def _probe_logprobs(self, norm_scale=1.0):
             return torch.tensor([-1.0, -2.0]) * norm_scale
 
-        def _distances(self, ours, ids=None):
+        def _distances(self, ours, scores=None):
             return {0: 0.125, 1: 0.25}
 
     sync = Sync()
     seen = bench.watch_first_check(type("Trainer", (), {"weight_sync": sync}))
     sync._probe_logprobs()
     sync._distances(sync._probe_logprobs(norm_scale=1.5))
-    sync._distances(sync._probe_logprobs(norm_scale=9.0), [1, 2])
+    sync._distances(sync._probe_logprobs(norm_scale=9.0), dict)
     assert seen == {"moved": 0.75, "missed": 0.25}
