@@ -82,7 +82,7 @@ from mt_grpo.conversation.sampling import (
 )
 from mt_grpo.conversation.tools.results import as_result, cut_far_beyond, cut_messages, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
-from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool, warn_of_hung
+from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.generation.adapters import config_of
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
@@ -396,8 +396,6 @@ class MultiTurnToolEnv(Conversations):
                 raise
             except ToolTimeout as raised:
                 result = ToolResult(f"Error: {raised}", "timeout")
-                if raised.hung:
-                    warn_of_hung(call.name, self.tool_timeout)
             except Exception as raised:  # any failure of a tool is an observation, never the end of a run
                 result = ToolResult(f"Error: {error_text(raised)}", "tool")
             return dataclasses.replace(result, seconds=time.perf_counter() - started)

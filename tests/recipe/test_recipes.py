@@ -1531,18 +1531,17 @@ def test_model_that_is_not_there(name, build, monkeypatch):
         build(model_name_or_path=name)
 
 
-def test_a_mistyped_folder_is_named_where_the_hub_is_asked(build, monkeypatch, tmp_path):
+def test_a_mistyped_folder_is_named_where_the_hub_is_asked(build, monkeypatch):
     """A path with one slash is also a name on the Hub, whose error says nothing of folders."""
     for constants in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(constants, True)
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    hint = f" There is a folder 'runs' in {tmp_path}, and no 'clok' in it: is it mistyped"
-    with pytest.raises(ValueError, match="model_name_or_path: 'runs/clok' cannot be loaded: .*" + hint):
-        build(model_name_or_path="runs/clok")
+    monkeypatch.chdir(ROOT)
+    hint = f" There is a folder 'tools' in {ROOT}, and no 'clok' in it: is it mistyped"
+    with pytest.raises(ValueError, match="model_name_or_path: 'tools/clok' cannot be loaded: .*" + hint):
+        build(model_name_or_path="tools/clok")
     with pytest.raises(ValueError, match="cannot be loaded from the Hub: .*" + hint):
-        load_rows("runs/clok", "train")
-    assert not_here("nobody/clok") == not_here("clok") == not_here("/runs") == ""
+        load_rows("tools/clok", "train")
+    assert not_here("nobody/clok") == not_here("clok") == not_here("/tools/clok") == ""
 
 
 def test_an_environment_that_cannot_begin_is_no_error_of_the_model():

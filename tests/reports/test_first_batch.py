@@ -349,7 +349,7 @@ def broken(name, folder):
                          "does not mention the tool compute. (?s:.*)malformed calls: .* unknown tool "
                          r"'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
-                              "the same for all rollouts: constant 0.3. .*Look at the reward functions", 1),
+                              "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
         "turn rewards that nothing uses": (
             {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
             "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),

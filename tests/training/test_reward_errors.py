@@ -134,7 +134,7 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
 
 def test_a_long_row_is_cut(rewards):
     said = error_of(rewards.by_key, [{"text": "z" * 1000}])
-    assert said.endswith('its row is {"answer": {"text": "' + "z" * 279 + "...")
+    assert said.endswith('whose row is {"answer": {"text": "' + "z" * 279 + "...")
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -155,5 +155,5 @@ def test_a_run_names_the_number_of_the_row(random_model, tmp_path, rewards, eval
         train_dataset=data, eval_dataset=data if evaluates else None,
     )  # fmt: skip
     kind = "test" if evaluates else "training"
-    with pytest.raises(RunError, match=rf"line 5\).*\(2 of 12 do\); its row is .*five.* \(row 5 of the {kind} data\)"):
+    with pytest.raises(RunError, match=rf"line 5\).*so for 2 of 12, .*row is .*five.* \(row 5 of the {kind} data\)"):
         trainer.evaluate() if evaluates else trainer.train()

@@ -33,8 +33,6 @@ GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.Cont
 class ToolTimeout(Exception):
     """A tool call exceeded its time limit. It is no `TimeoutError`, because the tool itself may raise that."""
 
-    hung = False  # whether the call goes on in its thread
-
 
 class ToolsUnavailable(RuntimeError):
     """No tool can be run, for lack of threads or processes. The policy must not read this: it made no mistake."""
@@ -126,7 +124,7 @@ TOOL_THREADS = ToolThreads()
 def warn_of_hung(name: str, timeout: float) -> None:
     """Say once of a tool that a call of it goes on behind its time limit."""
     logger.warning(
-        f"{name} took longer than {timeout:g} s. The model reads that. The call goes on in its thread and cannot be "
+        f"{name} took longer than {timeout:g} s. The call goes on in its thread, which cannot be "
         "stopped: a loop that computes slows all else (tools/hung_threads counts them). Give the tool a time limit "
         "of its own. With isolate_tools: true a function of TOOL_FUNCTIONS runs in a process, which is ended then."
     )
@@ -211,11 +209,11 @@ async def run_tool(
     if not done.done():
         if (abandoned := thread) is not None:
             abandoned.name = f"{HUNG}{tool.__name__}"
+            if call is tool:  # a process is ended
+                warn_of_hung(tool.__name__, timeout)
         if (given_up := GIVEN_UP.get()) is not None:
             given_up.append(done)
-        error = ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
-        error.hung = abandoned is not None and call is tool  # a process is ended
-        raise error
+        raise ToolTimeout(f"{tool.__name__} took longer than {timeout:g} s")
     result, error = done.result()
     if isinstance(error, ValueError) and NO_SIGNALS in str(error):
         raise ToolsUnavailable(
