@@ -205,7 +205,7 @@ def test_a_signal_before_the_step_of_the_training_begins_ends_the_job(tmp_path, 
 ])  # fmt: skip
 def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python, environment, message):
     with Job(tmp_path, 3, python=stand_in_python, **environment) as job:
-        assert job.process.wait(30) != 0
+        assert job.process.wait(150) != 0
     assert message in job.said() and not (tmp_path / "out").exists()
 
 
@@ -230,7 +230,7 @@ def test_a_port_that_is_in_use_ends_the_job(tmp_path, stand_in_python):
         socket.create_server(("127.0.0.2", port + 1)),
         Job(tmp_path, 2, python=stand_in_python, RECIPE=TINY, PORT=str(port), GPUS="2") as job,
     ):
-        assert job.process.wait(30) == 2, job.said()
+        assert job.process.wait(150) == 2, job.said()
     assert f"slurm: error: another program listens at 127.0.0.2:{port + 1}, where this job's server is to listen. " \
         "Set PORT to a free port\n" in job.said()  # fmt: skip
     assert "trainers" not in job.said() and not list(job.steps_that_run.iterdir())

@@ -111,7 +111,7 @@ def test_an_error_without_a_text_is_named_once():
 def test_functions_of_every_kind(rewards, name, answers, place, rollout):
     func = getattr(rewards, name)
     said = error_of(func() if name == "Callable" else func, answers)
-    assert re.search(place, said) and f"It raises so for rollout {rollout} alone" in said
+    assert re.search(place, said) and f"first for rollout {rollout}, whose row is" in said
 
 
 @pytest.mark.parametrize("name, line", [("together", 20), ("once", 26)])
