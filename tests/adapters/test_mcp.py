@@ -463,7 +463,7 @@ def test_a_list_of_tools_has_one_time_for_all_its_pages():
         TimeoutError, match=r"tools/list did not end in 0.1 s: it gave (\d+) tools on \1 pages. Raise mcp_"
     ):
         asyncio.run(server.tools())
-    assert asked[:3] == [None, "1", "2"]
+    assert asked == [None, *map(str, range(1, len(asked)))]  # however many a busy machine has time for
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
