@@ -115,9 +115,7 @@ FRAME.page = ROOT / "docs/real_model.md"
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(
-        __doc__, argv, None, run={"help": "the folder of a run whose log has tokens"}
-    )  # fmt: skip
+    options = FRAME.parse(__doc__, argv, None, run={"help": "the folder of a run whose log has tokens"})
     if options is None:
         return
     prepare()

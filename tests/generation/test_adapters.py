@@ -82,6 +82,15 @@ def versions(server, trainer):
     return [int(number.partition("+")[0]) for instance, _, number in names if instance == trainer.client.instance]
 
 
+def forget_as_a_restart_does(server, trainer, index):
+    """The server of that index has no adapter of the trainer any more, and its own weights' version."""
+    client = trainer.client.servers[index]
+    for number in versions(server, trainer):
+        name = {"lora_name": f"{trainer.client.instance}-{number}"}
+        client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
+    client.request("POST", "/update_weight_version", json={"new_version": "default"})
+
+
 def folders(client):
     """The versions whose files a client keeps."""
     return sorted(int(path.name.rpartition("-")[2]) for path in client.transfer._folder.iterdir() if path.is_dir())
@@ -185,11 +194,7 @@ def test_what_a_restarted_server_lost_is_sampled_again(adapters, tmp_path):
     def set_off(prompts, which):
         attempts.append(len(which))
         if len(attempts) == 2:
-            client = trainer.client.servers[0]
-            for number in versions(adapters, trainer):
-                name = {"lora_name": f"{trainer.client.instance}-{number}"}
-                client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
-            client.request("POST", "/update_weight_version", json={"new_version": "default"})
+            forget_as_a_restart_does(adapters, trainer, 0)
         return original(prompts, which)
 
     trainer._start_rollouts = set_off
@@ -211,11 +216,7 @@ def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapter
         def set_off(prompts, which):
             attempts.append(len(which))
             if len(attempts) == 2:
-                client = trainer.client.servers[1]
-                for number in versions(other, trainer):
-                    name = {"lora_name": f"{trainer.client.instance}-{number}"}
-                    client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
-                client.request("POST", "/update_weight_version", json={"new_version": "default"})
+                forget_as_a_restart_does(other, trainer, 1)
             return original(prompts, which)
 
         trainer._start_rollouts = set_off
@@ -380,7 +381,10 @@ def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
 
 def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, caplog, monkeypatch):
     """As one with a module that vLLM does not adapt: it answers 500."""
-    empty = lambda config, folder: Path(folder, "adapter_config.json").write_text("{}")  # noqa: E731
+
+    def empty(config, folder):
+        Path(folder, "adapter_config.json").write_text("{}")
+
     monkeypatch.setattr(LoraConfig, "save_pretrained", empty)
     trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
     trainer.train()
