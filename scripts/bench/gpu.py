@@ -7,11 +7,15 @@
 
 The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
-is compared is the machinery, not the conversation. `tiny recipe` learns: hf_recipes/tiny/calculator.yaml in bf16.
+is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
+of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of
+its rollouts, and TRL's trainer. `gradients` compares what they come to. `tiny recipe` learns:
+hf_recipes/tiny/calculator.yaml in bf16.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
-share it, and `server, nccl` is left out: NCCL has no group of two processes on one GPU. A case that fails is noted
-with its error, and the exit code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
+share it, and `server, nccl` is left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two processes on
+one GPU since 2.30 (VLLM_NCCL_SO_PATH chooses the library). A case that fails is noted with its error, and the exit
+code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
 """
 
 import argparse
@@ -30,7 +34,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench import common
 from bench.common import ROOT, Frame, VLLMServer, machine
-from bench.step import calculator_reward
+from bench.step import DEFAULTS, SHAPES, build_trainer, calculator_reward, make_conversations
 from bench.sync import TINY, build_model
 
 RECIPE = "hf_recipes/tiny/calculator.yaml"
@@ -40,11 +44,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "TRL, in process": ("trl", {}),
     "colocate": ("ours", {"use_vllm": True, "vllm_mode": "colocate"}),
     "TRL, colocate": ("trl", {"use_vllm": True, "vllm_mode": "colocate"}),
+    "colocate, sleep": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}),
     "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
     "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
+    "step": ("step", {}),
+    "gradients": ("gradients", {}),
     "tiny recipe": ("recipe", {}),
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
+STEP_SHAPES = ("prompt", "spread")  # of scripts/bench/step.py
+STEP_SIDES = {
+    "TRL": ("trl", {}),
+    "shared prompts": ("ours", {}),
+    "a row per rollout": ("ours", {"share_prompts": False}),
+}
 GROUP_SIZE, WARM_UP = 8, 2  # WARM_UP: steps that are not counted
 CASE_SECONDS = 1800  # after which a case has failed
 # Of the trainer's log; what remains of a step is the training itself.
@@ -61,10 +74,11 @@ def visible_gpus() -> list[str]:
 def why_not(case: str, gpus: int) -> str | None:
     """Why this machine cannot run a case.
 
-    >>> why_not("server, nccl", gpus=1), why_not("server, nccl", gpus=2), why_not("colocate", gpus=0)
+    >>> why_not("server, nccl", gpus=0), why_not("server, nccl", gpus=2), why_not("colocate", gpus=0)
     ('needs 2 GPUs', None, 'needs a GPU')
     """
-    needed = 2 if case == "server, nccl" else int("colocate" in case)
+    alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    needed = (2 - alone) if case == "server, nccl" else int("colocate" in case)
     return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
 
 
@@ -74,13 +88,17 @@ def why_not(case: str, gpus: int) -> str | None:
 
 
 def meter() -> Any:
-    """A callback that keeps the seconds of each step, and the most memory of a GPU after it."""
+    """A callback that keeps the seconds of each step, the most memory of a GPU after it, and the first gradients.
+
+    `prepare`, where it is set, makes the conversations of each step, `batch`, while nothing is timed.
+    """
     import torch
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
         def __init__(self):
             self.seconds, self.used, self._began = [], 0, 0.0
+            self.prepare, self.batch, self.gradients, self.keeps_gradients = None, None, None, False
 
         def on_step_begin(self, args, state, control, **kwargs):
             if torch.cuda.is_available():
@@ -88,7 +106,13 @@ def meter() -> Any:
             now = time.perf_counter()
             if state.global_step:
                 self.seconds.append(now - self._began)
-            self._began = now
+            self.batch = self.prepare() if self.prepare else None
+            self._began = time.perf_counter()
+
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if self.keeps_gradients:
+                self.gradients = torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None])
+                control.should_training_stop = True
 
         def on_step_end(self, args, state, control, **kwargs):
             if torch.cuda.is_available():
@@ -123,7 +147,7 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     if changes:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
     if changes.get("vllm_mode") == "colocate":
-        settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
+        settings |= {"vllm_gpu_memory_utilization": options.share, "vllm_max_model_length": 512 + options.tokens}
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
     watch = meter()
     common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
@@ -144,6 +168,81 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
             "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}  # fmt: skip
 
 
+def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any) -> list[dict[str, float]]:
+    """Train on the conversations of a shape of scripts/bench/step.py. Returns the log."""
+    trainer = build_trainer(side, shape, make_conversations(shape), folder, watch, **changes)
+    watch.trainer = trainer
+    trainer.train()
+    return trainer.state.log_history
+
+
+def shapes_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The shapes of a step, with 32 rollouts of the large model."""
+    kind = (
+        {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
+        if options.tiny
+        else {"rollouts": 32, "model": "0.6B"}
+    )
+    return {name: {**DEFAULTS, **SHAPES[name], **kind} for name in STEP_SHAPES}
+
+
+def freed() -> None:
+    """The last trainer is gone, and with it its memory."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most."""
+    import torch
+
+    on_gpu, found = torch.cuda.is_available(), {}
+    changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
+    for name, shape in shapes_of(options).items():
+        for title, (side, own) in STEP_SIDES.items():
+            watch = meter()
+            train_canned(side, shape, folder, watch, **changes, **own)
+            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+            found.setdefault(name, {})[title] = {"seconds": watch.seconds[WARM_UP:], "allocated": peak}
+            print(name, title, found[name][title], flush=True)
+            del watch
+            freed()
+    return {"steps": found}
+
+
+def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """`gradients`: shape -> precision and layout -> distance from a row per rollout in float32, relative.
+
+    The same model, conversations and rewards: what differs is how passes are laid out, and in which precision.
+    """
+    import torch
+
+    on_gpu, found = torch.cuda.is_available(), {}
+    for name, shape in shapes_of(options).items():
+        exact = None
+        for precision in ("float32", "bf16"):
+            for title in ("a row per rollout", "shared prompts"):
+                side, own = STEP_SIDES[title]
+                watch = meter()
+                watch.keeps_gradients = True
+                changes = {"use_cpu": not on_gpu, "bf16": precision == "bf16", "max_steps": 1, "max_grad_norm": 0.0}
+                log = train_canned(side, shape, folder, watch, **changes, **own)
+                exact = watch.gradients if exact is None else exact
+                away = ((watch.gradients - exact).norm() / exact.norm()).item()
+                losses = [row["loss"] for row in log if "loss" in row]
+                found.setdefault(name, {})[f"{title}, {precision}"] = away
+                print(name, title, precision, away, "norm", watch.gradients.norm().item(), losses, flush=True)
+                del watch
+                freed()
+    return {"gradients": found}
+
+
 def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train the tiny recipe in bf16 by the script, and return its log."""
     on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
@@ -156,11 +255,18 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make_server(model: Path, case: str, gpus: list[str], tokens: int) -> VLLMServer:
+def make_server(model: Path, case: str, gpus: list[str], options: argparse.Namespace) -> VLLMServer:
     """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
-    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-model-len", str(512 + tokens)]
+    flags = [
+        "--dtype",
+        "bfloat16",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--max-model-len",
+        str(512 + options.tokens),
+    ]
     if gpus:
-        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
+        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else options.share)]
     if case == "server, nccl":
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
@@ -170,13 +276,14 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
     """A case's row: what its process returned, or `error`."""
     output, log = folder / f"{case}.json", folder / f"{case}.log"
     command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output), "--steps",
-               str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts),
+               str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts), "--share",
+               str(options.share),
                *["--tiny"] * options.tiny]  # fmt: skip
     place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
             if case.startswith("server"):
-                server = stack.enter_context(make_server(model, case, gpus, options.tokens))
+                server = stack.enter_context(make_server(model, case, gpus, options))
                 command += ["--port", str(server.port)]
             said = stack.enter_context(open(log, "w"))
             done = subprocess.run(
@@ -245,6 +352,7 @@ def main(argv: list[str] | None = None) -> int:
     options = FRAME.parse(
         __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
         case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
+        share={"type": float, "default": SHARE, "help": "of a GPU's memory for vLLM where the trainer is on it, too"},
         run=of_a_case, model=of_a_case, port=of_a_case, out=of_a_case,
     )  # fmt: skip
     if options is None:
@@ -253,8 +361,8 @@ def main(argv: list[str] | None = None) -> int:
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
     if options.run:
         folder = str(Path(options.out).with_suffix(""))
-        recipe = CASES[options.run][0] == "recipe"
-        row = run_recipe(options, folder) if recipe else run_case(
+        alone = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0])
+        row = alone(options, folder) if alone else run_case(
             options.run, options.model, int(options.port or 0), options, folder)  # fmt: skip
         Path(options.out).write_text(json.dumps(row))
         return 0
@@ -286,7 +394,8 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
         FRAME.keep(results, options.tiny)
         row = results["cases"][case]
-        print(f"{case}: " + (reason or row.get("error") or f"{summary(row)['step']:.2f} s a step"), flush=True)
+        said = f"{summary(row)['step']:.2f} s a step" if "seconds" in row else json.dumps(row)
+        print(f"{case}: " + (reason or row.get("error") or said), flush=True)
     FRAME.finish(results, options.tiny)
     if options.tiny:
         print(section(results))

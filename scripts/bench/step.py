@@ -65,6 +65,7 @@ from bench.common import (
     spread,
     stopwatch,
 )
+from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 HERMES_MODEL = ROOT / "hf_recipes/tiny/calculator-hermes-model"
@@ -292,14 +293,18 @@ def force(model: Any, conversations: list[Conversation], meter: Any) -> None:
 
 
 def build_model(shape: Shape) -> Any:
-    """In float32, with room for the longest conversation: `tiny`, a bundled model; `135M`: random weights.
+    """In float32, with room for the longest conversation: `tiny`, a bundled model; else random weights.
 
-    135M has the sizes of SmolLM2-135M, a Llama: 30 layers of 576, a vocabulary of 49,152.
+    135M has the sizes of SmolLM2-135M, a Llama (30 layers of 576, a vocabulary of 49,152), 0.6B those of Qwen3-0.6B.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     torch.manual_seed(0)
+    if shape["model"] == "0.6B":
+        config = Qwen3Config(**SIZES["0.6B"], tie_word_embeddings=True, max_position_embeddings=CONTEXT)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if shape["model"] == "135M":
         config = LlamaConfig(
             vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -311,8 +316,10 @@ def build_model(shape: Shape) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
 
 
-def build_trainer(side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any) -> Any:
-    """TRL's trainer or ours.
+def build_trainer(
+    side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any, **changes: Any
+) -> Any:
+    """TRL's trainer or ours, with `changes` of their settings.
 
     Without generation it is as if vLLM had sampled: importance sampling is corrected for.
     """
@@ -332,7 +339,7 @@ def build_trainer(side: str, shape: Shape, conversations: list[Conversation], fo
         "lr_scheduler_type": "constant", "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group",
         "max_completion_length": longest, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
         "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False,
+        "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
     }  # fmt: skip
     common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
               "processing_class": tokenizer, "callbacks": [meter]}  # fmt: skip
