@@ -32,6 +32,7 @@ from mt_grpo.base.event_loop import (
     run_async,
 )
 from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.base.tested_versions import outside
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
@@ -260,7 +261,11 @@ class ServerConnection:
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
             return f". {self.NO_VLLM}"
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1." if status == 404 else ""
+        if status != 404:
+            return ""
+        version = self.__dict__.get("engine_version")  # if it was asked
+        other = outside({"vllm": version}) if version else []
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it is {other[0]}." if other else ".")
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""

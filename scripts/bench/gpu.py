@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
 STEP_SHAPES = ("prompt", "spread")  # of scripts/bench/step.py
+STEP_TITLE = "32 rollouts in groups of 8, with two or three turns that were made before, eight rows a pass"
 STEP_SIDES = {
     "TRL": ("trl", {}),
     "shared prompts": ("ours", {}),
@@ -315,13 +316,42 @@ def summary(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def step_lines(row: dict[str, Any]) -> list[str]:
+    """The table of steps without generation. A cell without figures is a run that did not come to its end."""
+    if "steps" not in row:
+        return []
+    head = f"| conversations | {' | '.join(STEP_SIDES)} | TRL / shared |"
+    lines = ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", "",
+             head, "|---" * (len(STEP_SIDES) + 2) + "|"]  # fmt: skip
+    for name, sides in row["steps"].items():
+        cells, median = [], {side: statistics.median(found["seconds"]) for side, found in sides.items()}
+        for side in STEP_SIDES:
+            cells.append(f"{median[side]:.2f} s, {sides[side]['allocated'] / 2**30:.0f} GiB" if side in sides else "-")
+        both = "TRL" in median and "shared prompts" in median
+        ratio = f"{median['TRL'] / median['shared prompts']:.1f}" if both else "-"
+        lines.append(f"| {SHAPES[name]['title']} | {' | '.join(cells)} | {ratio} |")
+    return lines
+
+
+def gradient_lines(row: dict[str, Any]) -> list[str]:
+    """The table of distances between gradients."""
+    if "gradients" not in row:
+        return []
+    names = list(next(iter(row["gradients"].values())))[1:]
+    lines = ["", "Distance of the whole model's gradient from that of a row per rollout in float32, relative:", "",
+             f"| conversations | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
+    for name, found in row["gradients"].items():
+        lines.append(f"| {SHAPES[name]['title']} | {' | '.join(f'{found[each]:.1e}' for each in names)} |")
+    return lines
+
+
 def section(results: dict[str, Any]) -> str:
-    """The page's table."""
+    """The page's tables."""
     of, place = results["settings"], results["machine"]
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
         f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
-        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}).", "",
+        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).", "",
         "| case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -332,6 +362,7 @@ def section(results: dict[str, Any]) -> str:
         cells = [f"{got[key]:.2f} s" for key in ("step", "rollouts", "sync", "training")]
         cells += [f"{got['allocated']:.1f}", f"{got['used']:.1f}", f"{got['difference']:.1e}"]
         lines.append(f"| {case} | {' | '.join('-' if 'nan' in cell else cell for cell in cells)} |")
+    lines += step_lines(results["cases"].get("step", {})) + gradient_lines(results["cases"].get("gradients", {}))
     for case, row in results["cases"].items():
         if "skipped" in row:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
@@ -341,6 +372,8 @@ def section(results: dict[str, Any]) -> str:
         match = [entry[EXACT_MATCH] for entry in tiny["log"]]
         lines += ["", f"`{RECIPE}` in bf16: exact match {match[0]:.2f} in the first step, "
                   f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}."]  # fmt: skip
+    for note in results.get("notes", []):  # written by hand, of how a run came about
+        lines += ["", note]
     return "\n".join(lines)
 
 
@@ -379,7 +412,9 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
 
     path, folder = FRAME.short_results if options.tiny else FRAME.results, ROOT / "runs/bench_gpu"
     folder.mkdir(parents=True, exist_ok=True)
-    model = TINY if options.tiny else build_model("0.6B", folder / "model", "float32")
+    model = TINY if options.tiny else folder / "model"
+    if not (model / "tokenizer.json").is_file():  # which is saved last
+        build_model("0.6B", model, "float32")
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
     results = {

@@ -176,6 +176,18 @@ def test_another_service_is_told_as_such(proxy, client, ask, status, body, messa
     assert len(str(raised.value)) < 1000
 
 
+def test_a_vllm_without_an_endpoint_is_named_where_it_was_not_tested(proxy, client):
+    for version, end in (
+        ("0.32.0", "DEV_MODE=1."),
+        ("0.25.0", "DEV_MODE=1; it is vllm 0.25.0 (tested: <0.33,>=0.31)."),
+    ):
+        client.__dict__["engine_version"] = version
+        proxy.faults = lambda request: Fault("old", status=404, body=b'{"detail": "Not Found"}')
+        with pytest.raises(ServerError) as raised:
+            client.weight_version()
+        assert str(raised.value).endswith(f". Start the vLLM server with VLLM_SERVER_{end}")
+
+
 def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     client = VLLMServerClient(base_url=f"http://ann:s%20t@127.0.0.1:{proxy.port}/", timeout=1.0)

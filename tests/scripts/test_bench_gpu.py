@@ -17,10 +17,17 @@ CASES = {
     "colocate": {"error": "Traceback\n  File\nRuntimeError: no memory\n"},
     "server, disk": {"seconds": [9.0, 9.0, 4.0], "log": LOG * 3, "allocated": 2**30, "used": 2**32},
     "server, nccl": {"skipped": "needs 2 GPUs"},
+    "step": {"steps": {
+        "prompt": {"TRL": {"seconds": [9.0, 6.0, 3.0], "allocated": 2**31},
+                   "shared prompts": {"seconds": [2.0, 1.0, 4.0], "allocated": 2**30}},
+        "spread": {"TRL": {"seconds": [5.0], "allocated": 2**30}},
+    }},
+    "gradients": {"gradients": {"prompt": {"a row per rollout, float32": 0.0, "shared prompts, bf16": 0.0123}}},
     "tiny recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": m} for m in (0.25, 0.75)]},
 }  # fmt: skip
 RESULTS = {
-    "machine": {"torch": "2", "trl": "1"}, "gpus": "Abacus 9000", "parameters": 600_000_000, "cases": CASES,
+    "machine": {"torch": "2", "trl": "1", "vllm": "0"}, "gpus": "Abacus 9000", "parameters": 600_000_000,
+    "cases": CASES, "notes": ["A note."],
     "settings": {"rollouts": 64, "tokens": 256, "steps": 2},
 }  # fmt: skip
 
@@ -33,11 +40,39 @@ def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
         "| TRL, in process | 5.00 s | - | - | - | 2.0 | 4.0 | - |",
         "| server, disk | 4.00 s | 1.00 s | 0.50 s | 2.50 s | 1.0 | 4.0 | 2.0e-02 |",
     ]
-    assert [line for line in lines[7:] if line] == [
+    assert "(torch 2, TRL 1, vLLM 0)" in lines[0]
+    assert [line for line in lines[7:] if line and line[0] != "A"] == [
+        "| conversations | TRL | shared prompts | a row per rollout | TRL / shared |",
+        "|---|---|---|---|---|",
+        "| long prompt | 6.00 s, 2 GiB | 2.00 s, 1 GiB | - | 3.0 |",
+        "| log-normal lengths | 5.00 s, 1 GiB | - | - | - |",
+        "Distance of the whole model's gradient from that of a row per rollout in float32, relative:",
+        "| conversations | shared prompts, bf16 |",
+        "|---|---|",
+        "| long prompt | 1.2e-02 |",
         "`colocate` failed: `RuntimeError: no memory`",
         "`server, nccl` was left out: it needs 2 GPUs.",
         "`hf_recipes/tiny/calculator.yaml` in bf16: exact match 0.25 in the first step, 0.50 in the last ten of 2.",
     ]
+    assert lines[-1] == "A note."
+
+
+def test_nccl_needs_two_gpus_or_a_library_that_takes_one_twice(monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert [bench.why_not("server, nccl", gpus=n) for n in (1, 2)] == ["needs 2 GPUs", None]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [bench.why_not("server, nccl", gpus=n) for n in (0, 1)] == ["needs 2 GPUs", None]
+
+
+def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "STEP_SHAPES", ("prompt",))
+    monkeypatch.setitem(bench.SHAPES, "prompt", {**bench.SHAPES["prompt"], "rollouts": 8})
+    options = argparse.Namespace(steps=1, tiny=True)
+    found = bench.run_gradients(options, str(tmp_path))["gradients"]["prompt"]
+    assert found["a row per rollout, float32"] == 0.0 < found["shared prompts, float32"] < 1e-5
+    assert all(1e-4 < found[f"{each}, bf16"] < 0.2 for each in ("a row per rollout", "shared prompts"))
+    steps = bench.run_step(options, str(tmp_path))["steps"]["prompt"]
+    assert list(steps) == list(bench.STEP_SIDES) and all(len(side["seconds"]) == 1 for side in steps.values())
 
 
 def test_it_wants_a_gpu(monkeypatch):
@@ -52,7 +87,7 @@ def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_pat
             raise RuntimeError("The vLLM server ended while it started")
 
     monkeypatch.setattr(bench, "make_server", lambda *args: Fails())
-    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, tiny=True)
+    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, share=0.3, tiny=True)
     row = bench.measure("server, disk", tmp_path, options, [], tmp_path)
     assert row == {"error": "The vLLM server ended while it started"}
 
