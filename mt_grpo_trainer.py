@@ -58,6 +58,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
+from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
 from mt_grpo.conversation.environments import (
@@ -129,6 +130,7 @@ from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, estimators_of
 from mt_grpo.training.layouts import Layout, memory_errors
 from mt_grpo.training.passes import (
     PASSES,
@@ -490,7 +492,10 @@ class MultiTurnToolEnv(Conversations):
 #                norm(R^O + c * R^T)                 rollouts without any observation
 #   turn_return  norm(R^O) + c * norm(G_k)           over the rollouts of the group that sampled turn k
 #   gigpo        norm(R^O) + c * norm(G_k)           over the turns of the group in the same state (arXiv 2505.10978)
-#   turn_credit  norm(R^O) + c * (r_k - mean_l r_l)  shaping inside a rollout; turns without a reward: norm(R^O)
+#   zero_sum     norm(R^O) + c * (r_k - mean_l r_l)  shaping inside a rollout; turns without a reward: norm(R^O)
+#   progress_credit  norm(R^O) + c * (turn k's share of the progress of scores, less its mean over tokens)
+#
+# With outcome_in_return R^O counts in G_k as well, as the reward of the rollout's last turn (turn_return, gigpo).
 #
 # A turn reward that is one number per rollout (the paper's form) is compared over the whole group, and its term goes
 # to the turns up to and including the first that got an observation; a rollout without any has it on all its turns.
@@ -512,12 +517,13 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     Args:
         x: (N,) or (N, K), NaN where a rollout has no value; with K columns, each column of a group is one set.
         group_size: G; rows [iG, (i+1)G) are one prompt's.
-        scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, or by 1
-            (`none`). The group's own standard deviation biases choices between rewards of equal mean and unequal
-            variance.
+        scale_rewards: divide by the standard deviation of the `group`, of all centred values in the `batch`, by the
+            set's mean (`mean`: MaxRL, arXiv 2602.02710), or by 1 (`none`). The group's own standard deviation biases
+            choices between rewards of equal mean and unequal variance.
 
     Returns:
         Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
+        Raises `RunError` for a negative value with `mean`.
 
     >>> norm(torch.tensor([1., 0., 1., 0.]), 4, "none")
     tensor([ 0.5000, -0.5000,  0.5000, -0.5000])
@@ -533,12 +539,20 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     elif scale_rewards == "batch":
         compared = centred.where((~groups.isnan()).sum(1, keepdim=True) > 1, NAN)  # a single value has no spread
         centred = centred / (nanstd(compared, tuple(range(centred.dim()))) + 1e-4)
+    elif scale_rewards == "mean":
+        if (x < 0).any():
+            raise RunError(f"scale_rewards: mean, got a reward of {x[x < 0].min():g}. Expected none below 0.")
+        centred = centred / groups.nanmean(1, keepdim=True)
     # Equal values must give exactly 0, not a rounding error divided by 1e-4.
     return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
 
-def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str) -> torch.Tensor:
+def norm_by_state(
+    x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str, leave_one_out: bool = False
+) -> torch.Tensor:
     """`norm` of x (N, K) over the turns of a group in the same `state` (N, K). Memory: about N G K^2 numbers.
+
+    With `leave_one_out` a value is compared with the mean of the others: x - mean_others = n / (n - 1) (x - mean).
 
     >>> norm_by_state(torch.tensor([[1., 5.], [3., 9.]]), torch.tensor([[7, 8], [7, 7]]), 2, "none")
     tensor([[-3.3333,  0.0000],
@@ -549,7 +563,11 @@ def norm_by_state(x: torch.Tensor, state: torch.Tensor, group_size: int, scale_r
     # For every turn, the index of the group's first turn in the same state. Each such first turn has its own column.
     first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
     sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)
-    return norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first).view(x.shape)
+    own = norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first)
+    if leave_one_out:
+        number = (~sets.isnan()).sum(1, keepdim=True).expand(sets.shape).gather(2, first)
+        own = own * number / (number - 1).clamp(min=1)
+    return own.view(x.shape)
 
 
 @dataclass
@@ -562,12 +580,20 @@ class RewardTable:
     observed: torch.Tensor  # (N, K) bool: something came of the turn (`Turn.observed`)
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
-    group_size: int = 0  # G; `turn_advantages` sets it, and the scaling
+    num_tokens: torch.Tensor | int = 1  # (N, K) int64: those that the policy sampled in the turn
+    group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
+    outcome_in_return: bool = False
+    state_baseline: str = "mean"
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The group-relative value of x, (N,) or (N, K), with this table's groups and scaling (see `norm`)."""
         return norm(x, self.group_size, self.scale_rewards)
+
+    def norm_by_state(self, x: torch.Tensor) -> torch.Tensor:
+        """x (N, K) relative to the turns of its group that began in the same state (see `norm_by_state`)."""
+        leave_one_out = self.state_baseline == "leave_one_out"
+        return norm_by_state(x, self.state, self.group_size, self.scale_rewards, leave_one_out)
 
     @property
     def turn_total(self) -> torch.Tensor:
@@ -575,8 +601,14 @@ class RewardTable:
         return self.rollout_turn.nan_to_num(0.0) + self.turn.nansum(1)
 
     def returns_to_go(self, discount: float) -> torch.Tensor:
-        """G_k = r_k + discount * G_{k+1}, (N, K): None counts as 0; NaN where there is no turn k."""
+        """G_k = r_k + discount * G_{k+1}, (N, K): None counts as 0; NaN where there is no turn k.
+
+        With `outcome_in_return` the rollout's last turn has R^O as a reward, too.
+        """
         rewards, to_go = self.turn.nan_to_num(0.0), torch.zeros_like(self.turn)
+        if self.outcome_in_return:
+            last = self.sampled & (self.sampled.int().cumsum(1) == self.sampled.sum(1, keepdim=True))
+            rewards = rewards + torch.where(last, self.outcome[:, None], 0.0)
         for k in reversed(range(to_go.shape[1])):
             to_go[:, k] = rewards[:, k] + (discount * to_go[:, k + 1] if k + 1 < to_go.shape[1] else 0.0)
         return to_go.where(self.sampled, NAN)
@@ -605,24 +637,7 @@ def doctest_batch() -> RewardTable:
 
 
 CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
-
-
-def credit_estimator(name: str, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> Callable:
-    """Register an estimator. The choices of `credit_assignment`, the checks and the state keys derive from this line.
-
-    Args:
-        name: The recipe's value of `credit_assignment`.
-        reads: What it reads of `turn_advantage_coef`, `turn_discount` and `state`. A setting that it does not read is
-            refused; state keys are filled for those that read them.
-        per_turn: Whether the turns of a rollout can get different advantages.
-    """
-
-    def register(function: Callable) -> Callable:
-        function.reads, function.per_turn = frozenset(reads), per_turn
-        CREDIT_ASSIGNMENTS[name] = function
-        return function
-
-    return register
+credit_estimator = estimators_of(CREDIT_ASSIGNMENTS)  # the line above an estimator, from which all else derives
 
 
 @credit_estimator("outcome", per_turn=False)
@@ -672,7 +687,7 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
-@credit_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount"))
+@credit_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return"))
 def turn_return_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
@@ -689,43 +704,7 @@ def turn_return_advantages(rewards: RewardTable, coef: float, discount: float) -
     return outcome + coef * (own + rewards.rollout_turn_advantages())
 
 
-@credit_estimator("gigpo", reads=("turn_advantage_coef", "turn_discount", "state"))
-def gigpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
-
-    The paper's return also has the final reward in it, and its episode term all rewards; here, as everywhere in this
-    table, the outcome is the first term and turn rewards are the second. Without turn rewards it is `outcome`.
-
-    Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
-    the group, and a later turn only with those that have the very same tokens before them, in practice with none.
-
-    It is biased where a state comes back within a rollout: a later visit is in the baseline of an earlier one. In the
-    example A calls again in state 1 (0.6), and B answers there (0).
-
-    >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
-    tensor([[ 0.7000,  0.8000,  0.5000],
-            [-0.7000, -0.8000, -0.5000]])
-    """
-    outcome = rewards.norm(rewards.outcome)[:, None]
-    own = norm_by_state(rewards.returns_to_go(discount), rewards.state, rewards.group_size, rewards.scale_rewards)
-    return outcome + coef * (own + rewards.rollout_turn_advantages())
-
-
-@credit_estimator("turn_credit", reads=("turn_advantage_coef",))
-def turn_credit_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
-
-    It gives a signal where a group's outcomes are all equal. It is biased: a turn's baseline contains the turns after
-    it (docs/credit.md). `scale_rewards` does not apply to the shift, and a turn reward per rollout shifts nothing. In
-    the example A has 0.2 and 0.6, mean 0.4; B has one reward.
-
-    >>> turn_credit_advantages(doctest_batch(), 1.0, 1.0)
-    tensor([[ 0.3000,  0.7000,  0.5000],
-            [-0.5000, -0.5000, -0.5000]])
-    """
-    outcome = rewards.norm(rewards.outcome)[:, None]
-    shift = rewards.turn - rewards.turn.nanmean(1, keepdim=True)
-    return outcome + coef * shift.nan_to_num(0.0)
+CREDIT_ASSIGNMENTS |= FURTHER_ESTIMATORS  # gigpo, zero_sum, progress_credit: mt_grpo/training/further_credit.py
 
 
 def turn_advantages(
@@ -735,8 +714,12 @@ def turn_advantages(
     coef: float,
     scale_rewards: str,
     discount: float = 1.0,
+    **settings: Any,
 ) -> torch.Tensor:
-    """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn."""
+    """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn.
+
+    `settings`: `outcome_in_return` and `state_baseline` of the table.
+    """
     missing = rewards.outcome.isnan()[:, None]  # (N, 1): not trained on, so in nobody's baseline
     rewards = dataclasses.replace(
         rewards,
@@ -745,6 +728,7 @@ def turn_advantages(
         sampled=rewards.sampled & ~missing,
         group_size=group_size,
         scale_rewards=scale_rewards,
+        **settings,
     )
     advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, coef, discount)
     return torch.where(missing, 0.0, advantages)
@@ -835,7 +819,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         finally:
             self.env.close(batch.rollouts)
             batch.loss_masks, self.vllm_importance_sampling_correction = None, correction
-        advantages = self._advantages(batch.rewards, self.scale_rewards)  # (N, K)
+        advantages = self._advantages(batch.rewards, self.args.scale_rewards)  # (N, K)
         check_advantages(batch.rewards, advantages, self.state.global_step, self.turn_advantage_coef)
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
@@ -849,8 +833,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Advantages of a table by the run's estimator, (N, K)."""
         args, coef = self.args, self.turn_advantage_coef
         return turn_advantages(
-            rewards, args.credit_assignment, self._group_size, coef, scale_rewards, args.turn_discount
-        )
+            rewards, args.credit_assignment, self._group_size, coef, scale_rewards, args.turn_discount,
+            outcome_in_return=args.outcome_in_return, state_baseline=args.state_baseline,
+        )  # fmt: skip
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's generation step: conversations in place of single completions.
@@ -966,13 +951,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         batch = self.batch
         told = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
-        whole, per_turn, observed, sampled, state = self.reward_functions.score_all_ranks(
+        whole, per_turn, observed, sampled, state, num_tokens = self.reward_functions.score_all_ranks(
             batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state
         )
         batch.weights = self.reward_weights.cpu()
         outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
         outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, observed, sampled, state)
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, observed, sampled, state, num_tokens)
         batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
         if self.model.training:
             counts = numbers_that_count(batch.rewards, lambda table: self._advantages(table, "none"))
@@ -992,7 +977,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None
             self._evaluation.add(self._metrics["eval"], batch, total)
-        outcome = norm(batch.rewards.outcome, batch.group_size, self.scale_rewards)  # (N,), of the outcome alone
+        outcome = norm(batch.rewards.outcome, batch.group_size, self.args.scale_rewards)  # (N,), of the outcome alone
         self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
@@ -1070,6 +1055,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
             self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
         )  # fmt: skip
+        if args.scale_rewards == "mean":  # TRL does not know it, and its advantages are replaced
+            self.scale_rewards = "none"
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.
@@ -1212,15 +1199,20 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = key(
-        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo or turn_credit",
+        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
         one_of=CREDIT_ASSIGNMENTS,
     )  # fmt: skip
     turn_advantage_coef: float = key(
         1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
     )
     turn_discount: float = key(
-        1.0, "Discount per turn of the returns to go of turn_return and gigpo, from 0 to 1", within="[0, 1]"
+        1.0, "Discount per turn of turn_return, gigpo and progress_credit, from 0 to 1", within="[0, 1]"
     )
+    outcome_in_return: bool = key(False, "turn_return and gigpo: the outcome is also a reward of the last turn")
+    state_baseline: str = key(
+        "mean", "gigpo: a turn is compared with the mean of its state, or with that of the others (leave_one_out)",
+        one_of=("mean", "leave_one_out"),
+    )  # fmt: skip
     turn_reward_weights: list[float] | None = key(
         None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
     )

@@ -147,7 +147,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     args = trainer.args
     credit = {
         "credit_assignment": args.credit_assignment, "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
-        "scale_rewards": str(trainer.scale_rewards),
+        "scale_rewards": str(trainer.args.scale_rewards),
     }  # fmt: skip
     if args.turn_discount != 1.0:
         credit["turn_discount"] = f"{args.turn_discount:g}"

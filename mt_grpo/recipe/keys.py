@@ -84,7 +84,7 @@ OF_TRL = {
             "[0, 4294967295]": ("seed",),
         },
         "one_of": {
-            ("group", "batch", "none"): ("scale_rewards",),
+            ("group", "batch", "mean", "none"): ("scale_rewards",),
             ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"): ("loss_type",),
             ("token", "sequence"): ("importance_sampling_level",),
             ("server", "colocate"): ("vllm_mode",),
@@ -108,6 +108,11 @@ OF_TRL = {
         },
     }.items()
 }  # fmt: skip
+
+
+FORMER_VALUES = {  # (key, value) -> what stands behind the error where a value has another name now
+    ("credit_assignment", "turn_credit"): " What was turn_credit here is zero_sum; prime-rl's is progress_credit."
+}
 
 
 def fact_of(each: dataclasses.Field, what: str) -> Any:

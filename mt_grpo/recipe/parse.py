@@ -23,6 +23,7 @@ from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import (
+    FORMER_VALUES,
     Classes,
     check_ranges,
     default_of,
@@ -133,7 +134,10 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         # transformers checks only the command line by its choices, not the recipe.
         allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
         if allowed and value not in (*allowed, default_of(key, classes)):
-            raise ValueError(f"{key}: {value!r:.200} in {path} is not known. Expected one of: {', '.join(allowed)}.")
+            former = FORMER_VALUES.get((key, str(value)), "")
+            raise ValueError(
+                f"{key}: {value!r:.200} in {path} is not known. Expected one of: {', '.join(allowed)}.{former}"
+            )
         if key in REFUSED_KEYS and value != default_of(key, classes):
             raise ValueError(f"{key}: {value!r:.200} in {path} is not supported: {REFUSED_KEYS[key]}.")
     return recipe

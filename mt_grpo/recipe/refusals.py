@@ -17,7 +17,7 @@ from mt_grpo.base.errors import sentence
 from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.generation.connection import hide_password
-from mt_grpo.recipe.keys import OF_TRL, default_of, fact_of
+from mt_grpo.recipe.keys import FORMER_VALUES, OF_TRL, default_of, fact_of
 
 # Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
 
@@ -197,13 +197,22 @@ def check_scheduler(args: GRPOConfig) -> None:
         ) from error
 
 
+UNREAD_CREDIT = {  # key -> what the estimator is that does not read it
+    "turn_discount": "which counts no turn for another",
+    "outcome_in_return": "which has no return",
+    "state_baseline": "which compares no states",
+    "turn_advantage_coef": "which has no turn's own term",
+}
+
+
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
     for each in dataclasses.fields(args):
         allowed = fact_of(each, "one_of")
         if allowed and (value := getattr(args, each.name)) not in allowed:
-            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.")
+            former = FORMER_VALUES.get((each.name, str(value)), "")
+            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.{former}")
     for key, reason in REFUSED_KEYS.items():
         if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
             raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
@@ -235,17 +244,13 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_old_logps(args)
     check_passes(args)
     estimator = estimators[args.credit_assignment]
-    if args.turn_discount != 1.0 and "turn_discount" not in estimator.reads:
-        readers = " and ".join(name for name, other in estimators.items() if "turn_discount" in other.reads)
-        raise ValueError(
-            f"turn_discount={args.turn_discount} has no effect with credit_assignment={args.credit_assignment!r}: "
-            f"only {readers} sum what comes after a turn. Remove it, or use one of them."
-        )
-    if args.turn_advantage_coef != 1.0 and "turn_advantage_coef" not in estimator.reads:
-        raise ValueError(
-            f"turn_advantage_coef={args.turn_advantage_coef} has no effect with "
-            f"credit_assignment={args.credit_assignment!r}, which has no turn's own term. Set it to 1.0 or remove it."
-        )
+    for key, why in UNREAD_CREDIT.items():
+        if (value := getattr(args, key)) != default_of(key, kinds) and key not in estimator.reads:
+            readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
+            raise ValueError(
+                f"{key}={value} has no effect with credit_assignment={args.credit_assignment!r}, {why}. Remove it, or "
+                f"use {readers}."
+            )
     if estimator.per_turn:
         # Both settings decide per sequence, by one advantage. Advantages per token would make them decide per token.
         if args.off_policy_mask_threshold is not None:

@@ -11,7 +11,7 @@ game of gymnasium, up to 20 turns, one reward at its goal; the board is the stat
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e).
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
-(the shift of `turn_credit` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
+(the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
 best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
 choice. (d) and (e) have their recipe's for all.
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 from bench import common
 from bench.common import end_with_parent, rounded, write_section
 
-METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit")
+METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum")
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
 NUM_SEEDS = 5  # fewer are not quoted

@@ -177,7 +177,7 @@ def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, t
 
 @pytest.mark.parametrize(
     ("name", "none"),
-    [("outcome", 1.0), ("merged", 0.0), ("mt_grpo", 0.0), ("turn_return", 0.0), ("gigpo", 0.0), ("turn_credit", 0.0)],
+    [("outcome", 1.0), ("merged", 0.0), ("mt_grpo", 0.0), ("turn_return", 0.0), ("gigpo", 0.0), ("zero_sum", 0.0)],
 )
 def test_what_has_signal_is_what_the_estimator_trains(random_model, tmp_path, monkeypatch, name, none):
     """Outcomes are equal, and turn rewards differ: between rollouts, and within two of them."""

@@ -19,7 +19,8 @@ from mt_grpo_trainer import (
     turn_advantages,
 )
 
-NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "turn_credit"]
+NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit"]
+WITHIN = ("zero_sum", "progress_credit")  # which compare the turns of one rollout
 SCALES = ["group", "batch", "none"]
 
 
@@ -70,6 +71,14 @@ def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
 
 
 # --- norm ------------------------------------------------------------------------------------------------------------
+
+
+def test_norm_by_the_mean():
+    """MaxRL: (r - mean) / mean. 1 of 4 is right: 0.75 / 0.25 and -0.25 / 0.25."""
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 1.0, NAN, NAN])
+    assert norm(x, 4, "mean").tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0, 0.5, -0.5, 0, 0])
+    with pytest.raises(RunError, match="scale_rewards: mean, got a reward of -0.5. Expected none below 0"):
+        norm(torch.tensor([1.0, -0.5]), 2, "mean")
 
 
 @pytest.mark.parametrize(
@@ -440,6 +449,33 @@ def test_gigpo_where_a_state_comes_back():
     assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.3, -0.1], [-0.2]])
 
 
+def test_gigpo_leaves_a_value_out_of_its_own_baseline():
+    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4.
+    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
+    others = {"state_baseline": "leave_one_out"}
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.45, -0.15], [-0.3]])
+    # A state that one turn was in, and one that two were in: 0.5 against 0.1.
+    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.2, 0.3], [0.1]], state=[[5, 6], [5]])
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.4, 0.0], [-0.4]])
+
+
+def test_gigpo_gives_credit_from_an_outcome_alone():
+    # The last turns have 1 and 0: returns 0.25 0.5 1 | 0 0. State 0: 0.25, 0; state 1: 0.5, 0; state 2: one visit.
+    rewards = table([1, 0], [[1, 1, 0], [1, 0]], state=[[0, 1, 2], [0, 1]])
+    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", 0.5), [[0.5, 0.5, 0.5], [-0.5, -0.5]])
+    for name in ("gigpo", "turn_return"):  # here a state is a turn's index
+        advantages = turn_advantages(rewards, name, 2, 1.0, "none", 0.5, outcome_in_return=True)
+        assert_rows(advantages, [[0.625, 0.75, 0.5], [-0.625, -0.75]])
+
+
+def test_an_outcome_in_the_return_stands_beside_the_turns_own_reward():
+    # Returns 0.2 + 0.1 + 1 = 1.3, 0.1 + 1 = 1.1 | 0.4. Turn 0: mean 0.85; turn 1 is alone. A rollout without an
+    # outcome is in no comparison.
+    rewards = table([1, 0, None], [[1, 0], [0], [0]], turn=[[0.2, 0.1], [0.4], [9]])
+    advantages = turn_advantages(rewards, "turn_return", 3, 1.0, "none", outcome_in_return=True)
+    assert_rows(advantages, [[0.95, 0.5], [-0.95], [0.0]])
+
+
 def test_gigpo_keeps_groups_apart():
     # The same state in two groups is two sets: (0.4, 0.2) and (1.0, 0.0).
     rewards = table([0] * 4, [[1]] * 4, turn=[[0.4], [0.2], [1.0], [0.0]], state=[[5]] * 4)
@@ -455,27 +491,60 @@ def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
-# --- turn_credit -----------------------------------------------------------------------------------------------------
+# --- progress_credit -------------------------------------------------------------------------------------------------
 
 
-def test_turn_credit_shifts_within_a_rollout():
+def test_progress_is_shared_by_the_turns_up_to_it():
+    # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
+    # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10 tokens
+    # is 0.086286.
+    rewards = table([0, 0], [[1, 1, 1, 0], [1, 0, 0, 0]], turn=[[0.2, None, 0.8, 0.5], [0.7, None, None, None]])
+    rewards.num_tokens = torch.tensor([[10, 20, 10, 10], [5, 5, 5, 5]])
+    expected = [[-0.020571, 0.045143, 0.176571, -0.246286], [0.0] * 4]
+    assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.5), expected)
+    halved = [[value / 2 for value in row] for row in expected]
+    assert_rows(turn_advantages(rewards, "progress_credit", 2, 0.5, "group", 0.5), halved)
+
+
+def test_progress_of_the_turn_alone_without_a_discount_to_earlier_ones():
+    # discount 0: each turn its own: 0, 0.3, -0.1, less their mean 0.2 / 3 over tokens (all turns have one).
+    rewards = table([1, 0], [[1, 1, 0], [0]], turn=[[0.1, 0.4, 0.3], [None]])
+    expected = [[0.5 - 0.2 / 3, 0.5 + 0.3 - 0.2 / 3, 0.5 - 0.1 - 0.2 / 3], [-0.5]]
+    assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.0), expected)
+
+
+def test_progress_moves_no_rollout_against_another():
+    """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
+    for seed in range(5):
+        rewards = random_table(seed)
+        tokens = torch.randint(1, 50, rewards.turn.shape, generator=torch.Generator().manual_seed(seed))
+        rewards.num_tokens = tokens * rewards.sampled
+        shift = turn_advantages(rewards, "progress_credit", 6, 0.7, "none", 0.9)
+        shift = shift - turn_advantages(rewards, "outcome", 6, 1.0, "none")
+        assert (shift * rewards.num_tokens).sum(1).abs().max() < 1e-4 and shift.abs().max() > 0.1
+
+
+# --- zero_sum --------------------------------------------------------------------------------------------------------
+
+
+def test_zero_sum_shifts_within_a_rollout():
     # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
     expected = [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]
-    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 1.0, "none"), expected)
+    assert_rows(turn_advantages(table(**CHAIN), "zero_sum", 4, 1.0, "none"), expected)
     expected = [[0.1, 0.5, 0.9, 0.5], [0.1, -1.1, -0.5], [0.0, 0.0], [0.0]]
-    assert_rows(turn_advantages(table(**CHAIN), "turn_credit", 4, 2.0, "none"), expected)
+    assert_rows(turn_advantages(table(**CHAIN), "zero_sum", 4, 2.0, "none"), expected)
 
 
-def test_turn_credit_teaches_where_all_outcomes_are_equal():
+def test_zero_sum_teaches_where_all_outcomes_are_equal():
     rewards = table([0, 0], [[1, 1, 0], [1, 1, 0]], turn=[[0.5, 0, None], [0.5, 0, None]])
-    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
+    assert_rows(turn_advantages(rewards, "zero_sum", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
     for name in ("outcome", "merged", "mt_grpo", "turn_return", "gigpo"):
         assert turn_advantages(rewards, name, 2, 1.0, "group").eq(0).all()
 
 
-def test_turn_credit_has_no_place_for_a_reward_per_rollout():
+def test_zero_sum_has_no_place_for_a_reward_per_rollout():
     rewards = table([1, 0], [[1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, "turn_credit", 2, 1.0, "none"), [[0.5, 0.5], [-0.5, -0.5]])
+    assert_rows(turn_advantages(rewards, "zero_sum", 2, 1.0, "none"), [[0.5, 0.5], [-0.5, -0.5]])
 
 
 # --- the gradient ----------------------------------------------------------------------------------------------------
@@ -601,7 +670,7 @@ def test_coefficient_zero_is_outcome(scale):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_identical_rewards_give_exactly_zero(name, scale):
-    turn = [1 / 3, 1 / 3 if name == "turn_credit" else 0.7, None]  # none of them exact in binary
+    turn = [1 / 3, 1 / 3 if name in WITHIN else 0.7, None]  # none of them exact in binary
     rewards = table([0.1] * 7, [[1, 1, 0]] * 7, turn=[turn] * 7, rollout_turn=[0.3] * 7)
     assert turn_advantages(rewards, name, 7, 1.3, scale).eq(0).all()
 
@@ -610,7 +679,7 @@ def test_identical_rewards_give_exactly_zero(name, scale):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_of_one_has_no_advantage(name, scale):
     rewards = random_table(7, num_groups=4, group_size=1)
-    if name == "turn_credit":  # compares the turns of one rollout
+    if name in WITHIN:
         rewards.turn[:] = NAN
     rewards.state[:] = torch.arange(4)  # nor does gigpo compare turns of one rollout that are in different states
     assert turn_advantages(rewards, name, 1, 1.0, scale).eq(0).all()

@@ -164,9 +164,9 @@ def test_the_bias_of_mt_grpo_where_a_reward_pays_at_the_stop(number, bias):
 
 
 @pytest.mark.parametrize("number, bias", [(1, (0.124, 0.250)), (2, (-0.024, 0.024))])
-def test_the_bias_of_turn_credit(number, bias):
+def test_the_bias_of_zero_sum(number, bias):
     rewards = world(number)
-    advantages = estimate("turn_credit", rewards, "none")
+    advantages = estimate("zero_sum", rewards, "none")
     for k in (0, 1):
         difference, error = stop_minus_go(advantages, rewards, k)
         assert difference == pytest.approx(bias[k], abs=0.008)

@@ -610,6 +610,30 @@ def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path
     assert (expected - other).abs().max() > 0.01
 
 
+def test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages(random_model, tmp_path):
+    args = settings(tmp_path, credit_assignment="gigpo", outcome_in_return=True, state_baseline="leave_one_out",
+                    scale_rewards="mean")  # fmt: skip
+    trainer = TwoTurns(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
+        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )  # fmt: skip
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
+    table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
+    lengths = [[len(turn.token_ids) for turn in rollout.turns] for rollout in rollouts]
+    assert table.num_tokens[:, :2].tolist() == lengths
+    both = {"outcome_in_return": True, "state_baseline": "leave_one_out"}
+    expected = turn_advantages(table, "gigpo", 4, 1.0, "mean", **both)
+    for i, rollout in enumerate(rollouts):
+        turns = torch.tensor(rollout.turn_ids)
+        for k in (0, 1):
+            assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
+    for key in both:
+        other = turn_advantages(table, "gigpo", 4, 1.0, "mean", **{k: v for k, v in both.items() if k != key})
+        assert (expected - other).abs().max() > 0.01, key
+    assert (expected - turn_advantages(table, "gigpo", 4, 1.0, "group", **both)).abs().max() > 0.01
+
+
 def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path, caplog):
     """With one state for all turns the table holds one number; the environment gets the turns so far."""
 

@@ -10,6 +10,13 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "the tokens of a turn are not counted",
+        "mt_grpo/training/rewards.py",
+        "tokens = [[len(turn.token_ids) for turn in rollout.turns]",
+        "tokens = [[1 for turn in rollout.turns]",
+        "tests/method/test_trainer.py::test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages",
+    ),
+    Mutation(
         "estimators that compare turns by their states get none",
         "mt_grpo/training/rewards.py",
         "if reads_state else []",

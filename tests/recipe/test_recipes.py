@@ -641,7 +641,7 @@ def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights
 def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
     """Refused where turns have their own, taken where a rollout has one."""
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
-    for credit in ("mt_grpo", "turn_return", "gigpo", "turn_credit"):
+    for credit in ("mt_grpo", "turn_return", "gigpo", "zero_sum"):
         with pytest.raises(ValueError, match=f"{key}.*{words}.*credit_assignment='{credit}'"):
             mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
     for credit in ("outcome", "merged"):
@@ -664,13 +664,40 @@ def test_turn_discount_where_nothing_reads_it(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
     for credit in CREDIT_ASSIGNMENTS:
         path = write(tmp_path, recipe | {"credit_assignment": credit})
-        if credit in ("turn_return", "gigpo"):
+        if credit in ("turn_return", "gigpo", "progress_credit"):
             assert mt.parse_arguments(["--config", path])[1].turn_discount == 0.9
         else:
             with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
                 mt.parse_arguments(["--config", path])
     with pytest.raises(ValueError, match="turn_discount=1.5, expected a finite number of at least 0, at most 1"):
         mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
+
+
+def test_a_return_and_a_baseline_where_nothing_reads_them(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    for key, value, readers in (
+        ("outcome_in_return", True, ["turn_return", "gigpo"]), ("state_baseline", "leave_one_out", ["gigpo"]),
+    ):  # fmt: skip
+        for credit in CREDIT_ASSIGNMENTS:
+            path = write(tmp_path, recipe | {"credit_assignment": credit, key: value})
+            if credit in readers:
+                assert getattr(mt.parse_arguments(["--config", path])[1], key) == value
+                continue
+            words = f"{key}={value} has no effect with credit_assignment='{credit}'.*use {' or '.join(readers)}"
+            with pytest.raises(ValueError, match=words):
+                mt.parse_arguments(["--config", path])
+
+
+def test_a_former_name_of_an_estimator_says_the_two_of_today(tmp_path):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    for changes, arguments in (
+        ({"credit_assignment": "turn_credit"}, []),
+        ({}, ["--credit_assignment", "turn_credit"]),
+    ):
+        with pytest.raises(
+            ValueError, match="turn_credit'.*not known.*here is zero_sum; prime-rl's is progress_credit"
+        ):
+            mt.parse_arguments(["--config", write(tmp_path, recipe | changes), *arguments])
 
 
 @pytest.mark.parametrize(
@@ -782,7 +809,7 @@ def build(random_model, tmp_path, no_weights):
         ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*Expected one of: grpo, dapo"),
         ({"credit_assignment": "grpo"}, "credit_assignment: 'grpo' .*Expected one of: outcome, merged, mt_grpo"),
         ({"vllm_mode": "remote"}, "vllm_mode: 'remote' .*Expected one of: server, colocate"),
-        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, none"),
+        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, mean, none"),
         ({"max_env_steps": -1}, "max_env_steps=-1, expected a finite number of at least 0"),
         ({"max_completion_length": 0}, "max_completion_length=0, expected a finite number of at least 1"),
         ({"max_turn_tokens": 0}, "max_turn_tokens=0, expected a finite number of at least 1"),

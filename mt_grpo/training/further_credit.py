@@ -1,0 +1,109 @@
+"""Estimators of credit beside the script's own: each is one function of its `RewardTable`, read by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def estimators_of(registry: dict[str, Callable]) -> Callable:
+    """A decorator that registers an estimator. The choices of `credit_assignment` and the checks derive from its line.
+
+    Its arguments:
+        name: The recipe's value of `credit_assignment`.
+        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
+            `state`. A setting that it does not read is refused; state keys are filled for those that read them.
+        per_turn: Whether the turns of a rollout can get different advantages.
+    """
+
+    def credit_estimator(name: str, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> Callable:
+        def register(function: Callable) -> Callable:
+            function.reads, function.per_turn = frozenset(reads), per_turn
+            registry[name] = function
+            return function
+
+        return register
+
+    return credit_estimator
+
+
+FURTHER_ESTIMATORS: dict[str, Callable] = {}
+further_estimator = estimators_of(FURTHER_ESTIMATORS)
+
+
+@further_estimator(
+    "gigpo", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline", "state")
+)
+def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
+
+    With `outcome_in_return: true` a turn's return holds the outcome, as in the paper: states that come back then give
+    credit from an outcome alone. The paper's weight omega of that term is `turn_advantage_coef`, its gamma is
+    `turn_discount`. What differs: its episode term is of all rewards of a rollout, and here of the outcome. Without
+    `outcome_in_return` and without turn rewards it is `outcome`.
+
+    Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
+    the group, and a later turn only with those that have the very same tokens before them, in practice with none.
+
+    It is biased where a state comes back within a rollout: a later visit is in the baseline of an earlier one. With
+    the turn's own value in its baseline it also leans to states that are visited often; `state_baseline:
+    leave_one_out` leaves that value out. In the example A calls again in state 1 (0.6), and B answers there (0).
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.7000,  0.8000,  0.5000],
+            [-0.7000, -0.8000, -0.5000]])
+    """
+    outcome = rewards.norm(rewards.outcome)[:, None]
+    own = rewards.norm_by_state(rewards.returns_to_go(discount))
+    return outcome + coef * (own + rewards.rollout_turn_advantages())
+
+
+@further_estimator("zero_sum", reads=("turn_advantage_coef",))
+def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
+
+    It gives a signal where a group's outcomes are all equal. It is biased: a turn's baseline contains the turns after
+    it (docs/credit.md). `scale_rewards` does not apply to the shift, and a turn reward per rollout shifts nothing. In
+    the example A has 0.2 and 0.6, mean 0.4; B has one reward.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> zero_sum_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.3000,  0.7000,  0.5000],
+            [-0.5000, -0.5000, -0.5000]])
+    """
+    outcome = rewards.norm(rewards.outcome)[:, None]
+    shift = rewards.turn - rewards.turn.nanmean(1, keepdim=True)
+    return outcome + coef * shift.nan_to_num(0.0)
+
+
+@further_estimator("progress_credit", reads=("turn_advantage_coef", "turn_discount"))
+def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """prime-rl's `turn_credit` (its pull request 3282, as described in August 2026; later versions may differ).
+
+    A turn's reward is here the score of the state behind it, such as the share of tests that pass. A scored turn k
+    makes the progress d_k = s_k - (the last score before it); the first score of a rollout makes none. The turns up to
+    k share it with weights discount^(k - j) that sum to 1. From these credits their mean over the rollout's tokens is
+    subtracted, so that the shift moves no rollout against another. Like `zero_sum` it is biased, `scale_rewards` does
+    not apply to the shift, and a turn reward per rollout shifts nothing. In the example, with ten tokens per turn, A's
+    second call makes the progress 0.4, of which each of its calls gets half; the mean of A's three turns is 0.1333.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> progress_credit_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.5667,  0.5667,  0.3667],
+            [-0.5000, -0.5000, -0.5000]])
+    """
+    credit = torch.zeros_like(rewards.turn)
+    last = torch.full_like(rewards.outcome, float("nan"))
+    weights = torch.zeros_like(rewards.turn)  # discount^(k - j) of turn j, once k is reached
+    for k in range(credit.shape[1]):
+        score = rewards.turn[:, k]
+        weights = weights * discount
+        weights[:, k] = 1.0
+        credit = credit + (score - last).nan_to_num(0.0)[:, None] * weights / weights.sum(1, keepdim=True)
+        last = score.where(~score.isnan(), last)
+    tokens = rewards.sampled * rewards.num_tokens
+    mean = (credit * tokens).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
+    return rewards.norm(rewards.outcome)[:, None] + coef * (credit - mean) * rewards.sampled
