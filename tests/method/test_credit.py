@@ -496,8 +496,8 @@ def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
 
 def test_progress_is_shared_by_the_turns_up_to_it():
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
-    # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10 tokens
-    # is 0.086286.
+    # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10
+    # tokens is 0.086286.
     rewards = table([0, 0], [[1, 1, 1, 0], [1, 0, 0, 0]], turn=[[0.2, None, 0.8, 0.5], [0.7, None, None, None]])
     rewards.num_tokens = torch.tensor([[10, 20, 10, 10], [5, 5, 5, 5]])
     expected = [[-0.020571, 0.045143, 0.176571, -0.246286], [0.0] * 4]

@@ -75,6 +75,18 @@ def test_says_nothing_about_stopping_where_stopping_is_worth_nothing(name, numbe
         assert abs(difference) < 4 * error, k
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
+def test_an_outcome_in_the_return_says_nothing_about_stopping(name, baseline):
+    """The outcome does not depend on it; nobody pays turns."""
+    rewards = world(1)
+    rewards = replace(rewards, turn=torch.full_like(rewards.turn, NAN))
+    advantages = turn_advantages(rewards, name, G, 1.0, "none", outcome_in_return=True, state_baseline=baseline)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert 0 < error < 0.02 and abs(difference) < 4 * error, k
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("number", [1, 2])
 def test_normalising_per_turn_and_accumulating_teaches_when_to_stop(number, scale):
@@ -171,6 +183,15 @@ def test_the_bias_of_zero_sum(number, bias):
         difference, error = stop_minus_go(advantages, rewards, k)
         assert difference == pytest.approx(bias[k], abs=0.008)
         assert abs(difference) > 10 * error
+
+
+@pytest.mark.parametrize("number, bias", [(1, (0.052, 0.067)), (2, (0.0005, 0.024))])
+def test_the_bias_of_progress_credit(number, bias):
+    rewards = world(number)
+    advantages = turn_advantages(rewards, "progress_credit", G, 1.0, "none", 0.5)
+    for k in (0, 1):
+        difference, error = stop_minus_go(advantages, rewards, k)
+        assert difference == pytest.approx(bias[k], abs=4 * error)
 
 
 @pytest.mark.parametrize("number, scale, bias", [(1, "group", (0.047, 0.026)), (2, "none", (-0.012, -0.012))])

@@ -689,14 +689,9 @@ def test_a_return_and_a_baseline_where_nothing_reads_them(tmp_path):
 
 
 def test_a_former_name_of_an_estimator_says_the_two_of_today(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
-    for changes, arguments in (
-        ({"credit_assignment": "turn_credit"}, []),
-        ({}, ["--credit_assignment", "turn_credit"]),
-    ):
-        with pytest.raises(
-            ValueError, match="turn_credit'.*not known.*here is zero_sum; prime-rl's is progress_credit"
-        ):
+    recipe, former = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}, "turn_credit"
+    for changes, arguments in (({"credit_assignment": former}, []), ({}, ["--credit_assignment", former])):
+        with pytest.raises(ValueError, match=f"{former}'.*not known.*here is zero_sum; prime-rl's is progress_credit"):
             mt.parse_arguments(["--config", write(tmp_path, recipe | changes), *arguments])
 
 
