@@ -141,6 +141,7 @@ from mt_grpo.training.passes import (
     shared_rows,
     skips_first_pass,
 )
+from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
@@ -951,6 +952,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
         batch = self.batch
         told = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+        told |= scores_of_trainer(self)
         whole, per_turn, observed, sampled, state, num_tokens = self.reward_functions.score_all_ranks(
             batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state
         )
@@ -1055,8 +1057,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
             self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
         )  # fmt: skip
-        if args.scale_rewards == "mean":  # TRL does not know it, and its advantages are replaced
-            self.scale_rewards = "none"
+        self.scale_rewards = "none" if args.scale_rewards == "mean" else args.scale_rewards  # TRL knows no `mean`
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
         # A base model's own end token need not be the one that ends a turn in its chat template.

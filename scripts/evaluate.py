@@ -36,6 +36,7 @@ from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, 
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_server
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
@@ -160,7 +161,7 @@ def evaluate(
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
     batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
-        scores = score(functions, batch, args.reward_timeout)
+        scores = score(functions, batch, args.reward_timeout, asked_policy(functions, env.format_of(tokenizer), model))
     finally:
         env.close(rollouts)
 
@@ -261,17 +262,28 @@ def roll_out(
     return rollouts
 
 
-def score(functions: RewardFunctions, batch: Batch, timeout: float) -> dict[str, list[float | None]]:
+def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[str, Any]:
+    """`policy` for the functions that ask it: the client of a server, or a model of this process."""
+    if "policy" not in asked_of(functions.functions):
+        return {}
+    if isinstance(model, mt.VLLMServerClient):
+        return {"policy": scores_of_server(model, written)}
+    return {"policy": scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")}
+
+
+def score(
+    functions: RewardFunctions, batch: Batch, timeout: float, asked: dict[str, Any]
+) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
-    No function sees a rollout whose environment failed. Raises `RuntimeError` if all failed.
+    `asked`: see `asked_policy`. No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
         raise RuntimeError(
             f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"
         )
-    told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **asked}
     values = functions.score(batch, told, timeout, torch.device("cpu"))
     return {name: [total(value) for value in column] for name, column in zip(functions.names, values, strict=True)}
 

@@ -32,6 +32,7 @@ from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.rollout import ROLES
+from mt_grpo.training.policy_scores import ASKED_COLUMNS
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,11 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
     columns = [column for column in columns if column != "prompt"]
     if taken := [column for column in columns if column in REWARD_COLUMNS]:
         raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
+    known = (*columns, *REWARD_COLUMNS, *ASKED_COLUMNS)
     for func in funcs:
         for name, parameter in inspect.signature(func).parameters.items():
             by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if by_name and parameter.default is parameter.empty and name not in (*columns, *REWARD_COLUMNS):
+            if by_name and parameter.default is parameter.empty and name not in known:
                 raise ValueError(
                     f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
                     f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."

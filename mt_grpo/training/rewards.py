@@ -15,6 +15,7 @@ import torch
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, turn_contexts
 from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewards
 from mt_grpo.training.reward_errors import RewardError
 from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
@@ -209,7 +210,7 @@ class RewardFunctions:
         Args:
             batch: With its rollouts.
             columns: What a function gets beside the columns of the data and of the rollouts: `trainer_state`,
-                `log_extra`, `log_metric`.
+                `log_extra`, `log_metric`, and `policy` if a function asks for it.
             timeout: Seconds that one function may take.
             device: Of the trainer.
 
@@ -226,10 +227,13 @@ class RewardFunctions:
             log_extra(column, [placed.get(i) for i in range(count)])
 
         of_data = column_lists(batch.rows, batch.data)
+        asked = asked_of(self.functions) - of_data.keys()
+        if "turn_contexts" in asked:
+            columns = {**columns, "turn_contexts": [turn_contexts(rollout) for rollout in rollouts]}
         columns = {
             **{name: [column[i] for i in places] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
-            **columns,
+            **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
             "log_extra": log_extra if len(places) == count else log_in_place,
         }
         try:

@@ -28,6 +28,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.training.policy_scores import scores_of_model, scores_of_server
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -64,6 +65,34 @@ def client(port, served_model):
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
     client.update_weights(iter(model.state_dict().items()), "bundled")
     client.close()
+
+
+# -- what reward functions ask the policy --
+
+
+def test_a_reward_asks_the_server_for_logprobs(client, served_model):
+    """As transformers has them, at temperature 1; after a push those of the new weights."""
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    policy = scores_of_server(client, None)
+    generator = torch.Generator().manual_seed(0)
+    contexts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (40, 7, 40, 1)]
+    continuations = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 1, 12, 5)]
+
+    def check():
+        found = policy.logprobs(contexts, continuations)
+        assert [len(row) for row in found] == [3, 1, 12, 5]
+        expected = scores_of_model(model, None, torch.no_grad, str).logprobs(contexts, continuations)
+        for row, known in zip(found, expected, strict=True):
+            assert row == pytest.approx(known, abs=2e-5)
+        return found
+
+    before = check()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.8)
+    client.update_weights(iter(model.state_dict().items()), "asked-1")
+    assert policy.version == client.weight_version()
+    after = check()
+    assert max(abs(a - b) for x, y in zip(before, after) for a, b in zip(x, y)) > 0.01
 
 
 # -- what an agent's model reads --

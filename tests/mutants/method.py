@@ -55,7 +55,7 @@ MUTATIONS = [
     Mutation(
         "TRL is told of a scaling that it does not know",
         SCRIPT,
-        'self.scale_rewards = "none"',
+        'self.scale_rewards = "none" if args.scale_rewards == "mean" else args.scale_rewards',
         "pass",
         "tests/method/test_trainer.py::test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages",
     ),

@@ -7,6 +7,34 @@ from mutants.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "information gain: the same passage gains again",
+        "rewards/information_gain.py",
+        "if texts in seen:",
+        "if False:",
+        "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
+    ),
+    Mutation(
+        "information gain: a call may name the answer",
+        "rewards/information_gain.py",
+        "if _begs(turn, golds):",
+        "if False:",
+        "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
+    ),
+    Mutation(
+        "information gain: the least likely answer counts",
+        "rewards/information_gain.py",
+        "max(own[0::2]) - max(own[1::2])",
+        "min(own[0::2]) - min(own[1::2])",
+        "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
+    ),
+    Mutation(
+        "information gain: the opening is not given",
+        "rewards/information_gain.py",
+        "context + turn.observation_ids + opening",
+        "context + turn.observation_ids",
+        "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
+    ),
+    Mutation(
         "the chain model gets a prompt that it never saw",
         "hf_recipes/tiny/chain.yaml",
         "system_prompt: Use the calculator for each step",

@@ -10,6 +10,48 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "policy: logprobs are shifted by one",
+        "mt_grpo/training/policy_scores.py",
+        "logits[0, -len(continuation) - 1 : -1]",
+        "logits[0, -len(continuation) :]",
+        "tests/training/test_policy_scores.py::test_logprobs_by_hand",
+    ),
+    Mutation(
+        "policy: dropout is on",
+        "mt_grpo/training/policy_scores.py",
+        "        model.eval()\n",
+        "",
+        "tests/training/test_policy_scores.py::test_logprobs_by_hand",
+    ),
+    Mutation(
+        "policy: the model stays in eval mode",
+        "mt_grpo/training/policy_scores.py",
+        "            model.train(training)\n",
+        "            pass\n",
+        "tests/training/test_policy_scores.py::test_logprobs_by_hand",
+    ),
+    Mutation(
+        "policy: a server's logprobs are of the context's end",
+        "mt_grpo/training/policy_scores.py",
+        "[-len(continuation) :]\n\n",
+        "[: len(continuation)]\n\n",
+        "tests/generation/test_server.py::test_a_reward_asks_the_server_for_logprobs",
+    ),
+    Mutation(
+        "policy: whoever takes keywords is given it",
+        "mt_grpo/training/policy_scores.py",
+        "if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)",
+        "",
+        "tests/training/test_policy_scores.py::test_only_who_names_it_is_given_it_and_the_data_comes_first",
+    ),
+    Mutation(
+        "policy: a context lacks what was observed before",
+        "mt_grpo/training/policy_scores.py",
+        "ids = contexts[number] + turn.observation_ids",
+        "ids = contexts[number]",
+        "tests/training/test_policy_scores.py::test_contexts_of_an_edited_history_and_of_two_branches",
+    ),
+    Mutation(
         "the tokens of a turn are not counted",
         "mt_grpo/training/rewards.py",
         "tokens = [[len(turn.token_ids) for turn in rollout.turns]",

@@ -1,0 +1,99 @@
+"""A turn is worth what it found: how much likelier the right answer became by what the turn's calls brought.
+
+Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
+a list of accepted answers, or one. The turn reward asks the policy itself (its parameter `policy`), so nobody has to
+pay turns (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). A copy is edited at the three names below.
+
+The results of a turn are compared with no results, in the same context: against the context before the turn most
+searches of a weak policy cost, since a useless passage is in the way, and that pays for not searching.
+
+Needs: nothing beyond Python's standard library.
+"""
+
+import math
+import string
+from typing import Any
+
+# What stands before the answer. It is given, and only the answer itself is scored: with the tag scored too any first
+# turn earns what it takes to begin an answer. A model that thinks first needs `</think>` in it.
+OPENING = "<answer>"
+# `logprob`: the difference of mean logprobs per token. `probability`: of geometric mean probabilities, as in IGPO.
+MEASURE = "logprob"
+SCALE = 0.1  # of the reward: good searches gain some nats per token
+
+
+def _words(text: str) -> str:
+    """The words of a text without case and punctuation, with a space on either side."""
+    text = "".join(" " if c in string.punctuation else c for c in text.casefold())
+    return f" {' '.join(word for word in text.split() if word not in ('a', 'an', 'the'))} "
+
+
+def _golds(answer: Any) -> list[str]:
+    """The accepted answers."""
+    if isinstance(answer, dict):
+        answer = [answer.get("value"), *(answer.get("aliases") or [])]
+    answers = answer if isinstance(answer, list) else [answer]
+    return list(dict.fromkeys(str(each).strip() for each in answers if each is not None and str(each).strip()))
+
+
+def _begs(turn: Any, golds: list[str]) -> bool:
+    """Whether a call of the turn names an accepted answer: its result may merely repeat it."""
+    asked = _words(" ".join(str(value) for call in turn.calls for value in (call.arguments or {}).values()))
+    return any(_words(gold) in asked for gold in golds if _words(gold).strip())
+
+
+def _mean(logprobs: list[float]) -> float:
+    mean = sum(logprobs) / len(logprobs)
+    return mean if MEASURE == "logprob" else math.exp(mean)
+
+
+def information_gain_reward_func(
+    rollout_turns: list[list[Any]], turn_contexts: list[list[list[int]]], policy: Any, answer: list[Any], **kwargs: Any
+) -> list[list[float | None]]:
+    """`SCALE` times what a turn's results gained; of several accepted answers the likeliest counts, on either side.
+
+    None for a turn without results, for one whose results the model did not read, for one whose call names the answer
+    itself, and where the row has no answer. 0.0 for results that the rollout had before: they cannot gain again.
+    """
+    opening = policy.encode(OPENING)
+    rewards = [[None] * len(turns) for turns in rollout_turns]
+    contexts, continuations, asked = [], [], []  # asked: (rollout, turn, number of golds), two contexts of each gold
+    for i, (turns, read, golds) in enumerate(zip(rollout_turns, turn_contexts, map(_golds, answer), strict=True)):
+        seen: set[str] = set()
+        for k, (turn, context) in enumerate(zip(turns, read, strict=True)):
+            if not golds or not turn.results or not turn.observation_ids:
+                continue
+            texts = " ".join(result.text for result in turn.results)
+            if texts in seen:
+                rewards[i][k] = 0.0
+                continue
+            seen.add(texts)
+            if _begs(turn, golds):
+                continue
+            nothing = policy.observation_ids(turn, [""] * len(turn.results))
+            asked.append((i, k, len(golds)))
+            for gold in golds:
+                contexts += [context + turn.observation_ids + opening, context + nothing + opening]
+                continuations += [policy.encode(gold)] * 2
+    means = [_mean(each) for each in policy.logprobs(contexts, continuations)]
+    for i, k, count in asked:
+        own, means = means[: 2 * count], means[2 * count :]
+        rewards[i][k] = SCALE * (max(own[0::2]) - max(own[1::2]))
+    return rewards
+
+
+def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward the right answer: 1.0 if the last turn's answer has the words of an accepted one. None: the row has none.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> turn = Turn([], None, "", "stop", answer="the FRANCE.")
+    >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
+    [1.0, 0.0, None]
+    """
+    given = [_words((turns[-1].answer if turns else None) or "") for turns in rollout_turns]
+    accepted = [[_words(gold) for gold in _golds(each)] for each in answer]
+    return [float(text in golds) if golds else None for text, golds in zip(given, accepted, strict=True)]
+
+
+TURN_REWARD_FUNCS = [information_gain_reward_func]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func]
