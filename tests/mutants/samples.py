@@ -11,7 +11,7 @@ MUTATIONS = [
         "rewards/information_gain.py",
         "if texts in seen:",
         "if False:",
-        "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
+        "tests/training/test_policy_scores.py::test_a_passage_gains_once",
     ),
     Mutation(
         "information gain: a call may name the answer",

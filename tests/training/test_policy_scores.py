@@ -135,7 +135,7 @@ class Told:
     def logprobs(self, contexts, continuations):
         assert all(context[-1] == 1 for context in contexts)  # the opening is given, and not scored
         known = [0.9 if 100 in context else 0.5 if 101 in context else 0.1 for context in contexts]
-        known = [p / 2 if ids == [4] else p for p, ids in zip(known, continuations)]  # the alias is less likely
+        known = [0.05 if ids == [4] else p for p, ids in zip(known, continuations)]  # it never says the alias
         return [[math.log(p)] * len(ids) for p, ids in zip(known, continuations)]
 
 
@@ -161,6 +161,14 @@ def test_a_turn_gains_what_its_results_tell():
     assert first == pytest.approx(0.1 * math.log(0.9 / 0.1)) and second == pytest.approx(0.0)
     assert (again, begged, last) == (0.0, None, None)
     assert gain.information_gain_reward_func([turns], **{**given, "answer": [None]}) == [[None] * 5]
+
+
+def test_a_passage_gains_once():
+    """Also where the second call's context does not hold the first one's results any more."""
+    turns = [searched("capital", "It is Paris.", 100), searched("France", "It is Paris.", 100)]
+    given = {"turn_contexts": [[[8], [8]]], "policy": Told(), "answer": ["Paris"]}
+    [[first, second]] = gain.information_gain_reward_func([turns], **given)
+    assert first > 0.2 and second == 0.0
 
 
 def test_a_useless_result_costs_what_it_hides(monkeypatch):
