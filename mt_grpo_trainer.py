@@ -581,7 +581,7 @@ class RewardTable:
     observed: torch.Tensor  # (N, K) bool: something came of the turn (`Turn.observed`)
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
-    num_tokens: torch.Tensor | int = 1  # (N, K) int64: those that the policy sampled in the turn
+    num_tokens: torch.Tensor | int = 1  # (N, K) int64: those of the turn that are trained
     group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
     outcome_in_return: bool = False

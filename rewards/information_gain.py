@@ -11,6 +11,7 @@ Needs: nothing beyond Python's standard library.
 """
 
 import math
+import re
 import string
 from typing import Any
 
@@ -23,8 +24,9 @@ SCALE = 0.1  # of the reward: good searches gain some nats per token
 
 
 def _words(text: str) -> str:
-    """The words of a text without case and punctuation, with a space on either side."""
-    text = "".join(" " if c in string.punctuation else c for c in text.casefold())
+    """The words of a text without case and punctuation, with a space on either side; a number keeps its minus."""
+    text = re.sub(r"(?<![\w.])-(?=\d)", "minus ", text.casefold())
+    text = "".join(" " if c in string.punctuation else c for c in text)
     return f" {' '.join(word for word in text.split() if word not in ('a', 'an', 'the'))} "
 
 
@@ -52,33 +54,39 @@ def information_gain_reward_func(
 ) -> list[list[float | None]]:
     """`SCALE` times what a turn's results gained; of several accepted answers the likeliest counts, on either side.
 
-    None for a turn without results, for one whose results the model did not read, for one whose call names the answer
-    itself, and where the row has no answer. 0.0 for results that the rollout had before: they cannot gain again.
+    None for a turn without results, for one whose call names the answer itself, where the row has no answer, where no
+    answer fits into the context, and for a turn behind which the environment wrote another history or went on in the
+    turn's own words. Results that the rollout had before cannot gain again: 0.0, or what they cost the first time.
     """
     opening = policy.encode(OPENING)
     rewards = [[None] * len(turns) for turns in rollout_turns]
     contexts, continuations, asked = [], [], []  # asked: (rollout, turn, number of golds), two contexts of each gold
+    again = []  # (rollout, turn, the turn that had the same results first)
     for i, (turns, read, golds) in enumerate(zip(rollout_turns, turn_contexts, map(_golds, answer), strict=True)):
-        seen: set[str] = set()
+        seen: dict[str, int] = {}  # results -> the turn that had them first
         for k, (turn, context) in enumerate(zip(turns, read, strict=True)):
-            if not golds or not turn.results or not turn.observation_ids:
+            if not turn.results or not turn.observation_ids or turn.continuation is not None:
                 continue
             texts = " ".join(result.text for result in turn.results)
             if texts in seen:
-                rewards[i][k] = 0.0
+                again.append((i, k, seen[texts]))
                 continue
-            seen.add(texts)
-            if _begs(turn, golds):
+            seen[texts] = k
+            found = context + turn.observation_ids + opening
+            ids = [encoded for gold in golds if policy.fits(found, encoded := policy.encode(gold))]
+            if not ids or _begs(turn, golds):
                 continue
-            nothing = policy.observation_ids(turn, [""] * len(turn.results))
-            asked.append((i, k, len(golds)))
-            for gold in golds:
-                contexts += [context + turn.observation_ids + opening, context + nothing + opening]
-                continuations += [policy.encode(gold)] * 2
+            nothing = context + policy.observation_ids(turn, [""] * len(turn.results)) + opening
+            asked.append((i, k, len(ids)))
+            for encoded in ids:
+                contexts += [found, nothing]
+                continuations += [encoded, encoded]
     means = [_mean(each) for each in policy.logprobs(contexts, continuations)]
     for i, k, count in asked:
         own, means = means[: 2 * count], means[2 * count :]
         rewards[i][k] = SCALE * (max(own[0::2]) - max(own[1::2]))
+    for i, k, first in again:
+        rewards[i][k] = None if rewards[i][first] is None else min(0.0, rewards[i][first])
     return rewards
 
 
@@ -90,9 +98,13 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
     [1.0, 0.0, None]
     """
-    given = [_words((turns[-1].answer if turns else None) or "") for turns in rollout_turns]
-    accepted = [[_words(gold) for gold in _golds(each)] for each in answer]
-    return [float(text in golds) if golds else None for text, golds in zip(given, accepted, strict=True)]
+    rewards = []
+    for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
+        text = (turns[-1].answer if turns else None) or ""
+        # An answer of no words, such as "A" or "+", is compared as it is written.
+        same = any(_words(text) == _words(g) if _words(g).strip() else text.strip() == g for g in golds)
+        rewards.append(float(same) if golds else None)
+    return rewards
 
 
 TURN_REWARD_FUNCS = [information_gain_reward_func]

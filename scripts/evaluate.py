@@ -36,7 +36,7 @@ from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, 
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_server
+from mt_grpo.training.policy_scores import ServerScores, asked_of, scores_of_model
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
@@ -267,7 +267,7 @@ def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[s
     if "policy" not in asked_of(functions.functions):
         return {}
     if isinstance(model, mt.VLLMServerClient):
-        return {"policy": scores_of_server(model, written)}
+        return {"policy": ServerScores(model, written)}
     return {"policy": scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")}
 
 

@@ -151,6 +151,10 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     }  # fmt: skip
     if args.turn_discount != 1.0:
         credit["turn_discount"] = f"{args.turn_discount:g}"
+    if args.outcome_in_return:
+        credit["outcome_in_return"] = "true"
+    if args.state_baseline != "mean":
+        credit["state_baseline"] = args.state_baseline
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"), "training row": str(number_of_row),
         "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),

@@ -348,7 +348,7 @@ class ServerConnection:
         """The version that the last push set. A restarted server has lost it."""
         return self.request("GET", "/weight_info", timeout=30.0, read=lambda answer: answer["weight_version"])
 
-    def score(self, token_ids: list[int], rank: int | None = None) -> list[float]:
+    def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         payload = {
@@ -360,7 +360,7 @@ class ServerConnection:
             entries = answer["choices"][0]["prompt_logprobs"]
             return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
-        return self.request("POST", "/v1/completions", json=payload, headers=headers, read=read)
+        return self.request("POST", "/v1/completions", timeout=timeout, json=payload, headers=headers, read=read)
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Ids and logprobs of what is sampled behind these ids at temperature 1, by the adapter of the last push."""

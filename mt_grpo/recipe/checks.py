@@ -45,14 +45,14 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
     columns = [column for column in columns if column != "prompt"]
     if taken := [column for column in columns if column in REWARD_COLUMNS]:
         raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename the column.")
-    known = (*columns, *REWARD_COLUMNS, *ASKED_COLUMNS)
+    given = (*REWARD_COLUMNS, *ASKED_COLUMNS)
     for func in funcs:
         for name, parameter in inspect.signature(func).parameters.items():
             by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if by_name and parameter.default is parameter.empty and name not in known:
+            if by_name and parameter.default is parameter.empty and name not in (*columns, *given):
                 raise ValueError(
                     f"Reward {func.__name__} needs {name!r}, but {where} has no such column. It has: "
-                    f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(REWARD_COLUMNS)}."
+                    f"{', '.join(columns) or 'none'}; the trainer gives: {', '.join(given)}."
                 )
 
 

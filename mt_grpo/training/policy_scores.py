@@ -1,4 +1,4 @@
-"""What a reward function may ask the policy: the logprobs of texts, by the weights that sampled."""
+"""What a reward function may ask the policy: the logprobs of texts, by the weights of the last push."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import concurrent.futures
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.ranks import RunError
+from mt_grpo.generation.versions import tagged
 from mt_grpo.rollout import Rollout, Turn
 
-ASKED_COLUMNS = ("policy", "turn_contexts")  # given to a function that names them; a column of the data wins
+logger = logging.getLogger(__name__)
+
+# Given where a reward function names them, unless the data has such a column; then also to others that take keywords.
+ASKED_COLUMNS = ("policy", "turn_contexts")
 AT_ONCE = 32  # requests of a rank to its server
 
 
@@ -38,14 +46,16 @@ class PolicyScores:
             bear calls from several threads where `at_once` is above 1.
         written: The tool format of the conversations (`ToolFormat`), with its tokenizer.
         version: Says which weights answer.
+        context: Tokens of a context and its continuation, at most. None: no limit is known.
         at_once: Calls at the same time.
     """
 
     def __init__(
         self, score: Callable[[list[int], list[int]], list[float]], written: Any, version: Callable[[], str],
-        at_once: int = 1,
+        context: int | None = None, at_once: int = 1,
     ):  # fmt: skip
         self._score, self._written, self._version, self._at_once = score, written, version, at_once
+        self._context = float("inf") if context is None else context
 
     @property
     def version(self) -> str:
@@ -58,13 +68,21 @@ class PolicyScores:
         The run's temperature, `top_p` and the like do not count. Equal pairs are asked once.
 
         Raises:
-            ValueError: An empty context or continuation, or lists of unequal length.
+            ValueError: A pair that does not `fit`, or lists of unequal length.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
-        if empty := [i for i, pair in enumerate(pairs) if not all(pair)]:
-            raise ValueError(f"policy.logprobs: pair {empty[0]} has no ids. Expected a context and a continuation.")
+        for i, pair in enumerate(pairs):
+            if not self.fits(*pair):
+                raise ValueError(
+                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected a context and a "
+                    f"continuation of at least one, and less than {self._context} together. policy.fits asks before."
+                )
         found = self._all(list(dict.fromkeys(pairs)))
         return [list(found[pair]) for pair in pairs]
+
+    def fits(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
+        """Whether both have ids, and the model's context has room for them."""
+        return bool(context) and bool(continuation) and len(context) + len(continuation) < self._context
 
     def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
         asked = ([list(part) for part in pair] for pair in pairs)
@@ -78,9 +96,16 @@ class PolicyScores:
         return self._written.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def observation_ids(self, turn: Turn, texts: list[str]) -> list[int]:
-        """What would stand behind a turn if its calls had given these texts, one per result."""
+        """What would stand behind a turn if its calls had given these texts, one per result.
+
+        All else that was said behind the turn stays. Raises `ValueError` for a turn whose own text goes on.
+        """
+        if turn.continuation is not None:
+            raise ValueError("policy.observation_ids: the turn goes on in the environment's words. It has no results.")
         results = [dataclasses.replace(each, text=text) for each, text in zip(turn.results, texts, strict=True)]
-        return self._written.suffix_ids(turn.calls, self._written.results(turn.calls, results), turn.token_ids)
+        further = turn.messages[len(self._written.results(turn.calls, turn.results)) :]
+        messages = self._written.results(turn.calls, results) + further
+        return self._written.suffix_ids(turn.calls, messages, turn.token_ids)
 
 
 def turn_contexts(rollout: Rollout) -> list[list[int]]:
@@ -99,27 +124,64 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
     return [contexts[k] for k in range(len(rollout.turns))]
 
 
-def scores_of_server(client: Any, written: Any) -> PolicyScores:
-    """Asks a vLLM server, or several in turn, by `prompt_logprobs`."""
-    servers = itertools.cycle(getattr(client, "servers", [client]))
+class ServerScores(PolicyScores):
+    """Asks a vLLM server, or several in turn, by `prompt_logprobs`.
 
-    def score(context: list[int], continuation: list[int]) -> list[float]:
-        server = next(servers)
-        if getattr(server, "adapter", None) is not None:
-            raise RunError(
-                "A reward function asks the policy, and the server samples by an adapter, which it does not score by. "
-                "Set weight_sync: disk (or nccl), which sends all weights."
-            )
-        return server.score(context + continuation)[-len(continuation) :]
+    INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
+    is away answers nothing: the others are asked, and what was asked meanwhile is asked again.
 
-    return PolicyScores(score, written, client.weight_version, AT_ONCE)
+    Args:
+        client: The client of the server, or of all.
+        pushed: The version of the last push, without a server's lineage; None where nothing was pushed.
+    """
+
+    def __init__(self, client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None):
+        super().__init__(self._ask, written, client.weight_version, client.max_model_len, AT_ONCE)
+        self.client, self.pushed = client, pushed
+        self._usable: list[Any] = []
+        self._next = itertools.count()
+
+    def _holds(self, server: Any) -> bool:
+        pushed = self.pushed()
+        try:
+            return server.weight_version() == tagged(pushed, server.lineage) if pushed else server.healthy()
+        except ServerLost:
+            return False
+
+    def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
+        while True:
+            servers = getattr(self.client, "servers", [self.client])
+            joined = getattr(self.client, "joined", range(len(servers)))
+            self._usable = [servers[n] for n in joined if self._holds(servers[n])]
+            found = super()._all(pairs)
+            if self._usable and all(map(self._holds, self._usable)):
+                return found
+
+    def _ask(self, context: list[int], continuation: list[int]) -> list[float]:
+        while usable := list(self._usable):
+            server = usable[next(self._next) % len(usable)]
+            try:
+                ids = context + continuation
+                return server.score(ids, timeout=server.request_timeout)[-len(continuation) :]
+            except ServerLost as error:
+                logger.warning(f"policy.logprobs: {error}")
+                with suppress(ValueError):  # another thread's request to it failed, too
+                    self._usable.remove(server)
+        raise RunError(
+            "policy.logprobs: no vLLM server is left that holds the weights of the last push. Start it again, and "
+            "resume the run."
+        )
 
 
 def scores_of_model(model: Any, written: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
     """Asks a model of this process, without gradient."""
+    one_at_a_time = threading.Lock()  # an async reward function asks in another thread than the others
 
-    @torch.no_grad()
     def score(context: list[int], continuation: list[int]) -> list[float]:
+        with one_at_a_time, torch.no_grad():
+            return forward(context, continuation)
+
+    def forward(context: list[int], continuation: list[int]) -> list[float]:
         training = model.training
         model.eval()
         try:
@@ -131,7 +193,8 @@ def scores_of_model(model: Any, written: Any, autocast: Callable, version: Calla
         finally:
             model.train(training)
 
-    return PolicyScores(score, written, version)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return PolicyScores(score, written, version, limit and limit + 1)
 
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
@@ -140,11 +203,16 @@ def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
         return {}
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":
-        return {"policy": scores_of_server(trainer.client, written)}
+        if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
+            raise RunError(
+                "A reward function asks the policy, and the server samples by an adapter, which it does not score by. "
+                "Set weight_sync: disk (or nccl), which sends all weights."
+            )
+        return {"policy": ServerScores(trainer.client, written, lambda: trainer.weight_sync.pushed)}
     if trainer._is_sharded:
         raise RunError(
-            "A reward function asks the policy, whose weights are sharded over the ranks of this run. Expected a vLLM "
-            "server that answers (vllm_mode: server), or weights that are whole on each rank."
+            "A reward function asks the policy, which DeepSpeed or FSDP trains in this run: a forward pass is of all "
+            "ranks together there. Expected a vLLM server that answers (vllm_mode: server)."
         )
     version = lambda: str(trainer._weight_counter.version)  # noqa: E731
     return {"policy": scores_of_model(trainer.model, written, trainer.accelerator.autocast, version)}

@@ -271,7 +271,7 @@ class RewardFunctions:
         Returns:
             On the CPU, with K as the turns of the longest of all N rollouts: the numbers per rollout (N, F) and per
             turn (N, K, F_turn), NaN for None; whether a turn was observed, and whether the rollout has it, (N, K)
-            bool; the numbers of the turns' states, (N, K) int64, -1 where there is none; the turns' sampled tokens,
+            bool; the numbers of the turns' states, (N, K) int64, -1 where there is none; the turns' trained tokens,
             (N, K) int64.
         """
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
@@ -285,7 +285,7 @@ class RewardFunctions:
             local.extend(turn_flags(batch.rollouts, num_turns))
             states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
             local.append(pad_rows(states, num_turns, -1, torch.long))
-            tokens = [[len(turn.token_ids) for turn in rollout.turns] for rollout in batch.rollouts]
+            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
             local.append(pad_rows(tokens, num_turns, 0, torch.long))
 
         on_all_ranks(run, "Rewards")

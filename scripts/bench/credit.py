@@ -1,4 +1,4 @@
-"""Compare the credit assignments: four generated tasks, every method, several seeds, on a CPU.
+"""Compare the credit assignments: generated tasks and a game, every method, several seeds, on a CPU.
 
     python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
     python scripts/bench/credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
@@ -8,7 +8,8 @@ Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four call
 `sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
 outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards for TriviaQA; (e) `frozen_lake`, a
 game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
-without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e).
+without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
+of (c) where nobody pays turns, by ways to make more of the outcome (WAYS); all have the recipe's learning rate.
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
@@ -42,6 +43,15 @@ from bench import common
 from bench.common import end_with_parent, rounded, write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum")
+WAYS = {  # of task (f): what each sets
+    "outcome": ["--credit_assignment", "outcome"],
+    "outcome_by_mean": ["--credit_assignment", "outcome", "--scale_rewards", "mean"],
+    "gigpo_return": ["--credit_assignment", "gigpo", "--outcome_in_return", "true"],
+    "gigpo_others": [
+        "--credit_assignment", "gigpo", "--outcome_in_return", "true", "--state_baseline", "leave_one_out"
+    ],
+}  # fmt: skip
+NAMES = list(dict.fromkeys((*METHODS, *WAYS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
 NUM_SEEDS = 5  # fewer are not quoted
@@ -77,6 +87,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
         "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
     },
+    "alone": {
+        "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": 6e-4, "ways": WAYS,
+        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", "--turn_reward_weights", "0", "0"],
+    },
 }  # fmt: skip
 RESULTS, PICTURE, PAGE = Path("docs/results/credit.json"), Path("docs/credit.png"), Path("docs/credit.md")
 RUNS = Path("runs/credit")
@@ -111,8 +125,9 @@ def run(job: Job) -> dict[str, Any]:
     task = TASKS[job["task"]]
     outcome = task.get("outcome", "exact_match_reward_func")
     scale = ["--scale_rewards", task["scale_rewards"][job["method"]]] if "scale_rewards" in task else []
+    way = task["ways"][job["method"]] if "ways" in task else ["--credit_assignment", job["method"]]
     recipe = mt.parse_arguments([
-        *task["arguments"], *scale, "--credit_assignment", job["method"], "--seed", str(job["seed"]),
+        *task["arguments"], *scale, *way, "--seed", str(job["seed"]),
         "--learning_rate", str(job["learning_rate"]), "--max_steps", str(job["steps"]), "--log_rollouts", "0",
         "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
     ])  # fmt: skip
@@ -235,13 +250,14 @@ def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dic
     """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds."""
     return [
         {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
-        for task in tasks for seed in seeds for m in methods if (rate := rate_of(task, m, rates))
+        for task in tasks for seed in seeds for m in TASKS[task].get("ways", methods)
+        if (rate := rate_of(task, m, rates))
     ]  # fmt: skip
 
 
 def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
     """The learning rate of a method on a task. None: none was chosen, or the task is without the method."""
-    if method not in TASKS[task].get("scale_rewards", METHODS):
+    if method not in TASKS[task].get("ways", TASKS[task].get("scale_rewards", METHODS)):
         return None
     return TASKS[task].get("learning_rate", rates.get(method))
 
@@ -355,7 +371,7 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
             if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
             and row["seed"] != SEARCH_SEED and row["learning_rate"] == rate_of(task, method, rates)
         ]
-        for task in TASKS for method in METHODS
+        for task in TASKS for method in NAMES
     }  # fmt: skip
     groups = {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
     common = {
@@ -372,7 +388,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """One table per task that has runs to quote."""
     groups, lines = reported(rows), []
     for task, settings in TASKS.items():
-        methods = [m for m in METHODS if (task, m) in groups]
+        methods = [m for m in NAMES if (task, m) in groups]
         if not methods:
             continue
         seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
@@ -431,14 +447,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot = common.pyplot()
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
-    colours = dict(zip(METHODS, ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")))  # Okabe and Ito
+    okabe_and_ito = ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9", "#000000")
+    colours = dict(zip(NAMES, okabe_and_ito))
     columns = min(2, len(tasks))
     height = math.ceil(len(tasks) / columns)
     figure, axes = pyplot.subplots(height, columns, figsize=(5.2 * columns, 3.7 * height), squeeze=False, sharey=True)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)
     for axis, task in zip(axes.flat, tasks):
-        for method in METHODS:
+        for method in NAMES:
             if (task, method) not in groups:
                 continue
             curves = [smoothed(row["train_exact_match"]) for row in groups[task, method]]
@@ -452,14 +469,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
     for row_of_axes in axes:
         row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
-    axes[0][0].legend(frameon=False, fontsize=9)
+        if axis is axes[0][0] or "ways" in TASKS[task]:
+            axis.legend(frameon=False, fontsize=9)
     common.save_picture(figure, path)
 
 
 def report() -> None:
     """Write the results file, the plot and the page's tables from all finished runs."""
-    known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in METHODS]
-    rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), METHODS.index(r["method"]),
+    known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in NAMES]
+    rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), NAMES.index(r["method"]),
                                                       r["seed"], r["learning_rate"]))  # fmt: skip
     if not rows:
         sys.exit("error: no finished runs in runs/credit or docs/results/credit.json. Run without --report first.")

@@ -28,7 +28,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.training.policy_scores import scores_of_model, scores_of_server
+from mt_grpo.training.policy_scores import ServerScores, scores_of_model
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -73,7 +73,7 @@ def client(port, served_model):
 def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     """As transformers has them, at temperature 1; after a push those of the new weights."""
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
-    policy = scores_of_server(client, None)
+    policy = ServerScores(client, None)
     generator = torch.Generator().manual_seed(0)
     contexts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (40, 7, 40, 1)]
     continuations = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 1, 12, 5)]

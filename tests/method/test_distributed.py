@@ -9,6 +9,8 @@ import pytest
 import torch
 import warm_python
 
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS
+
 WORKER = Path(__file__).parents[1] / "distributed_worker.py"
 CPU = Path(__file__).parents[2] / "hf_recipes/accelerate/cpu.yaml"
 
@@ -28,7 +30,7 @@ def results(random_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("group_size", [16, 4])  # 16: one group that straddles the two ranks
-@pytest.mark.parametrize("credit", ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum"])
+@pytest.mark.parametrize("credit", CREDIT_ASSIGNMENTS)
 def test_two_ranks_equal_one(results, group_size, credit):
     (one,), two = ([part[f"{group_size}-{credit}"] for part in parts] for parts in results)
     together = [row for part in two for row in part["advantages"]]

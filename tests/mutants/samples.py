@@ -9,15 +9,15 @@ MUTATIONS = [
     Mutation(
         "information gain: the same passage gains again",
         "rewards/information_gain.py",
-        "if texts in seen:",
-        "if False:",
+        "rewards[i][k] = None if rewards[i][first] is None else min(0.0, rewards[i][first])",
+        "rewards[i][k] = rewards[i][first]",
         "tests/training/test_policy_scores.py::test_a_passage_gains_once",
     ),
     Mutation(
         "information gain: a call may name the answer",
         "rewards/information_gain.py",
-        "if _begs(turn, golds):",
-        "if False:",
+        "if not ids or _begs(turn, golds):",
+        "if not ids:",
         "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
     ),
     Mutation(
@@ -30,8 +30,8 @@ MUTATIONS = [
     Mutation(
         "information gain: the opening is not given",
         "rewards/information_gain.py",
-        "context + turn.observation_ids + opening",
-        "context + turn.observation_ids",
+        "found = context + turn.observation_ids + opening",
+        "found = context + turn.observation_ids",
         "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
     ),
     Mutation(

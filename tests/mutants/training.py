@@ -10,6 +10,41 @@ CUT = "tests/training/test_records.py::test_a_cut_history_trains_as_a_whole_one"
 
 MUTATIONS = [
     Mutation(
+        "policy: a server that was left out is asked",
+        "mt_grpo/training/policy_scores.py",
+        'joined = getattr(self.client, "joined", range(len(servers)))',
+        "joined = range(len(servers))",
+        "tests/training/test_policy_scores.py::test_servers_that_are_out_or_hold_other_weights_are_not_asked",
+    ),
+    Mutation(
+        "policy: weights are not proven behind the answers",
+        "mt_grpo/training/policy_scores.py",
+        "if self._usable and all(map(self._holds, self._usable)):",
+        "if self._usable:",
+        "tests/training/test_policy_scores.py::test_a_lost_server_leaves_the_others_and_a_restart_asks_again",
+    ),
+    Mutation(
+        "policy: what the environment said is gone with the results",
+        "mt_grpo/training/policy_scores.py",
+        "self._written.results(turn.calls, results) + further",
+        "self._written.results(turn.calls, results)",
+        "tests/training/test_policy_scores.py::test_what_stands_behind_a_turn_is_written_as_the_conversation_writes_it",
+    ),
+    Mutation(
+        "policy: a column of the data is replaced",
+        "mt_grpo/training/rewards.py",
+        "asked_of(self.functions) - of_data.keys()",
+        "asked_of(self.functions)",
+        "tests/training/test_policy_scores.py::test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first",
+    ),
+    Mutation(
+        "policy: it is taken for a column of the row",
+        "mt_grpo/training/reward_calls.py",
+        "key not in (*REWARD_COLUMNS, *ASKED_COLUMNS)",
+        "key not in REWARD_COLUMNS",
+        "tests/training/test_policy_scores.py::test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row",
+    ),
+    Mutation(
         "policy: logprobs are shifted by one",
         "mt_grpo/training/policy_scores.py",
         "logits[0, -len(continuation) - 1 : -1]",
@@ -33,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "policy: a server's logprobs are of the context's end",
         "mt_grpo/training/policy_scores.py",
-        "[-len(continuation) :]\n\n",
-        "[: len(continuation)]\n\n",
+        "timeout=server.request_timeout)[-len(continuation) :]",
+        "timeout=server.request_timeout)[: len(continuation)]",
         "tests/generation/test_server.py::test_a_reward_asks_the_server_for_logprobs",
     ),
     Mutation(
@@ -42,7 +77,7 @@ MUTATIONS = [
         "mt_grpo/training/policy_scores.py",
         "if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)",
         "",
-        "tests/training/test_policy_scores.py::test_only_who_names_it_is_given_it_and_the_data_comes_first",
+        "tests/training/test_policy_scores.py::test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first",
     ),
     Mutation(
         "policy: a context lacks what was observed before",
@@ -54,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "the tokens of a turn are not counted",
         "mt_grpo/training/rewards.py",
-        "tokens = [[len(turn.token_ids) for turn in rollout.turns]",
-        "tokens = [[1 for turn in rollout.turns]",
+        "sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns",
+        "1 for turn in each.turns",
         "tests/method/test_trainer.py::test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages",
     ),
     Mutation(

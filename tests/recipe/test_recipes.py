@@ -47,6 +47,7 @@ from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
+from mt_grpo.training.policy_scores import ASKED_COLUMNS
 from mt_grpo.training.reward_calls import REWARD_COLUMNS, run_rewards
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
@@ -1348,7 +1349,7 @@ def test_a_column_that_is_missing_beside_an_environment_is_named(build, tmp_path
     )
     with pytest.raises(ValueError) as error:
         build(tools_script=..., reward_fn=str(tmp_path / "right.py"), environment=f"{tmp_path}/game.py:Game")
-    assert str(error.value) == said.replace("GIVEN", ", ".join(REWARD_COLUMNS))
+    assert str(error.value) == said.replace("GIVEN", ", ".join((*REWARD_COLUMNS, *ASKED_COLUMNS)))
 
 
 ROW = '{"question": "1+1?", "answer": "2"}\n'

@@ -10,17 +10,21 @@ from test_rewards import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.ranks import RunError
+from mt_grpo.generation.versions import tagged
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import Context, Rollout, ToolCall, ToolResult, Turn
+from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import (
     PolicyScores,
+    ServerScores,
     asked_of,
     scores_of_model,
-    scores_of_server,
     scores_of_trainer,
     turn_contexts,
 )
+from mt_grpo.training.rewards import RewardFunctions
 
 TINY = "hf_recipes/tiny/calculator-model"
 gain = load("information_gain")
@@ -77,11 +81,11 @@ def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
 
     for at_once in (1, 4):
         asked.clear()
-        policy = PolicyScores(score, None, str, at_once)
+        policy = PolicyScores(score, None, str, None, at_once)
         assert policy.logprobs([[1], [2], [1], [3]], [[5], [5, 6], [5], [5]]) == [[1.0], [2.0, 2.0], [1.0], [3.0]]
         assert sorted(asked) == [(1, -1, 5), (2, -1, 5, 6), (3, -1, 5)]
     for context, continuation in (([], [1]), ([1], [])):
-        with pytest.raises(ValueError, match="pair 1 has no ids. Expected a context and a continuation"):
+        with pytest.raises(ValueError, match="pair 1 has . and . ids. Expected a context and a continuation"):
             policy.logprobs([[1], context], [[1], continuation])
     with pytest.raises(ValueError, match="zip"):
         policy.logprobs([[1]], [])
@@ -96,27 +100,147 @@ def test_contexts_of_an_edited_history_and_of_two_branches():
     ]  # fmt: skip
 
 
-def test_an_adapter_and_sharded_weights_are_refused():
-    server = SimpleNamespace(adapter="v1", weight_version=lambda: "1")
-    with pytest.raises(RunError, match="samples by an adapter.*Set weight_sync: disk"):
-        scores_of_server(server, None).logprobs([[1]], [[2]])
-
-    def wants(policy, **kwargs): ...
-
+def trainer_of(*functions, **facts):
     env = SimpleNamespace(format_of=lambda tokenizer: None, tokenizer=None)
-    functions = SimpleNamespace(functions=[wants])
-    trainer = SimpleNamespace(reward_functions=functions, env=env, backend="transformers", _is_sharded=True)
-    with pytest.raises(RunError, match="weights are sharded.*vllm_mode: server"):
-        scores_of_trainer(trainer)
-    functions.functions = [lambda **kwargs: 0]
-    assert scores_of_trainer(trainer) == {}
+    functions = SimpleNamespace(functions=list(functions))
+    return SimpleNamespace(reward_functions=functions, env=env, **facts)
 
 
-def test_only_who_names_it_is_given_it_and_the_data_comes_first():
-    def takes(policy=None, *, turn_contexts, **kwargs): ...
+def wants(policy, **kwargs): ...
 
-    assert asked_of([takes, lambda prompts, **kwargs: 0]) == {"policy", "turn_contexts"}
-    assert asked_of([lambda **policy: 0]) == set()
+
+def test_an_adapter_and_sharded_weights_are_refused():
+    pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
+    with pytest.raises(RunError, match="samples by an adapter.*Set weight_sync: disk"):
+        scores_of_trainer(trainer_of(wants, backend="server", client=pool))
+    with pytest.raises(RunError, match="DeepSpeed or FSDP.*vllm_mode: server"):
+        scores_of_trainer(trainer_of(wants, backend="transformers", _is_sharded=True))
+    assert scores_of_trainer(trainer_of(lambda **kwargs: 0)) == {}
+
+
+class Server:
+    """Answers its number for every id, holds a version, and may be lost or restart."""
+
+    adapter, request_timeout, lineage = None, 5.0, "boot"
+
+    def __init__(self, number, version="3"):
+        self.number, self.version, self.lost, self.asked = number, version, False, 0
+
+    def weight_version(self):
+        if self.lost:
+            raise ServerLost("gone")
+        return tagged(self.version, self.lineage)
+
+    def healthy(self):
+        return not self.lost
+
+    def score(self, ids, timeout):
+        assert timeout == 5.0
+        if self.lost:
+            raise ServerLost("gone")
+        self.asked += 1
+        return [0.0] * (len(ids) - 2) + [float(self.number)]
+
+
+def of_servers(*servers, joined=None, pushed="3"):
+    pool = SimpleNamespace(servers=list(servers), joined=joined or list(range(len(servers))), max_model_len=10,
+                           weight_version=lambda: "3")  # fmt: skip
+    return ServerScores(pool, None, lambda: pushed)
+
+
+def test_servers_that_are_out_or_hold_other_weights_are_not_asked():
+    servers = [Server(0), Server(1, version="2"), Server(2), Server(3)]
+    policy = of_servers(*servers, joined=[0, 1, 3])  # 1 restarted, 2 was left out
+    found = policy.logprobs([[k] for k in range(8)], [[7]] * 8)
+    assert {row[0] for row in found} == {0.0, 3.0} and [s.asked for s in servers] == [4, 0, 0, 4]
+
+
+def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(caplog):
+    servers = [Server(0), Server(1)]
+    policy = of_servers(*servers)
+    servers[0].score = lambda ids, timeout: setattr(servers[0], "lost", True) or Server.score(servers[0], ids, timeout)
+    assert policy.logprobs([[1], [2], [3]], [[7]] * 3) == [[1.0]] * 3 and "gone" in caplog.text
+    # A server that restarts meanwhile has answered by its first weights: nothing of that is kept.
+    servers = [Server(0), Server(1)]
+    policy = of_servers(*servers)
+    servers[0].score = lambda ids, timeout: setattr(servers[0], "version", "first") or [-9.0]
+    assert policy.logprobs([[1], [2]], [[7], [7]]) == [[1.0], [1.0]]
+    servers[1].lost = True
+    with pytest.raises(RunError, match="no vLLM server is left that holds the weights"):
+        policy.logprobs([[1]], [[7]])
+    assert of_servers(Server(5), pushed=None).logprobs([[1]], [[7]]) == [[5.0]]  # an evaluation has pushed nothing
+
+
+def test_what_does_not_fit_is_told_before_it_is_asked():
+    policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
+    assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])
+    with pytest.raises(ValueError, match="pair 1 has 9 and 1 ids. Expected .* less than 10 together"):
+        policy.logprobs([[1], [1] * 9], [[1], [1]])
+
+
+def test_threads_ask_one_after_another_and_leave_the_model_as_it_was():
+    model = TwoWords().train()
+    policy, inside, most = of_model(model), [], []
+    forward = model.forward
+
+    def slow(**kwargs):
+        inside.append(1)
+        most.append(len(inside))
+        found = forward(**kwargs)
+        inside.pop()
+        return found
+
+    model.forward = slow
+    threads = [threading.Thread(target=policy.logprobs, args=([[0]], [[1] * n])) for n in range(1, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(most) == 19 and model.training
+
+
+def batch_of(columns):
+    turns = [Turn([4, 5], None, "", "stop"), Turn([6], None, "", "stop")]
+    rollouts = [Rollout([], [1], 0, turns, StopReason.ANSWERED), Rollout([], [2], 1, turns[:1], StopReason.ANSWERED)]
+    rows = [{"prompt": [], **{name: f"{name} {i}" for name in columns}} for i in range(2)]
+    return Batch(rows, 2, data=rows, rollouts=rollouts)
+
+
+def scored(functions, columns=(), policy="the policy"):
+    told = {"trainer_state": None, "log_extra": None, "log_metric": None, "policy": policy}
+    functions = RewardFunctions(functions, [1.0] * len(functions), 0)
+    return functions.score(batch_of(columns), told, 60.0, torch.device("cpu"))
+
+
+def test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first():
+    seen = {}
+
+    def asks(policy, turn_contexts, **kwargs):
+        seen["asks"] = policy, turn_contexts
+        return [0.0] * 2
+
+    def other(**kwargs):
+        seen["other"] = kwargs.get("policy")
+        return [0.0] * 2
+
+    assert asked_of([other, asks]) == {"policy", "turn_contexts"} and asked_of([other, lambda **policy: 0]) == set()
+    scored([asks])
+    assert seen["asks"] == ("the policy", [[[1, 4, 5], [1, 4, 5, 6]], [[2, 4, 5]]])
+    scored([other])
+    assert seen["other"] is None
+    scored([asks, other], columns=["policy"])
+    assert seen["asks"][0] == seen["other"] == ["policy 0", "policy 1"]
+
+
+def test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row():
+    def asks(policy, **kwargs):
+        return [0.0] * 2
+
+    def breaks(colour, **kwargs):
+        return [1 / (each != "colour 1") for each in colour]
+
+    with pytest.raises(RuntimeError, match="Reward breaks raised ZeroDivisionError.*whose row is .*colour 1"):
+        scored([asks, breaks], columns=["colour"], policy=object())
 
 
 # --- information gain ------------------------------------------------------------------------------------------------
@@ -126,7 +250,10 @@ class Told:
     """A policy that knows the answer to the degree that its context holds 100 (0.9), else 101 (0.5), else 0.1."""
 
     def encode(self, text):
-        return {"<answer>": [1], "Paris": [2, 3], "the City": [4]}[text]
+        return {"<answer>": [1], "Paris": [2, 3], "the City": [4], "?": []}[text]
+
+    def fits(self, context, continuation):
+        return len(continuation) > 0 and len(context) < 20
 
     def observation_ids(self, turn, texts):
         assert texts == [""] * len(turn.results)
@@ -160,6 +287,9 @@ def test_a_turn_gains_what_its_results_tell():
     [[first, second, again, begged, last]] = gain.information_gain_reward_func([turns], **given)
     assert first == pytest.approx(0.1 * math.log(0.9 / 0.1)) and second == pytest.approx(0.0)
     assert (again, begged, last) == (0.0, None, None)
+    assert gain.information_gain_reward_func([turns], **{**given, "answer": ["?"]}) == [[None] * 5]  # it has no ids
+    long = {**given, "turn_contexts": [[[8] * 20, *contexts[1:]]]}
+    assert gain.information_gain_reward_func([turns], **long)[0][0] is None
     assert gain.information_gain_reward_func([turns], **{**given, "answer": [None]}) == [[None] * 5]
 
 
@@ -172,9 +302,16 @@ def test_a_passage_gains_once():
 
 
 def test_a_useless_result_costs_what_it_hides(monkeypatch):
-    turns = [searched("x", "nothing", 105)]
-    given = {"turn_contexts": [[[100]]], "policy": Told(), "answer": ["Paris"]}
-    assert gain.information_gain_reward_func([turns], **given) == [[0.0]]
+    class Hides(Told):
+        def logprobs(self, contexts, continuations):
+            hidden = [[-2.0 if 105 in context else -0.5] * len(ids) for context, ids in zip(contexts, continuations)]
+            return hidden
+
+    turns = [searched("x", "nothing", 105), searched("y", "nothing", 105)]
+    given = {"turn_contexts": [[[100], [101]]], "policy": Hides(), "answer": ["Paris"]}
+    [[first, second]] = gain.information_gain_reward_func([turns], **given)
+    assert first == second == pytest.approx(-0.15)  # to ask the same again is no way out
+    given["policy"] = Told()
     monkeypatch.setattr(gain, "MEASURE", "probability")
     given["turn_contexts"] = [[[8]]]
     [[value]] = gain.information_gain_reward_func([[searched("x", "It is Paris.", 100)]], **given)
@@ -192,6 +329,14 @@ def test_what_stands_behind_a_turn_is_written_as_the_conversation_writes_it(tiny
     assert policy.observation_ids(turn, ["42"]) == ids != policy.observation_ids(turn, [""])
     with pytest.raises(ValueError, match="zip"):
         policy.observation_ids(turn, [])
+    further = [{"role": "user", "content": "And 1 + 2?"}]
+    turn.results, turn.messages, ids = written.fit(turn, further, float("inf"), 64)
+    assert policy.observation_ids(turn, ["42"]) == ids  # what the environment said stays
+    without = tokenizer.decode(policy.observation_ids(turn, [""]))
+    assert "And 1 + 2?" in without and "42" not in without
+    turn.continuation = "So"
+    with pytest.raises(ValueError, match="goes on in the environment's words"):
+        policy.observation_ids(turn, ["42"])
     assert policy.encode("42") == tokenizer("42", add_special_tokens=False)["input_ids"]
 
 
@@ -220,3 +365,13 @@ def test_a_run_pays_turns_by_what_they_found(tmp_path):
     assert not wrong or sum(right) / len(right) > sum(wrong) / len(wrong) + 0.1
     logged = [row["rewards/watched/mean"] for row in trainer.state.log_history if "rewards/watched/mean" in row]
     assert len(logged) == 2 and all(math.isfinite(x) for x in logged)
+
+
+@pytest.mark.parametrize("gold, answer, right", [
+    ("France", "the FRANCE.", 1.0), ("France", None, 0.0), ("A", None, 0.0), ("A", "A", 1.0), ("A", "B", 0.0),
+    ("+", "", 0.0), ("+", "+", 1.0), ("-5", "5", 0.0), ("-5", "-5.", 1.0), ("well-known", "well known", 1.0),
+    ({"value": "A", "aliases": ["the letter a"]}, "letter", 1.0), ([], "x", None),
+])  # fmt: skip
+def test_an_answer_is_right_by_its_words(gold, answer, right):
+    turn = Turn([], None, "", "stop", answer=answer)
+    assert gain.exact_match_reward_func([[turn]], answer=[gold]) == [right]
