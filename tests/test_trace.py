@@ -89,7 +89,7 @@ NUMBERS = {  # rewards and advantages per turn
     "nansum", "numbers_that_count", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
-    "noise_apart", "is_finite",
+    "noise_apart", "is_finite", "asked_of", "scores_of_trainer",
 }  # fmt: skip
 
 

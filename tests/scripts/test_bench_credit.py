@@ -9,6 +9,8 @@ import pytest
 from bench import credit as bench
 from bench.common import markers, with_section
 
+import mt_grpo_trainer as mt
+
 BEGIN, END = markers("credit")
 
 
@@ -142,4 +144,26 @@ def test_the_page_has_the_table_of_the_results_file():
     text = bench.PAGE.read_text(encoding="utf-8")
     assert with_section(text, "credit", bench.markdown(rows)) == text
     quoted = re.findall(r"^\| `(\w+)` \| \d\.\d\d ± ", text, re.M)
-    assert quoted and set(quoted) <= set(bench.METHODS)
+    assert quoted and set(quoted) <= set(bench.NAMES)
+
+
+def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
+    jobs = bench.main_jobs(["alone"], ["mt_grpo"], [0, 1], {})
+    assert [(job["method"], job["seed"]) for job in jobs] == [(way, seed) for seed in (0, 1) for way in bench.WAYS]
+    assert {job["learning_rate"] for job in jobs} == {6e-4}
+    for way, arguments in bench.WAYS.items():
+        recipe = [*bench.TASKS["alone"]["arguments"], *arguments, "--output_dir", "runs/unused"]
+        _, args, _ = mt.parse_arguments(recipe)
+        settings = args.credit_assignment, args.scale_rewards, args.outcome_in_return, args.state_baseline
+        assert (
+            args.turn_reward_weights == [0, 0]
+            and settings
+            == {
+                "outcome": ("outcome", "group", False, "mean"),
+                "outcome_by_mean": ("outcome", "mean", False, "mean"),
+                "gigpo_return": ("gigpo", "group", True, "mean"),
+                "gigpo_others": ("gigpo", "group", True, "leave_one_out"),
+            }[way]
+        )
+    assert bench.rate_of("alone", "mt_grpo", {"mt_grpo": 3e-4}) is None
+    assert bench.rate_of("chain", "gigpo_return", {}) is None
