@@ -29,7 +29,15 @@ from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.policy_scores import ServerScores, scores_of_model
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
+from mt_grpo_trainer import (
+    MTGRPOConfig,
+    MTGRPOEnvTrainer,
+    MultiTurnToolEnv,
+    VLLMServerClient,
+    build_trainer,
+    main,
+    parse_arguments,
+)
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
@@ -93,6 +101,35 @@ def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     assert policy.version == client.weight_version()
     after = check()
     assert max(abs(a - b) for x, y in zip(before, after) for a, b in zip(x, y)) > 0.01
+
+
+def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, served_model, tmp_path):
+    """Each step pushes; what the server is asked for rewards is proven to be of that push."""
+    asked = []
+
+    def gain(policy, turn_contexts, rollout_turns, **kwargs):
+        asked.append((policy.version, trainer.weight_sync.pushed))
+        contexts = [contexts[0][: -len(turns[0].token_ids)] for contexts, turns in zip(turn_contexts, rollout_turns)]
+        found = policy.logprobs(contexts, [turns[0].token_ids for turns in rollout_turns])
+        for row, turns in zip(found, rollout_turns):  # what it sampled, at temperature 1: the logprobs that came along
+            assert row == pytest.approx(turns[0].logprobs, abs=1e-4)
+        return [float(sum(row)) for row in found]
+
+    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
+    changes = {"model_name_or_path": served_model, "vllm_server_port": port, "output_dir": tmp_path, "max_steps": 3,
+               "per_device_train_batch_size": 16, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none"}  # fmt: skip
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    script_args, args, model_args = parse_arguments(["--config", recipe, *words])
+    first = build_trainer(script_args, args, model_args)
+    trainer = MTGRPOEnvTrainer(
+        model=first.model, env=first.env, turn_reward_funcs=[], outcome_reward_funcs=[gain], args=args,
+        train_dataset=first.train_dataset,
+    )  # fmt: skip
+    trainer.train()
+    assert len({pushed for _, pushed in asked}) == len(asked) == 3
+    assert all(pushed in version for version, pushed in asked)
+    for each in (first, trainer):
+        each.client.close()
 
 
 # -- what an agent's model reads --
