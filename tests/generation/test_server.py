@@ -116,8 +116,16 @@ def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, serve
         return [float(sum(row)) for row in found]
 
     recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
-    changes = {"model_name_or_path": served_model, "vllm_server_port": port, "output_dir": tmp_path, "max_steps": 3,
-               "per_device_train_batch_size": 16, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none"}  # fmt: skip
+    changes = {
+        "model_name_or_path": served_model,
+        "vllm_server_port": port,
+        "output_dir": tmp_path,
+        "max_steps": 3,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     script_args, args, model_args = parse_arguments(["--config", recipe, *words])
     first = build_trainer(script_args, args, model_args)
