@@ -4,6 +4,7 @@ import math
 import threading
 from types import SimpleNamespace
 
+import evaluate
 import pytest
 import torch
 from test_rewards import load
@@ -338,6 +339,15 @@ def test_what_stands_behind_a_turn_is_written_as_the_conversation_writes_it(tiny
     with pytest.raises(ValueError, match="goes on in the environment's words"):
         policy.observation_ids(turn, ["42"])
     assert policy.encode("42") == tokenizer("42", add_special_tokens=False)["input_ids"]
+
+
+def test_an_evaluation_asks_the_model_that_it_evaluates(tmp_path, tiny):
+    arguments = ["--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/information_gain.py",
+                 "--output_dir", str(tmp_path), "--report_to", "none"]  # fmt: skip
+    recipe = mt.parse_arguments(arguments)
+    model, tokenizer = tiny
+    found = evaluate.evaluate(model, recipe, 8, tokenizer=tokenizer, progress=False, greedy=True)
+    assert found["exact_match"] == 1.0 and found["rewards"]["turn"]["information_gain_reward_func"] > 0.3
 
 
 def test_a_run_pays_turns_by_what_they_found(tmp_path):
