@@ -4,8 +4,9 @@ Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, Triv
 a list of accepted answers, or one. The turn reward asks the policy itself (its parameter `policy`), so nobody has to
 pay turns (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). A copy is edited at the three names below.
 
-The results of a turn are compared with no results, in the same context: against the context before the turn most
-searches of a weak policy cost, since a useless passage is in the way, and that pays for not searching.
+The results of a turn are compared with empty results, in the same context. Compared with the context before the turn,
+most searches of a weak policy would get a negative reward, since a useless passage is in the way: that pays for not
+searching. A gain may be negative, so `scale_rewards: mean` does not go with it.
 
 Needs: nothing beyond Python's standard library.
 """

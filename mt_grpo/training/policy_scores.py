@@ -8,14 +8,16 @@ import inspect
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from mt_grpo.base.errors import ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import RunError
+from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
 from mt_grpo.rollout import Rollout, Turn
 
@@ -43,7 +45,7 @@ class PolicyScores:
 
     Args:
         score: The logprobs of a continuation behind a context, ids in, one float per id of the continuation. It must
-            bear calls from several threads where `at_once` is above 1.
+            bear calls from several threads where `at_once` is above 1. None: of a subclass with an `_all` of its own.
         written: The tool format of the conversations (`ToolFormat`), with its tokenizer.
         version: Says which weights answer.
         context: Tokens of a context and its continuation, at most. None: no limit is known.
@@ -51,7 +53,7 @@ class PolicyScores:
     """
 
     def __init__(
-        self, score: Callable[[list[int], list[int]], list[float]], written: Any, version: Callable[[], str],
+        self, score: Callable[[list[int], list[int]], list[float]] | None, written: Any, version: Callable[[], str],
         context: int | None = None, at_once: int = 1,
     ):  # fmt: skip
         self._score, self._written, self._version, self._at_once = score, written, version, at_once
@@ -128,49 +130,74 @@ class ServerScores(PolicyScores):
     """Asks a vLLM server, or several in turn, by `prompt_logprobs`.
 
     INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
-    is away answers nothing: the others are asked, and what was asked meanwhile is asked again.
+    is away answers nothing: the others are asked. Where one that was asked does not hold these weights afterwards,
+    everything is asked again.
 
     Args:
         client: The client of the server, or of all.
         pushed: The version of the last push, without a server's lineage; None where nothing was pushed.
     """
 
+    TRIES = 3  # of one call of `logprobs`
+    PAUSE = 2.0  # seconds before another try: a refused connection or a 503 may pass
+    SECONDS = 120.0  # that one request may take; `reward_timeout` has to see more than one server
+
     def __init__(self, client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None):
-        super().__init__(self._ask, written, client.weight_version, client.max_model_len, AT_ONCE)
+        super().__init__(None, written, client.weight_version, client.max_model_len, AT_ONCE)
         self.client, self.pushed = client, pushed
-        self._usable: list[Any] = []
         self._next = itertools.count()
 
     def _holds(self, server: Any) -> bool:
         pushed = self.pushed()
         try:
             return server.weight_version() == tagged(pushed, server.lineage) if pushed else server.healthy()
-        except ServerLost:
+        except ServerError as error:
+            logger.warning(f"policy.logprobs: {error}")
             return False
 
     def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
-        while True:
+        problem: Exception | None = None
+        for number in range(self.TRIES if pairs else 0):
+            if number:
+                time.sleep(self.PAUSE)
             servers = getattr(self.client, "servers", [self.client])
             joined = getattr(self.client, "joined", range(len(servers)))
-            self._usable = [servers[n] for n in joined if self._holds(servers[n])]
-            found = super()._all(pairs)
-            if self._usable and all(map(self._holds, self._usable)):
-                return found
-
-    def _ask(self, context: list[int], continuation: list[int]) -> list[float]:
-        while usable := list(self._usable):
-            server = usable[next(self._next) % len(usable)]
+            asked = [servers[n] for n in joined if self._holds(servers[n])]
             try:
-                ids = context + continuation
-                return server.score(ids, timeout=server.request_timeout)[-len(continuation) :]
-            except ServerLost as error:
-                logger.warning(f"policy.logprobs: {error}")
-                with suppress(ValueError):  # another thread's request to it failed, too
-                    self._usable.remove(server)
+                found = self._by(asked, pairs)
+            except ServerError as error:
+                problem = error
+                continue
+            if all(map(self._holds, asked)):
+                return found
+        if not pairs:
+            return {}
         raise RunError(
-            "policy.logprobs: no vLLM server is left that holds the weights of the last push. Start it again, and "
-            "resume the run."
-        )
+            f"policy.logprobs: in {self.TRIES} tries no vLLM server answered that holds the weights of the last push. "
+            f"{problem or ''}"
+        ) from problem
+
+    def _by(self, servers: list[Any], pairs: list[tuple]) -> dict[tuple, list[float]]:
+        """Asked of these servers, without those that are lost meanwhile. Raises `ServerError` where none is left."""
+        usable = list(servers)
+
+        def score(context: list[int], continuation: list[int]) -> list[float]:
+            error: ServerError = ServerLost("none of them holds these weights")
+            while left := list(usable):
+                server = left[next(self._next) % len(left)]
+                try:
+                    return self._ask(server, context, continuation)
+                except ServerError as raised:
+                    error = raised
+                    with suppress(ValueError):  # another thread's request to it failed, too
+                        usable.remove(server)
+            raise error
+
+        return PolicyScores(score, None, self._version, None, AT_ONCE)._all(pairs)
+
+    def _ask(self, server: Any, context: list[int], continuation: list[int]) -> list[float]:
+        timeout = min(server.request_timeout, self.SECONDS)
+        return server.score(context + continuation, timeout=timeout)[-len(continuation) :]
 
 
 def scores_of_model(model: Any, written: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
@@ -199,7 +226,8 @@ def scores_of_model(model: Any, written: Any, autocast: Callable, version: Calla
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
     """`policy` for the reward functions of a trainer, nothing where none asks for it."""
-    if "policy" not in asked_of(trainer.reward_functions.functions):
+    asked, batch = asked_of(trainer.reward_functions.functions), trainer.batch
+    if "policy" not in asked or "policy" in column_lists(batch.rows, batch.data):
         return {}
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":

@@ -305,7 +305,7 @@ def summary(row: dict[str, Any]) -> dict[str, float]:
     """
     found = {"step": statistics.median(row["seconds"][WARM_UP:] or row["seconds"])}
     for name, key in PHASES.items():
-        values = [entry[key] for entry in row["log"][WARM_UP:] if key in entry]
+        values = [entry[key] for entry in row["log"][WARM_UP : len(row["seconds"])] if key in entry]
         found[name] = statistics.median(values) if values else float("nan")
     known = [found[name] for name in PHASES if found[name] == found[name]]
     found["training"] = found["step"] - sum(known) if known else float("nan")

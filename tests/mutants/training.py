@@ -19,8 +19,8 @@ MUTATIONS = [
     Mutation(
         "policy: weights are not proven behind the answers",
         "mt_grpo/training/policy_scores.py",
-        "if self._usable and all(map(self._holds, self._usable)):",
-        "if self._usable:",
+        "if all(map(self._holds, asked)):",
+        "if True:",
         "tests/training/test_policy_scores.py::test_a_lost_server_leaves_the_others_and_a_restart_asks_again",
     ),
     Mutation(
@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "policy: a server's logprobs are of the context's end",
         "mt_grpo/training/policy_scores.py",
-        "timeout=server.request_timeout)[-len(continuation) :]",
-        "timeout=server.request_timeout)[: len(continuation)]",
+        "timeout=timeout)[-len(continuation) :]",
+        "timeout=timeout)[: len(continuation)]",
         "tests/generation/test_server.py::test_a_reward_asks_the_server_for_logprobs",
     ),
     Mutation(

@@ -11,7 +11,7 @@ from test_rewards import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.errors import ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.versions import tagged
 from mt_grpo.recipe.plugins import load_tools
@@ -104,7 +104,8 @@ def test_contexts_of_an_edited_history_and_of_two_branches():
 def trainer_of(*functions, **facts):
     env = SimpleNamespace(format_of=lambda tokenizer: None, tokenizer=None)
     functions = SimpleNamespace(functions=list(functions))
-    return SimpleNamespace(reward_functions=functions, env=env, **facts)
+    batch = SimpleNamespace(rows=[{"prompt": []}], data=[{"prompt": []}])
+    return SimpleNamespace(**{"reward_functions": functions, "env": env, "batch": batch, **facts})
 
 
 def wants(policy, **kwargs): ...
@@ -117,6 +118,9 @@ def test_an_adapter_and_sharded_weights_are_refused():
     with pytest.raises(RunError, match="DeepSpeed or FSDP.*vllm_mode: server"):
         scores_of_trainer(trainer_of(wants, backend="transformers", _is_sharded=True))
     assert scores_of_trainer(trainer_of(lambda **kwargs: 0)) == {}
+    row = {"prompt": [], "policy": "No smoking."}  # a column of the data: nobody asks the policy
+    batch = SimpleNamespace(rows=[row], data=[row])
+    assert scores_of_trainer(trainer_of(wants, backend="transformers", _is_sharded=True, batch=batch)) == {}
 
 
 class Server:
@@ -156,20 +160,44 @@ def test_servers_that_are_out_or_hold_other_weights_are_not_asked():
     assert {row[0] for row in found} == {0.0, 3.0} and [s.asked for s in servers] == [4, 0, 0, 4]
 
 
-def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(caplog):
+def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
+    monkeypatch.setattr(ServerScores, "PAUSE", 0.0)
     servers = [Server(0), Server(1)]
     policy = of_servers(*servers)
     servers[0].score = lambda ids, timeout: setattr(servers[0], "lost", True) or Server.score(servers[0], ids, timeout)
-    assert policy.logprobs([[1], [2], [3]], [[7]] * 3) == [[1.0]] * 3 and "gone" in caplog.text
+    assert policy.logprobs([[1], [2], [3]], [[7]] * 3) == [[1.0]] * 3
     # A server that restarts meanwhile has answered by its first weights: nothing of that is kept.
-    servers = [Server(0), Server(1)]
-    policy = of_servers(*servers)
-    servers[0].score = lambda ids, timeout: setattr(servers[0], "version", "first") or [-9.0]
-    assert policy.logprobs([[1], [2]], [[7], [7]]) == [[1.0], [1.0]]
+    for lost in (False, True):  # True: it is lost behind its first answer, and so no longer asked
+        servers = [Server(0), Server(1)]
+        policy = of_servers(*servers)
+
+        def restarted(ids, timeout, server=servers[0], lost=lost):
+            if lost and server.version == "first":
+                raise ServerLost("gone")
+            server.version = "first"
+            return [-9.0]
+
+        servers[0].score = restarted
+        assert policy.logprobs([[k] for k in range(1, 7)], [[7]] * 6) == [[1.0]] * 6, lost
     servers[1].lost = True
-    with pytest.raises(RunError, match="no vLLM server is left that holds the weights"):
+    with pytest.raises(RunError, match="in 3 tries no vLLM server answered that holds the weights.*none of them"):
         policy.logprobs([[1]], [[7]])
+    assert policy.logprobs([], []) == []  # nothing is asked of anybody
     assert of_servers(Server(5), pushed=None).logprobs([[1]], [[7]]) == [[5.0]]  # an evaluation has pushed nothing
+
+
+def test_an_error_that_passes_is_asked_again_and_another_is_told(monkeypatch):
+    monkeypatch.setattr(ServerScores, "PAUSE", 0.0)
+    server = Server(4)
+    failures = [ServerLost("503"), ServerLost("reset")]
+    server.score = lambda ids, timeout: (_ for _ in ()).throw(failures.pop()) if failures else [4.0]
+    assert of_servers(server).logprobs([[1]], [[7]]) == [[4.0]]
+    refusing, other = Server(0), Server(1)
+    refusing.weight_version = lambda: (_ for _ in ()).throw(ServerError("404"))  # started without development mode
+    assert of_servers(refusing, other).logprobs([[1], [2]], [[7]] * 2) == [[1.0]] * 2
+    server.score = lambda ids, timeout: (_ for _ in ()).throw(ServerError("400 too long"))
+    with pytest.raises(RunError, match="in 3 tries .* 400 too long"):
+        of_servers(server).logprobs([[1]], [[7]])
 
 
 def test_what_does_not_fit_is_told_before_it_is_asked():
