@@ -87,8 +87,9 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
     makes the progress d_k = s_k - (the last score before it); the first score of a rollout makes none. The turns up to
     k share it with weights discount^(k - j) that sum to 1. From these credits their mean over the rollout's tokens is
     subtracted, so that the shift moves no rollout against another. Like `zero_sum` it is biased, `scale_rewards` does
-    not apply to the shift, and a turn reward per rollout shifts nothing. In the example, with ten tokens per turn, A's
-    second call makes the progress 0.4, of which each of its calls gets half; the mean of A's three turns is 0.1333.
+    not apply to the shift, and a turn reward per rollout shifts nothing. In the example, whose turns have one token
+    each, A's second call makes the progress 0.4, of which each of its calls gets half; the mean of A's three turns is
+    0.1333.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> progress_credit_advantages(doctest_batch(), 1.0, 1.0)

@@ -40,6 +40,15 @@ def asked_of(functions: list[Callable]) -> set[str]:
     return by_name & set(ASKED_COLUMNS)
 
 
+def score_pairs(score: Callable[[list[int], list[int]], list[float]], pairs: list[tuple], at_once: int) -> dict:
+    """What `score` gives for each (context, continuation), by the pair. Raises what it raises."""
+    asked = ([list(part) for part in pair] for pair in pairs)
+    if at_once == 1:
+        return dict(zip(pairs, itertools.starmap(score, asked)))
+    with concurrent.futures.ThreadPoolExecutor(at_once, "mt-grpo-policy") as pool:
+        return dict(zip(pairs, pool.map(lambda pair: score(*pair), asked)))
+
+
 class PolicyScores:
     """The policy as a reward function sees it, in its parameter `policy`.
 
@@ -87,11 +96,7 @@ class PolicyScores:
         return bool(context) and bool(continuation) and len(context) + len(continuation) < self._context
 
     def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
-        asked = ([list(part) for part in pair] for pair in pairs)
-        if self._at_once == 1:
-            return dict(zip(pairs, itertools.starmap(self._score, asked)))
-        with concurrent.futures.ThreadPoolExecutor(self._at_once, "mt-grpo-policy") as pool:
-            return dict(zip(pairs, pool.map(lambda pair: self._score(*pair), asked)))
+        return score_pairs(self._score, pairs, self._at_once)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text by itself."""
@@ -143,7 +148,7 @@ class ServerScores(PolicyScores):
     SECONDS = 120.0  # that one request may take; `reward_timeout` has to see more than one server
 
     def __init__(self, client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None):
-        super().__init__(None, written, client.weight_version, client.max_model_len, AT_ONCE)
+        super().__init__(None, written, client.weight_version, client.max_model_len)
         self.client, self.pushed = client, pushed
         self._next = itertools.count()
 
@@ -193,7 +198,7 @@ class ServerScores(PolicyScores):
                         usable.remove(server)
             raise error
 
-        return PolicyScores(score, None, self._version, None, AT_ONCE)._all(pairs)
+        return score_pairs(score, pairs, AT_ONCE)
 
     def _ask(self, server: Any, context: list[int], continuation: list[int]) -> list[float]:
         timeout = min(server.request_timeout, self.SECONDS)
@@ -242,5 +247,5 @@ def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
             "A reward function asks the policy, which DeepSpeed or FSDP trains in this run: a forward pass is of all "
             "ranks together there. Expected a vLLM server that answers (vllm_mode: server)."
         )
-    version = lambda: str(trainer._weight_counter.version)  # noqa: E731
-    return {"policy": scores_of_model(trainer.model, written, trainer.accelerator.autocast, version)}
+    autocast, counter = trainer.accelerator.autocast, trainer._weight_counter
+    return {"policy": scores_of_model(trainer.model, written, autocast, lambda: str(counter.version))}

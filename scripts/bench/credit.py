@@ -9,7 +9,8 @@ Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four call
 outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards for TriviaQA; (e) `frozen_lake`, a
 game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
-of (c) where nobody pays turns, by ways to make more of the outcome (WAYS); all have the recipe's learning rate.
+of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
+the recipe's learning rate.
 
 Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
