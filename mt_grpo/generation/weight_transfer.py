@@ -143,11 +143,11 @@ class NCCLGroup:
 
         Args:
             metadata: (name, dtype, shape) of each.
-            tensors: By name, on the CPU. Each is on the GPU only while it is packed.
+            tensors: By name, the model's own or on the CPU. The latter are on the GPU only while they are packed.
         """
 
         def send() -> None:
-            self._client.update_named_params(metadata, ((name, t.to(self.device)) for name, t in tensors.items()))
+            self._client.update_named_params(metadata, ((n, t.detach().to(self.device)) for n, t in tensors.items()))
 
         if self._client is None:
             raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
@@ -463,12 +463,17 @@ class WeightTransfer:
     ) -> Pushed:
         """Send all weights over NCCL, to one server after the other. The first push makes a group with each server.
 
-        The seconds are `gather` (to the CPU) and `load` (pause to resume, of all). A server's error is `ServerLost` if
-        the group cannot be created, or if the server does not take the weights.
+        The seconds are `gather` (to the CPU, but for what the model holds itself) and `load` (pause to resume, of
+        all). A server's error is `ServerLost` if the group cannot be created, or if the server does not take the
+        weights.
         """
         start = time.perf_counter()
-        # All weights are collected on the CPU first: NCCL needs their names and shapes before the first is sent.
-        tensors = {name: t.detach().to("cpu", copy=True) for name, t in named_weights}
+        # All weights are collected first: NCCL needs their names and shapes before the first is sent. What the model
+        # does not hold itself is collected on the CPU: a GPU has no room for a second copy.
+        tensors = {
+            name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
+            for name, t in named_weights
+        }
         self._check_names(tensors.keys(), expected)
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
         gathered = time.perf_counter()

@@ -76,6 +76,8 @@ class PolicyWeights(VLLMGeneration):
     def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
+        A `Parameter` is the model's own, and valid until the next optimizer step.
+
         Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
         they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
         no parameter stays gathered. `norm_scale` multiplies the final norm.
@@ -114,8 +116,10 @@ class PolicyWeights(VLLMGeneration):
                 tensor = whole[id(parameter)]
                 if layer in layers:
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
+                elif not self.sharded:
+                    tensor = parameter
                 if norm_scale != 1.0 and name.rpartition(".")[0] == scaled:
-                    tensor = tensor * norm_scale
+                    tensor = tensor.detach() * norm_scale
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:
                         sent.add(alias)

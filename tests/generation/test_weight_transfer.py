@@ -162,6 +162,24 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
     client.close()
 
 
+def test_only_what_the_model_does_not_hold_is_copied(nccl, servers, monkeypatch):
+    """A parameter is sent from where it is. What was gathered or merged is gone when the next one is asked for."""
+    sent = []
+    monkeypatch.setattr(NCCLGroup, "send", lambda self, metadata, tensors: sent.append(tensors))
+    own, passing = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.zeros(1, 1, dtype=torch.bfloat16)
+
+    def weights():
+        yield "w", own
+        passing.fill_(3.0)
+        yield "head", passing
+        passing.fill_(4.0)
+
+    client = client_of(servers[0])
+    client.update_weights(weights(), "v-1", SIZES, torch.device("cpu"))
+    assert sent[0]["w"] is own and sent[0]["head"].tolist() == [[3.0]]
+    client.close()
+
+
 def test_each_server_has_its_own_group(nccl, servers, caplog):
     clients = [client_of(server, 500 + n) for n, server in enumerate(servers)]
     pool = ServerPool(clients)

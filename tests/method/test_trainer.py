@@ -713,6 +713,17 @@ def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):
         trainer.train()
 
 
+def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path):
+    """But for the final norm that the first push scales. A tied one comes under both names."""
+    trainer = make_trainer(random_model, tmp_path)
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    sent, own = dict(weights.named_weights(norm_scale=2.0)), {id(p) for p in trainer.model.parameters()}
+    norm = f"{weights.final_norm}.weight"
+    assert [name for name, tensor in sent.items() if id(tensor) not in own] == [norm]
+    assert torch.equal(sent[norm], 2.0 * trainer.model.get_parameter(norm))
+    assert sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
+
+
 def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
     """Merged layer by layer: what is sent is W + BA, and the base weights are bit for bit what they were."""
     trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
